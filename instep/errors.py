@@ -1,0 +1,73 @@
+"""Every error a user can meet: what happened, where, and what to do about it.
+
+`InstepError.__str__` is the one message that the command line prints; a traceback is kept for the log only.
+"""
+
+from __future__ import annotations
+
+
+class InstepError(Exception):
+    """Base of all named errors.
+
+    Args:
+        what: what happened, with the offending value.
+        where: the file, line, flag, field, engine or rank it happened at.
+        remedy: what the user can do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = ""):
+        self.what, self.where, self.remedy = what, where, remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [f"{type(self).__name__}: {self.what}"]
+        if self.where:
+            lines.append(f"  where:  {self.where}")
+        if self.remedy:
+            lines.append(f"  remedy: {self.remedy}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.remedy)
+
+
+def _rebuild(cls: type[InstepError], what: str, where: str, remedy: str) -> InstepError:
+    return cls(what, where=where, remedy=remedy)
+
+
+class ConfigError(InstepError):
+    """A flag, a combination of flags or a configuration file is wrong. Raised before anything heavy loads."""
+
+    exit_code = 2
+
+
+class DataError(InstepError):
+    """A data file or one of its rows is unusable."""
+
+    exit_code = 2
+
+
+class CheckpointError(InstepError):
+    """A checkpoint cannot be read or written."""
+
+
+class EngineError(InstepError):
+    """An inference engine died, refused a request or did not answer in time."""
+
+
+class SyncError(InstepError):
+    """An engine does not hold the trainer's weights, or could not be shown to."""
+
+
+class WorkerError(InstepError):
+    """A training worker died, raised or did not answer in time."""
+
+
+class RewardError(InstepError):
+    """A reward function raised, hung or returned something that is no finite number."""
+
+
+class RolloutError(InstepError):
+    """A rollout function or a hook returned something that cannot be trained on."""

@@ -1,0 +1,245 @@
+"""Plain data that the rooms of instep hand to each other. Nothing here starts processes or knows a backend.
+
+`Sample` is what rollout functions see; `TokenBatch` is what trainers see: the same samples as flat columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Status(str, Enum):
+    """Where a sample's generation ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class VersionSpan:
+    """Response tokens [start, end) were sampled from weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Sample:
+    """One prompt and one response.
+
+    `tokens` holds prompt + response ids; `response_length` counts the response's. Per-token lists (`loss_mask`,
+    `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
+    """
+
+    Status: ClassVar[type[Status]] = Status
+
+    group_index: int | None = None
+    index: int | None = None
+    execution_id: str | None = None  # one run of a generate function; fan-out siblings share it
+    attempt: int = 0
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    status: Status = Status.PENDING
+    sampling_params: dict[str, Any] = field(default_factory=dict)  # as sent to the engine
+    remove_sample: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched
+    session_id: str | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    non_generation_time: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
+
+    # The seeds' older spellings map to `status`.
+    @property
+    def truncated(self) -> bool:
+        return self.status is Status.TRUNCATED
+
+    @truncated.setter
+    def truncated(self, value: bool) -> None:
+        self._set_flag(Status.TRUNCATED, value)
+
+    @property
+    def aborted(self) -> bool:
+        return self.status is Status.ABORTED
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self._set_flag(Status.ABORTED, value)
+
+    def _set_flag(self, status: Status, value: bool) -> None:
+        if value:
+            self.status = status
+        elif self.status in (Status.PENDING, status):
+            self.status = Status.COMPLETED
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    def append_response_tokens(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        *,
+        trainable: bool = True,
+        weight_versions: Sequence[VersionSpan] = (),
+    ) -> None:
+        """Append response tokens and keep ids, mask, log-probs and versions aligned.
+
+        Tokens of a tool or an environment are `trainable=False`: mask 0, log-prob 0. `weight_versions` count from the
+        first token of this call.
+
+        Raises:
+            ValueError: log-probs missing for one part and present for another, or lengths that differ.
+        """
+        n, before = len(tokens), self.response_length
+        if trainable and log_probs is not None and len(log_probs) != n:
+            raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
+        if not trainable and log_probs is not None:
+            raise ValueError("tokens that are not trainable have no log-probs")
+        if self.loss_mask is not None and len(self.loss_mask) != before:
+            raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {before} response tokens")
+        trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
+        if trainable and n and trained_before and (log_probs is None) != (self.rollout_log_probs is None):
+            raise ValueError("either all trainable parts of a response have log-probs or none has")
+        if self.loss_mask is None and not trainable:
+            self.loss_mask = [1] * before
+        if self.loss_mask is not None:
+            self.loss_mask.extend([int(trainable)] * n)
+        if trainable and log_probs is not None:
+            self.rollout_log_probs = (self.rollout_log_probs or [0.0] * before) + [float(x) for x in log_probs]
+        elif self.rollout_log_probs is not None:
+            self.rollout_log_probs.extend([0.0] * n)
+        for span in weight_versions:
+            start, end = before + span.start, before + span.end
+            last = self.weight_versions[-1] if self.weight_versions else None
+            if last is not None and last.version == span.version and last.end == start:
+                last.end = end
+            else:
+                self.weight_versions.append(VersionSpan(span.version, start, end))
+        self.tokens = list(self.tokens) + [int(t) for t in tokens]
+        self.response_length = before + n
+
+    def reset_response(self) -> None:
+        """Forget the response, keep the prompt."""
+        if self.response_length:
+            self.tokens = self.tokens[: -self.response_length]
+        self.response, self.response_length = "", 0
+        self.loss_mask = self.rollout_log_probs = self.reward = None
+        self.weight_versions, self.status = [], Status.PENDING
+
+    def to_dict(self) -> dict[str, Any]:
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        out["status"] = self.status.value
+        out["weight_versions"] = [dataclasses.asdict(s) for s in self.weight_versions]
+        return {**self.extra, **out}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        kwargs = {k: v for k, v in data.items() if k in known}
+        kwargs["status"] = Status(kwargs.get("status", "pending"))
+        kwargs["weight_versions"] = [VersionSpan(**s) for s in kwargs.get("weight_versions", [])]
+        return cls(**kwargs, extra={k: v for k, v in data.items() if k not in known})
+
+
+Group = list[Sample]
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What a rollout function returns for training: groups of samples, and metrics of its own."""
+
+    samples: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What a rollout function returns for evaluation: by data set name, `rewards`, `truncated` and `samples`."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TokenBatch:
+    """Samples as flat columns; what a trainer, a micro-batch and a probe are made of.
+
+    Attributes:
+        tokens: int64 `[num_tokens]`, prompt + response of each sample in order.
+        total_lengths: int64 `[num_samples]`.
+        response_lengths: int64 `[num_samples]`; a response ends its sample, and is at least one token shorter than it.
+        token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
+            `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
+            `advantages`, `returns`.
+        sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, ... and the users' own.
+    """
+
+    tokens: torch.Tensor
+    total_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    token_columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    sample_columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.total_lengths.numel())
+
+    def select(self, indices: Sequence[int]) -> TokenBatch:
+        """The samples `indices`, in that order."""
+        import torch
+
+        def pick(flat: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            parts = flat.split(lengths.tolist())
+            return torch.cat([parts[i] for i in indices]) if len(indices) else flat[:0]
+
+        where = torch.as_tensor(list(indices), dtype=torch.int64)
+        return TokenBatch(
+            tokens=pick(self.tokens, self.total_lengths),
+            total_lengths=self.total_lengths[where],
+            response_lengths=self.response_lengths[where],
+            token_columns={k: pick(v, self.response_lengths) for k, v in self.token_columns.items()},
+            sample_columns={
+                k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
+                for k, v in self.sample_columns.items()
+            },
+        )
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """Tensors on `device`; lists stay as they are."""
+        import torch
+
+        def move(x: Any) -> Any:
+            return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
+
+        return TokenBatch(
+            move(self.tokens),
+            move(self.total_lengths),
+            move(self.response_lengths),
+            {k: move(v) for k, v in self.token_columns.items()},
+            {k: move(v) for k, v in self.sample_columns.items()},
+        )
+
+
+# steps -> data-parallel ranks -> micro-batches -> indices of samples. All ranks of a step have equally many micro-batches.
+Schedule = list[list[list[list[int]]]]

@@ -1,0 +1,56 @@
+"""What a weight sync claims to have sent: one record per tensor, with a digest of its bytes.
+
+The controller receives the manifest from the trainer and hands it to each engine over HTTP; the bytes travel another
+way (a shared-memory file, a checkpoint on disk). The engine compares the two before it loads anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), place in the bucket, xxh3-128 of its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class BucketManifest:
+    """One bucket of a sync. `nonce` is new in every sync, so that an old bucket is never taken for a new one."""
+
+    path: str
+    version: str
+    nonce: str
+    tensors: tuple[TensorRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BucketManifest:
+        tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+        return cls(data["path"], data["version"], data["nonce"], tensors)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def digest(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
