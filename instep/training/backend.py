@@ -8,7 +8,7 @@ that nothing depends on the layout of micro-batches or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,18 @@ from typing import Any, Protocol
 import torch
 
 from instep.types import TokenBatch
+from instep.weights.source import TensorSpec, WeightSource
+
+__all__ = [
+    "LossFn",
+    "LossOutput",
+    "ParallelInfo",
+    "StepResult",
+    "TensorSpec",
+    "TokenOutputs",
+    "TrainBackend",
+    "WeightSource",
+]
 
 
 @dataclass
@@ -61,28 +73,6 @@ class LossOutput:
 
 
 LossFn = Callable[[TokenBatch, TokenOutputs], LossOutput]
-
-
-@dataclass
-class TensorSpec:
-    """Name (as in a Hugging Face checkpoint), full shape and serving dtype of one weight."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class WeightSource(Protocol):
-    """The policy's weights under Hugging Face names; tied weights appear once.
-
-    Iterating is collective: all ranks, one order. A yielded tensor is valid until the next one. On ranks that are not
-    `emits` the tensor is None.
-    """
-
-    specs: list[TensorSpec]  # known without moving a byte
-    emits: bool  # True on the ranks that receive full tensors (rank 0 at least)
-
-    def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
 
 @dataclass

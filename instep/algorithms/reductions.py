@@ -1,0 +1,68 @@
+"""From tokens to one number per optimizer step, independent of the layout of micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from instep.algorithms.advantages import executions
+
+
+def loss_weights(
+    loss_mask: Tensor,
+    response_lengths: Sequence[int],
+    step_of_sample: Sequence[int],
+    execution_ids: Sequence[Hashable | None] | None = None,
+    *,
+    per_token: bool = False,
+) -> Tensor:
+    """Mask over the denominator of the sample's optimizer step, so that the step's loss is sum(weights * token_loss).
+
+    Default: 1 / (G * tokens of the execution), where G counts the executions of the step (fully masked ones too) and
+    the tokens are those with mask 1 of all samples of the execution: the mean over executions of token means (GRPO,
+    arXiv:2402.03300, eq. 3). `per_token`: 1 / (all tokens with mask 1 of the step) (DAPO, arXiv:2503.14476, eq. 8).
+
+    Args:
+        loss_mask: `[num_response_tokens]`, 0 or 1, samples in order.
+        response_lengths: of each sample.
+        step_of_sample: the optimizer step of each sample; -1 for a sample of no step, whose weights are 0.
+        execution_ids: of each sample; fan-out siblings share one, None stands for an execution of its own.
+
+    Returns:
+        `[num_response_tokens]` in the dtype of `loss_mask`.
+
+    Raises:
+        ValueError: lengths that do not fit, or an execution that is split over steps.
+    """
+    lengths = list(response_lengths)
+    if len(step_of_sample) != len(lengths) or sum(lengths) != loss_mask.numel():
+        raise ValueError(
+            f"{loss_mask.numel()} mask entries, {len(step_of_sample)} steps and {len(lengths)} response lengths "
+            f"(sum {sum(lengths)}) do not fit together"
+        )
+    ids = executions(execution_ids, len(lengths))
+    tokens_of_sample = torch.stack([m.double().sum() for m in loss_mask.split(lengths)]).tolist() if lengths else []
+    step_of_execution: dict[Hashable, int] = {}
+    tokens_of_execution: dict[Hashable, float] = {}
+    tokens_of_step: dict[int, float] = {}
+    for execution, step, tokens in zip(ids, step_of_sample, tokens_of_sample, strict=True):
+        if step_of_execution.setdefault(execution, step) != step:
+            raise ValueError(f"execution {execution!r} is split over steps {step_of_execution[execution]} and {step}")
+        tokens_of_execution[execution] = tokens_of_execution.get(execution, 0.0) + tokens
+        tokens_of_step[step] = tokens_of_step.get(step, 0.0) + tokens
+    num_executions: dict[int, int] = {}
+    for step in step_of_execution.values():
+        num_executions[step] = num_executions.get(step, 0) + 1
+
+    def scale(execution: Hashable, step: int) -> float:
+        if step < 0:
+            return 0.0
+        if per_token:
+            return 1.0 / max(tokens_of_step[step], 1.0)
+        return 1.0 / (num_executions[step] * max(tokens_of_execution[execution], 1.0))
+
+    scales = torch.tensor([scale(e, s) for e, s in zip(ids, step_of_sample, strict=True)], dtype=torch.float64)
+    per_response_token = scales.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(loss_mask.device)
+    return (per_response_token * loss_mask).to(loss_mask.dtype)

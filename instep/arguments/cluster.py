@@ -1,0 +1,45 @@
+"""Where the processes run and how many there are."""
+
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, RAY, VLLM, Flag, Group, Number, later, refused
+
+CLUSTER = Group(
+    "Cluster and device",
+    (
+        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs the Ray cluster", seeds="VSC"),
+        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on this host (GPUs, or processes)", seeds="VSC"),
+        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", seeds="VSC"),
+        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", seeds="VSRC"),
+        Flag("--cluster", default="local", choices=("local", "ray"), help="local: one supervised process per rank"),
+        Flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU"),
+        Flag(
+            "--precision",
+            default="auto",
+            choices=("auto", "fp32", "bf16"),
+            help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
+        ),
+        Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
+        Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
+        Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
+        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
+        *later(RAY, "C", "--num-gpus-per-node", "--offload", "--offload-train", "--offload-rollout"),
+        *later(RAY, "VSC", "--colocate"),
+        *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
+        *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
+        *refused(
+            "the trainer's process group is nccl on GPUs and gloo on CPUs", "CM", "--distributed-backend", instead="--device"
+        ),
+        *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
+        *later(HARDENING, "C", "--release-train"),
+        *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),
+        *later(
+            VLLM,
+            "C",
+            "--use-fault-tolerance",
+            "--rollout-health-check-interval",
+            "--rollout-health-check-timeout",
+            "--rollout-health-check-first-wait",
+            instead="nothing: a dead engine ends the run within seconds, by name",
+        ),
+        *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
+    ),
+)

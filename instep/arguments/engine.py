@@ -1,0 +1,62 @@
+"""Inference engines and the weight sync."""
+
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, VLLM, Flag, Group, later, refused
+
+PREFIX = "engine flags carry a prefix"
+SGLANG = "the engine is vLLM, not SGLang"
+
+ENGINE = Group(
+    "Engine and weight sync",
+    (
+        Flag(
+            "--rollout-backend",
+            default="auto",
+            choices=("auto", "embedded", "vllm"),
+            help="auto: embedded on a CPU; on a GPU it must be named; vllm comes later",
+        ),
+        Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),
+        Flag("--vllm-max-model-len", COUNT, None, "most tokens of prompt + response in an engine", seeds="V"),
+        Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
+        Flag(
+            "--vllm-dtype",
+            default="auto",
+            choices=("auto", "float32", "bfloat16"),
+            help="of the engine's weights; auto: the trainer's",
+        ),
+        Flag("--sync-way", default="shm", choices=("shm", "disk"), help="how weights reach the engines"),
+        Flag(
+            "--sync-tolerance",
+            NON_NEGATIVE,
+            None,
+            "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
+        ),
+        Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", seeds="C"),
+        *later(VLLM, "V", "--vllm-config", "--vllm-router-ip", "--vllm-router-port", "--vllm-gpu-memory-utilization"),
+        *later(VLLM, "V", "--vllm-enable-expert-parallel", "--vllm-data-parallel-size"),
+        *later(VLLM, "V", "--router-balance-abs-threshold"),
+        *later(VLLM, "R", "--router-policy", "--router-request-timeout-secs"),
+        *later(VLLM, "VC", "--prefill-num-servers"),
+        *refused(SGLANG, "SC", "--sglang-router-ip", instead="--vllm-router-ip"),
+        *refused(SGLANG, "SC", "--sglang-router-port", instead="--vllm-router-port"),
+        *refused(SGLANG, "C", "--sglang-router-request-timeout-secs", instead="--router-request-timeout-secs"),
+        *refused(SGLANG, "C", "--sglang-server-concurrency", instead="--vllm-max-num-seqs"),
+        *refused(SGLANG, "C", "--sglang-config", instead="--vllm-config"),
+        *refused(SGLANG, "S", "--sglang-context-length", instead="--vllm-max-model-len"),
+        *refused(SGLANG, "S", "--sglang-mem-fraction-static", instead="--vllm-gpu-memory-utilization"),
+        *refused(SGLANG, "S", "--sglang-tp-size", instead="--rollout-num-gpus-per-engine"),
+        *refused(SGLANG, "S", "--sglang-dp-size", "--sglang-enable-dp-attention", instead="--vllm-data-parallel-size"),
+        *refused(SGLANG, "S", "--sglang-enable-ep-moe", instead="--vllm-enable-expert-parallel"),
+        *refused(SGLANG, "S", "--sglang-enable-deepep-moe", instead="--vllm-all2all-backend"),
+        *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
+        *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),
+        *refused(PREFIX, "VT", "--data-parallel-size", instead="--vllm-data-parallel-size"),
+        *refused(PREFIX, "V", "--balance-abs-threshold", instead="--router-balance-abs-threshold"),
+        *refused(PREFIX, "S", "--mem-fraction-static", instead="--vllm-gpu-memory-utilization"),
+        *refused(PREFIX, "AT", "--gpu-memory-utilization", instead="--vllm-gpu-memory-utilization"),
+        *refused(PREFIX, "S", "--dp-size", "--enable-dp-attention", instead="--vllm-data-parallel-size"),
+        *refused(PREFIX, "S", "--enable-ep-moe", instead="--vllm-enable-expert-parallel"),
+        *refused(PREFIX, "S", "--enable-deepep-moe", instead="--vllm-all2all-backend"),
+        *refused("an engine's size has a flag", "S", "--tp-size", instead="--rollout-num-gpus-per-engine"),
+        *refused("an engine serves the trained model", "S", "--model-path", instead="--hf-checkpoint"),
+    ),
+)

@@ -1,0 +1,176 @@
+"""One record per command-line flag; everything that knows about flags reads these records.
+
+A flag *acts*, comes *later*, or is *refused*. Those that do not act are known by name, so that giving one is an error
+that says why and what to use instead. `seeds` says where the flag is promised: V vime's guide, R vime's readme, S slime's
+guide, C slime's command line (the code), A the Atropos trainer, T TRL's server, M Megatron; empty means instep's own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["acts", "later", "refused"]
+
+# Why a flag has to wait; one phrase per body of work.
+RAY = "comes with the Ray cluster; today all processes run on one host"
+HARDENING = "comes with the debugging and fault-tolerance work"
+ALGORITHMS = "comes with the other algorithms; today there are GRPO and SFT"
+VLLM = "comes with the vLLM backend; today there is the embedded engine"
+ASYNC = "comes with asynchronous training"
+MOE = "mixture-of-experts models come later"
+CONTEXT_PARALLEL = "context parallelism comes later"
+SYNC_WAYS = "other ways of a weight sync come later"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number type with bounds. Calling it converts text, or raises a ValueError that says what is expected."""
+
+    kind: type
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # `low` itself is excluded
+
+    @property
+    def label(self) -> str:
+        return "INT" if self.kind is int else "FLOAT"
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise ValueError(f"is not a {'whole ' if self.kind is int else ''}number") from None
+        if not math.isfinite(value):
+            raise ValueError("is not a finite number")
+        if value < self.low or value > self.high or (self.above and value == self.low):
+            bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"] if self.low > -math.inf else []
+            bounds += [f"at most {self.high:g}"] if self.high < math.inf else []
+            raise ValueError(f"must be {' and '.join(bounds)}")
+        return value
+
+
+INT = Number(int)
+COUNT = Number(int, 1)
+INDEX = Number(int, 0)
+FLOAT = Number(float)
+POSITIVE = Number(float, 0, above=True)
+NON_NEGATIVE = Number(float, 0)
+FRACTION = Number(float, 0, 1)
+PORT = Number(int, 1024, 65535)
+
+
+def text(value: str) -> str:
+    """Any text but the empty one, which is what an unset shell variable leaves behind."""
+    if not value.strip():
+        raise ValueError("is empty (an unset shell variable?)")
+    return value
+
+
+def hook(value: str) -> str:
+    """A dotted path `package.module.function`. The top-level module must exist; nothing of it is imported."""
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
+        raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
+    top = value.partition(".")[0]
+    if importlib.util.find_spec(top) is None:
+        raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH")
+    return value
+
+
+def json_object(value: str) -> dict[str, Any]:
+    """A JSON object, such as '{"enable_thinking": false}'."""
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
+    return parsed
+
+
+TYPE_LABELS: dict[Any, str] = {text: "TEXT", hook: "MODULE.NAME", json_object: "JSON", bool: ""}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        type: a converter from text; `bool` makes a switch that takes no value.
+        nargs: None (one value) or "+" (one or more, gives a list).
+        append: each use adds one value to a list.
+        dest: the attribute on Args; derived from the name when empty.
+        note: for `later` and `refused`: why. instead: what to use.
+        secret: never printed, saved or shown to hooks.
+    """
+
+    name: str
+    type: Callable[[str], Any] = text
+    default: Any = None
+    help: str = ""
+    choices: tuple[Any, ...] = ()
+    nargs: str | None = None
+    append: bool = False
+    dest: str = ""
+    aliases: tuple[str, ...] = ()
+    status: Status = "acts"
+    note: str = ""
+    instead: str = ""
+    seeds: str = ""
+    secret: bool = False
+    constant: Any = True  # what a switch sets
+
+    @property
+    def attribute(self) -> str:
+        return self.dest or self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.type is bool
+
+    @property
+    def type_label(self) -> str:
+        if self.choices:
+            return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
+        label = self.type.label if isinstance(self.type, Number) else TYPE_LABELS[self.type]
+        return f"{label} ..." if self.nargs else label
+
+    def convert(self, value: str) -> Any:
+        """Raises: ValueError, with what is wrong about `value`."""
+        converted = self.type(text(value))
+        if self.choices and converted not in self.choices:
+            raise ValueError(f"is none of {', '.join(str(c) for c in self.choices)}")
+        return converted
+
+
+@dataclass(frozen=True)
+class Group:
+    """The flags of one concern, under the title that `--help` shows."""
+
+    title: str
+    flags: tuple[Flag, ...]
+
+
+def switch(name: str, help: str, seeds: str = "", **more: Any) -> Flag:
+    """A flag without a value, off by default."""
+    return Flag(name, bool, False, help, seeds=seeds, **more)
+
+
+def negation(name: str, dest: str, help: str, seeds: str = "") -> Flag:
+    """A switch that turns the attribute `dest` off, which is on by default."""
+    return Flag(name, bool, True, help, dest=dest, constant=False, seeds=seeds)
+
+
+def later(note: str, seeds: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+    """Flags that are known and come later, for one common reason."""
+    return tuple(Flag(n, status="later", note=note, instead=instead, seeds=seeds) for n in names)
+
+
+def refused(note: str, seeds: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+    """Flags that instep will not honour, for one common reason."""
+    return tuple(Flag(n, status="refused", note=note, instead=instead, seeds=seeds) for n in names)

@@ -1,0 +1,24 @@
+"""Where metrics go."""
+
+from instep.arguments.flag import HARDENING, Flag, Group, later, negation, switch
+
+LOGGERS = Group(
+    "Logging",
+    (
+        switch("--use-wandb", "log to Weights & Biases", "CA"),
+        Flag("--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", seeds="C"),
+        Flag("--wandb-dir", help="folder of its files; default: the run's", seeds="C"),
+        Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", seeds="C", secret=True),
+        Flag("--wandb-host", help="its server", seeds="C"),
+        Flag("--wandb-team", help="entity", seeds="C"),
+        Flag("--wandb-group", help="group, and stem of the run's name", seeds="C"),
+        Flag("--wandb-project", help="project", seeds="CM"),
+        Flag("--wandb-run-id", help="the run to continue", seeds="C"),
+        negation("--disable-wandb-random-suffix", "wandb_random_suffix", "no random suffix of the run's name", "C"),
+        switch("--wandb-always-use-train-step", "the x axis of all metrics is the optimizer step", "C"),
+        switch("--use-tensorboard", "write TensorBoard events", "C"),
+        Flag("--tb-project-name", help="their folder; default: the run's", seeds="C"),
+        Flag("--tb-experiment-name", help="a folder in it", seeds="C"),
+        *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
+    ),
+)

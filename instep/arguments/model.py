@@ -1,0 +1,56 @@
+"""Which model, and its checkpoints."""
+
+from instep.arguments.flag import HARDENING, INDEX, SYNC_WAYS, COUNT, Flag, Group, later, refused, switch
+
+MODEL = Group(
+    "Model and checkpoints",
+    (
+        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", seeds="VSC"),
+        Flag(
+            "--train-backend",
+            default="megatron",
+            choices=("megatron", "hf", "fsdp"),
+            help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
+            seeds="VC",
+        ),
+        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", seeds="VSC"),
+        Flag("--save", help="folder for checkpoints", seeds="VSC"),
+        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", seeds="CM"),
+        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", seeds="VSC"),
+        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", seeds="VSM"),
+        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", seeds="C"),
+        switch("--no-save-optim", "save no optimizer state", "CM"),
+        switch("--no-load-optim", "load no optimizer state", "M"),
+        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", seeds="C"),
+        Flag(
+            "--ckpt-format",
+            default="torch_dist",
+            choices=("torch_dist",),
+            help="instep's checkpoints can be loaded under another parallel layout, as torch_dist ones",
+            seeds="VSM",
+        ),
+        *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
+        *later(HARDENING, "C", "--ref-ckpt-step", instead="a folder that holds only that step"),
+        *later("asynchronous saving comes later", "CM", "--async-save"),
+        *later("training a part of the weights comes later", "C", "--only-train-params-name-list"),
+        *later("training a part of the weights comes later", "C", "--freeze-params-name-list"),
+        *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
+        *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
+        *later("own model builders come later", "C", "--custom-model-provider-path"),
+        *later(
+            SYNC_WAYS,
+            "C",
+            "--update-weight-mode",
+            "--update-weight-transport",
+            "--update-weight-disk-dir",
+            "--update-weight-disk-keep-files",
+            "--update-weight-delta-encoding",
+            "--update-weight-delta-checksum",
+            "--custom-update-weight-post-write-path",
+            "--update-weight-local-checkpoint-dir",
+            instead="--sync-way shm or --sync-way disk",
+        ),
+        *later("multi-token prediction comes later", "CM", "--mtp-num-layers", "--mtp-loss-scaling-factor"),
+        *later("multi-token prediction comes later", "C", "--enable-mtp-training"),
+    ),
+)

@@ -1,0 +1,30 @@
+"""The optimizer and its learning rate, under Megatron's names."""
+
+from instep.arguments.flag import FRACTION, INDEX, NON_NEGATIVE, POSITIVE, COUNT, Flag, Group, Number, later
+
+BETA = Number(float, 0, 1)
+
+OPTIMIZER = Group(
+    "Optimizer",
+    (
+        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", seeds="M"),
+        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", seeds="CM"),
+        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", seeds="M"),
+        Flag(
+            "--lr-decay-style",
+            default="linear",
+            choices=("constant", "linear", "cosine", "inverse-square-root"),
+            help="shape of the decay",
+            seeds="M",
+        ),
+        Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", seeds="M"),
+        Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", seeds="M"),
+        Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", seeds="M"),
+        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", seeds="M"),
+        Flag("--adam-beta1", BETA, 0.9, "first-moment decay", seeds="M"),
+        Flag("--adam-beta2", BETA, 0.999, "second-moment decay", seeds="M"),
+        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", seeds="M"),
+        Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", seeds="CM"),
+        *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
+    ),
+)

@@ -1,0 +1,15 @@
+"""Bounds of waits, in seconds. When one expires, the error names the component."""
+
+from instep.arguments.flag import POSITIVE, Flag, Group
+
+TIMEOUTS = Group(
+    "Bounds of waits, in seconds",
+    (
+        Flag("--worker-start-timeout", POSITIVE, 300.0, "until a trainer rank is ready"),
+        Flag("--engine-start-timeout", POSITIVE, 300.0, "until an engine is ready"),
+        Flag("--sync-timeout", POSITIVE, 600.0, "for one weight sync"),
+        Flag("--train-timeout", POSITIVE, 3600.0, "for training on one rollout"),
+        Flag("--rollout-timeout", POSITIVE, 3600.0, "for one rollout"),
+        Flag("--reward-timeout", POSITIVE, 30.0, "for one reward"),
+    ),
+)

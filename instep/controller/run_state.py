@@ -1,0 +1,111 @@
+"""Checkpoints of a run: one folder per save, complete or not there at all.
+
+    SAVE/latest_checkpointed_iteration.txt      the newest complete one, as Megatron writes it
+    SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
+    SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
+
+A save goes to a hidden folder first and is renamed when it is whole, so that a crash or a full disk never harms the
+last good one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from instep.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    return root / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: Path | None) -> int | None:
+    """The number in `latest_checkpointed_iteration.txt`, or None where there is no such file."""
+    if root is None or not (root / TRACKER).exists():
+        return None
+    text = (root / TRACKER).read_text().strip()
+    try:
+        return int(text)
+    except ValueError:
+        raise CheckpointError(
+            f"{text!r} is no iteration", where=str(root / TRACKER), remedy="write the number of a complete iter_ folder"
+        ) from None
+
+
+def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | None:
+    """The checkpoint to continue from: `step` if given, else the latest; None if there is none.
+
+    Raises:
+        CheckpointError: the tracker or `--ckpt-step` names one that is not there.
+    """
+    iteration = step if step is not None else latest_iteration(root)
+    if root is None or iteration is None:
+        return None
+    folder = iteration_folder(root, iteration)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint of iteration {iteration}",
+            where=str(folder),
+            remedy=f"correct {root / TRACKER} or --ckpt-step",
+        )
+    return folder, iteration
+
+
+def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    """Write one checkpoint atomically.
+
+    Args:
+        write: puts the trainer's files into the folder it is given.
+        state: the controller's part, as JSON.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left, the last good one is untouched.
+    """
+    final = iteration_folder(root, iteration)
+    partial = root / f".{final.name}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        write_json(partial / "run_state.json", state)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        write_text(root / TRACKER, str(iteration))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of iteration {iteration} could not be written: {error}",
+            where=str(root),
+            remedy="free space or fix permissions; the last complete checkpoint is untouched",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """The controller's part of a checkpoint; None if it was not written by instep."""
+    path = folder / "run_state.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomically, flushed to the disk."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,235 @@
+"""A sync is a session: trainer -> engines, and then the proof that each engine holds the trainer's weights.
+
+    pause -> workers publish while engines load -> finish (version) -> reset caches -> resume -> prove -> open
+
+One deadline covers all of it. Generation starts only after `run` has returned, so that no token is ever made under
+weights that are not proven.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.cluster.local import WorkerGroup
+from instep.engines.launch import Engine, EngineRefusal
+from instep.errors import EngineError, SyncError
+from instep.types import TokenBatch
+from instep.weights.manifest import BucketManifest
+
+FP32_TOLERANCE = 1e-5
+BF16_TOLERANCE = 2e-2  # floor; the golden path of the first session may raise it, see `_calibrate`
+GOLDEN_FACTOR = 2.0
+
+
+@dataclass
+class SyncResult:
+    """What a session did: seconds, bytes, the largest |trainer - engine| log-prob difference of the probe."""
+
+    version: int
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+    probe_max_abs_diff: float
+    tolerance: float
+
+
+class WeightSync:
+    """Owns the versions of the policy and the sessions that carry them to the engines.
+
+    Args:
+        args: `sync_way`, `sync_timeout`, `sync_tolerance`, `precision`.
+        vocab_size: the probe's tokens are drawn below it.
+    """
+
+    def __init__(self, args: Any, workers: WorkerGroup, engines: Sequence[Engine], *, vocab_size: int, max_len: int):
+        self._args, self._workers, self._engines = args, workers, list(engines)
+        self.version = 0
+        length = max(4, min(64, max_len - 1))
+        generator = torch.Generator().manual_seed(0)
+        self._probe = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for _ in range(2)]
+        self._digests: dict[str, str] = {}  # of the weights last proven
+        self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under them
+        self._tolerance: float | None = args.sync_tolerance
+        root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self._directory = Path(tempfile.mkdtemp(prefix="instep-sync-", dir=root))
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def run(self, way: str | None = None) -> SyncResult:
+        """One session. Raises SyncError naming engine and tensor if anything does not add up."""
+        started = time.monotonic()
+        if self._tolerance is None:
+            self._tolerance = self._calibrate()
+        self.version += 1
+        manifests = self._transfer(way or self._args.sync_way, started + self._args.sync_timeout)
+        largest = self._prove(manifests, self._tolerance)
+        tensors = [t for m in manifests for t in m.tensors]
+        return SyncResult(
+            version=self.version,
+            seconds=time.monotonic() - started,
+            num_bytes=sum(t.nbytes for t in tensors),
+            num_tensors=len(tensors),
+            probe_max_abs_diff=largest,
+            tolerance=self._tolerance,
+        )
+
+    def _calibrate(self) -> float:
+        """The tolerance of the probe: fixed in fp32; otherwise from the golden path, weights through a checkpoint."""
+        if self._args.precision == "fp32":
+            return FP32_TOLERANCE
+        self.version += 1
+        self._transfer("disk", time.monotonic() + self._args.sync_timeout)
+        gap = self._prove([], float("inf"))
+        return max(BF16_TOLERANCE, GOLDEN_FACTOR * gap)
+
+    # ---- transfer ------------------------------------------------------------------------------------------------
+
+    def _transfer(self, way: str, deadline: float) -> list[BucketManifest]:
+        nonce = secrets.token_hex(8)
+        try:
+            self._each("/pause", deadline, mode="abort")
+            self._each("/start_weight_update", deadline, {"version": str(self.version), "nonce": nonce})
+            manifests = self._send_shm(nonce, deadline) if way == "shm" else self._send_disk(deadline)
+            self._each("/finish_weight_update", deadline, {"weight_version": str(self.version)})
+            self._each("/reset_prefix_cache", deadline)
+            self._each("/resume", deadline)
+        except EngineRefusal as refusal:
+            tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
+            raise SyncError(
+                f"version {self.version} did not arrive: {refusal.what}{tensor}",
+                where=refusal.where,
+                remedy="the run stops before a token is made with wrong weights; resume from the last checkpoint, "
+                "and try --sync-way disk if it happens again",
+            ) from refusal
+        return manifests
+
+    def _send_shm(self, nonce: str, deadline: float) -> list[BucketManifest]:
+        manifests: list[BucketManifest] = []
+        loads: list[Future[None]] = []
+
+        def load(manifest: BucketManifest) -> None:
+            body = {"update_info": {"backend": "shm", "manifest": manifest.to_json()}}
+            try:
+                self._each("/update_weights", deadline, body)
+            finally:
+                Path(manifest.path).unlink(missing_ok=True)
+
+        with ThreadPoolExecutor(1) as pool:  # buckets in order
+
+            def on_event(manifest: BucketManifest) -> None:
+                manifests.append(manifest)
+                loads.append(pool.submit(load, manifest))
+
+            self._workers.call(
+                "publish_shm",
+                str(self.version),
+                nonce,
+                self._directory,
+                timeout=_left(deadline),
+                on_event=on_event,
+            )
+            for future in loads:
+                future.result(timeout=_left(deadline))
+        return manifests
+
+    def _send_disk(self, deadline: float) -> list[BucketManifest]:
+        with tempfile.TemporaryDirectory(prefix="instep-golden-") as root:
+            path = Path(root) / "hf"
+            self._workers.call("export_hf", path, timeout=_left(deadline))
+            self._each("/update_weights", deadline, {"update_info": {"backend": "disk", "path": str(path)}})
+        return []
+
+    def _each(self, path: str, deadline: float, body: dict[str, Any] | None = None, **query: Any) -> None:
+        for engine in self._engines:
+            engine.post(path, body, timeout=_left(deadline), **query)
+
+    # ---- proof ---------------------------------------------------------------------------------------------------
+
+    def _prove(self, manifests: Sequence[BucketManifest], tolerance: float) -> float:
+        expected = self._trainer_scores()
+        digests = {t.name: t.digest for m in manifests for t in m.tensors}
+        changed = [n for n, d in digests.items() if self._digests and self._digests.get(n) != d]
+        largest = 0.0
+        for engine in self._engines:
+            scores = self._engine_scores(engine)
+            gap = max(abs(a - b) for a, b in zip(expected, scores, strict=True))
+            largest = max(largest, gap if gap == gap else float("inf"))
+            if not gap <= tolerance:
+                raise SyncError(
+                    f"{engine.name} does not hold version {self.version}: its log-probs of the probe differ from the "
+                    f"trainer's by {gap:.3g}, more than {tolerance:.3g}. {self._name_culprits(engine, digests)}",
+                    where=engine.url,
+                    remedy="if both are right and the arithmetic differs, set --sync-tolerance; else resume from the "
+                    "last checkpoint",
+                )
+            if changed and scores == self._scores.get(engine.url):
+                raise SyncError(
+                    f"{engine.name} still answers with old weights: {len(changed)} tensors changed "
+                    f"({', '.join(changed[:3])}, ...), but not one of its probe scores did",
+                    where=engine.url,
+                    remedy="resume from the last checkpoint; try --sync-way disk if it happens again",
+                )
+            self._scores[engine.url] = scores
+        self._digests = digests
+        return largest
+
+    def _trainer_scores(self) -> list[float]:
+        lengths = torch.tensor([len(p) for p in self._probe])
+        batch = TokenBatch(
+            tokens=torch.tensor([t for p in self._probe for t in p]),
+            total_lengths=lengths,
+            response_lengths=lengths - 1,
+            sample_columns={"temperature": torch.ones(len(self._probe))},
+        )
+        results = self._workers.call("score", batch, timeout=self._args.sync_timeout)
+        return next(r for r in results if r is not None).tolist()
+
+    def _engine_scores(self, engine: Engine) -> list[float]:
+        out: list[float] = []
+        for tokens in self._probe:
+            body = {
+                "token_ids": tokens,
+                "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            }
+            answer = engine.post("/inference/v1/generate", body, timeout=self._args.sync_timeout)
+            entries = answer.get("prompt_logprobs")
+            if not entries or len(entries) != len(tokens):
+                raise EngineError(f"{engine.name} returned no prompt_logprobs for the probe", where=engine.url)
+            out += [float(e[str(t)]["logprob"]) for e, t in zip(entries[1:], tokens[1:], strict=True)]
+        return out
+
+    def _name_culprits(self, engine: Engine, sent: dict[str, str]) -> str:
+        """Compare three views of every weight: the trainer's now, what was sent, what the engine holds."""
+        results = self._workers.call("weight_digests", timeout=self._args.sync_timeout)
+        ours = next(r for r in results if r)
+        answer = engine.post("/weight_checker", {"action": "checksum"}, timeout=self._args.sync_timeout)
+        theirs = answer.get("checksums", {})
+        wrong_sent = sorted(n for n, d in sent.items() if ours.get(n) != d)
+        wrong_held = sorted(n for n, d in ours.items() if n in theirs and theirs[n] != d)
+        if wrong_held:
+            return f"Tensors that differ from the trainer's: {', '.join(wrong_held[:8])}."
+        if wrong_sent:
+            return f"Tensors that were sent wrongly: {', '.join(wrong_sent[:8])}."
+        return "Every tensor of the engine equals the trainer's byte for byte: the two compute differently."
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise SyncError(
+            "the weight sync did not end within its time",
+            where="--sync-timeout",
+            remedy="see the engines' logs for what they wait for; raise the bound if the model is large",
+        )
+    return left

@@ -1,0 +1,156 @@
+"""One training round as the controller sees it: samples -> flat batch -> log-probs -> advantages -> optimizer steps.
+
+Statistics over groups belong here, because the samples of a group may lie on several data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from instep.algorithms.advantages import group_advantages, masked_moments, whiten_with
+from instep.algorithms.kl import approx_kl
+from instep.algorithms.reductions import loss_weights, penalised_rewards
+from instep.cluster.local import WorkerGroup
+from instep.data.batch import build_batch
+from instep.data.schedule import plan_steps
+from instep.errors import RolloutError
+from instep.hooks import load_function
+from instep.training.backend import ParallelInfo
+from instep.training.lr_schedule import LRSchedule
+from instep.types import Group, Sample, Schedule, TokenBatch
+
+
+class TrainingRound:
+    """Drives the actor's workers through the optimizer steps of one rollout.
+
+    Args:
+        layout: where each rank stands, as the workers reported it.
+    """
+
+    def __init__(self, args: Any, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
+        self._args, self._workers, self._layout, self._lr = args, workers, layout, schedule
+        self._dp_size = layout[0].dp_size
+        self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
+
+    def run(self, groups: list[Group], num_steps_before: int) -> list[dict[str, float]]:
+        """Train on one rollout; returns the metrics of each optimizer step."""
+        args = self._args
+        batch = build_batch(groups, reward_key=args.reward_key)
+        executions = batch.sample_columns["execution_id"]
+        schedule = plan_steps(
+            executions,
+            batch.total_lengths.tolist(),
+            global_batch_size=args.global_batch_size,
+            dp_size=self._dp_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            balance_data=args.balance_data,
+        )
+        step_of_sample = _step_of_sample(schedule, batch.num_samples)
+        batch.token_columns["loss_weights"] = loss_weights(
+            batch.token_columns["loss_mask"],
+            batch.response_lengths,
+            step_of_sample,
+            executions,
+            per_token=args.calculate_per_token_loss,
+        )
+        if args.loss_type == "policy_loss":
+            names = self._scored_names(len(schedule))
+            if names:
+                self._score(batch, schedule, names)
+            self._add_advantages(batch, [s for g in groups for s in _leaves(g)])
+        lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
+        return self._train(batch, schedule, lrs)
+
+    def _scored_names(self, num_steps: int) -> list[str]:
+        """Which forward passes are needed. With one on-policy step the old policy is the current one."""
+        args = self._args
+        names = ["ref_log_probs"] if self.uses_reference else []
+        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef:
+            names.append("log_probs")
+        return names
+
+    def _score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> None:
+        parts, micro_batches = [], []
+        for dp_rank in range(self._dp_size):
+            order = [i for step in schedule for m in step[dp_rank] for i in m]
+            local = {i: n for n, i in enumerate(order)}
+            micro_batches.append([[local[i] for i in m] for step in schedule for m in step[dp_rank]])
+            parts.append((order, batch.select(order)))
+        per_rank = [(parts[p.dp_rank][1], micro_batches[p.dp_rank], names) for p in self._layout]
+        results = self._workers.call("log_probs", timeout=self._args.train_timeout, per_rank=per_rank)
+        lengths = batch.response_lengths.tolist()
+        for name in names:
+            rows: list[torch.Tensor | None] = [None] * batch.num_samples
+            for place, result in zip(self._layout, results, strict=True):
+                if result is None:
+                    continue
+                order = parts[place.dp_rank][0]
+                split = result[name].split([lengths[i] for i in order])
+                for i, row in zip(order, split, strict=True):
+                    rows[i] = row
+            batch.token_columns[name] = torch.cat([r for r in rows if r is not None])
+
+    def _add_advantages(self, batch: TokenBatch, samples: list[Sample]) -> None:
+        args = self._args
+        rewards = batch.sample_columns["rewards"].double()
+        lengths, mask = batch.response_lengths, batch.token_columns["loss_mask"]
+        if args.kl_coef:
+            kl = approx_kl(
+                batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type
+            )
+            rewards = penalised_rewards(rewards, kl, mask, lengths, args.kl_coef)
+        if args.custom_reward_post_process_path:
+            _, processed = load_function(args.custom_reward_post_process_path)(args, samples)
+            if len(processed) != batch.num_samples:
+                raise RolloutError(
+                    f"{len(processed)} rewards came back for {batch.num_samples} samples",
+                    where=f"--custom-reward-post-process-path {args.custom_reward_post_process_path}",
+                    remedy="return (raw_rewards, rewards), one of each per sample",
+                )
+            advantages = torch.as_tensor(processed, dtype=torch.float64)
+        else:
+            advantages = group_advantages(
+                rewards,
+                batch.sample_columns["group_index"],
+                execution_ids=batch.sample_columns["execution_id"],
+                normalize=args.rewards_normalization,
+                std_normalization=args.grpo_std_normalization,
+            )
+        flat = advantages.float().repeat_interleave(lengths)
+        if args.normalize_advantages:
+            total, total_squares, count = masked_moments(flat, mask)
+            mean = total / count
+            variance = (total_squares / count - mean**2) * (count / (count - 1) if count > 1 else 1)
+            flat = whiten_with(flat, mean, variance)
+        batch.token_columns["advantages"] = flat
+
+    def _train(self, batch: TokenBatch, schedule: Schedule, lrs: list[float]) -> list[dict[str, float]]:
+        parts, steps = [], []
+        for dp_rank in range(self._dp_size):
+            order = [i for step in schedule for m in step[dp_rank] for i in m]
+            local = {i: n for n, i in enumerate(order)}
+            parts.append(batch.select(order))
+            steps.append([[[local[i] for i in m] for m in step[dp_rank]] for step in schedule])
+        per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
+        results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
+        return next(r for r in results if r is not None)
+
+
+def _step_of_sample(schedule: Schedule, num_samples: int) -> list[int]:
+    """The step of each sample; -1 for one that no step uses."""
+    out = [-1] * num_samples
+    for number, step in enumerate(schedule):
+        for rank in step:
+            for micro_batch in rank:
+                for i in micro_batch:
+                    out[i] = number
+    return out
+
+
+def _leaves(group: Any) -> list[Sample]:
+    if isinstance(group, Sample):
+        return [group]
+    return [leaf for item in group for leaf in _leaves(item)]

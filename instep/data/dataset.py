@@ -1,0 +1,193 @@
+"""Data sets of prompts: a jsonl or parquet file, checked, rendered and measured. Free of torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from instep.data.rows import Message, Row, RowFormat, read_rows
+from instep.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+NUM_ROWS_CHECKED = 100_000  # beyond it, check_file leaves the rows to load_dataset
+TOKENIZE_AT_ONCE = 1024
+
+
+@dataclass
+class Record:
+    """One usable row.
+
+    Attributes:
+        prompt: what a sample's `prompt` becomes: the rendered text, or text or messages as in the file.
+        messages: the prompt as messages; None for a text that is not rendered.
+        where: file and line, for errors.
+    """
+
+    prompt: str | list[Message]
+    messages: list[Message] | None
+    label: Any
+    metadata: dict[str, Any]
+    tools: list[dict[str, Any]] | None
+    where: str
+    _token_ids: list[int] | None = None
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Token ids of the prompt as the engine will get them; computed once."""
+        if self._token_ids is None:
+            text = self.prompt if isinstance(self.prompt, str) else _render(tokenizer, self, template_kwargs or {})
+            self._token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._token_ids
+
+
+@dataclass
+class Dataset(Sequence[Record]):
+    """Records in file order, and what was left out: `bad_rows` (with --skip-bad-rows), `num_too_long`."""
+
+    path: str
+    records: list[Record]
+    bad_rows: list[DataError]
+    num_too_long: int = 0
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.records[i]
+
+
+def check_file(
+    path_spec: str,
+    *,
+    input_key: str = "input",
+    label_key: str | None = None,
+    metadata_key: str = "metadata",
+    tool_key: str = "tools",
+    skip_bad_rows: bool = False,
+) -> int:
+    """Check the first 100,000 rows of a data file without a tokenizer; how many of them are usable.
+
+    Raises:
+        ConfigError, DataError: as `load_dataset`.
+    """
+    bad_rows: list[DataError] | None = [] if skip_bad_rows else None
+    num_good = 0
+    for _ in read_rows(path_spec, RowFormat(input_key, label_key, metadata_key, tool_key), bad_rows):
+        num_good += 1
+        if num_good + len(bad_rows or ()) >= NUM_ROWS_CHECKED:
+            break
+    _refuse_if_nothing(num_good, path_spec, bad_rows or [])
+    return num_good
+
+
+def load_dataset(
+    path_spec: str,
+    *,
+    input_key: str = "input",
+    label_key: str | None = None,
+    metadata_key: str = "metadata",
+    tool_key: str = "tools",
+    apply_chat_template: bool = False,
+    apply_chat_template_kwargs: dict[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_prompt_len: int | None = None,
+    skip_bad_rows: bool = False,
+) -> Dataset:
+    """Load `path` or `path@[start:stop]` (jsonl or parquet).
+
+    With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
+    is taken as the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
+
+    Raises:
+        ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
+        DataError: file missing, unreadable, empty; an unusable row, with file and line (or, with `skip_bad_rows`, no
+            usable row at all); no prompt within the limit.
+    """
+    kwargs = apply_chat_template_kwargs or {}
+    if apply_chat_template:
+        require_chat_template(tokenizer)
+    bad_rows: list[DataError] = []
+    records = []
+    rows = read_rows(
+        path_spec, RowFormat(input_key, label_key, metadata_key, tool_key), bad_rows if skip_bad_rows else None
+    )
+    for row in rows:
+        try:
+            records.append(_record(row, tokenizer if apply_chat_template else None, kwargs))
+        except DataError as error:
+            if not skip_bad_rows:
+                raise
+            bad_rows.append(error)
+    _refuse_if_nothing(len(records), path_spec, bad_rows)
+    if bad_rows:
+        logger.warning("%s: skipped %d bad rows; the first: %s", path_spec, len(bad_rows), bad_rows[0])
+    num_too_long = 0
+    if max_prompt_len is not None:
+        kept = _within_limit(records, tokenizer, kwargs, max_prompt_len)
+        num_too_long = len(records) - len(kept)
+        if not kept:
+            raise DataError(
+                f"all {num_too_long} prompts are longer than {max_prompt_len} tokens",
+                where=path_spec,
+                remedy="raise --rollout-max-prompt-len",
+            )
+        if num_too_long:
+            logger.warning("%s: skipped %d prompts of more than %d tokens", path_spec, num_too_long, max_prompt_len)
+        records = kept
+    return Dataset(path_spec, records, bad_rows, num_too_long)
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, if it has a chat template; a ConfigError otherwise."""
+    if tokenizer is None or not tokenizer.chat_template:
+        name = "none was given" if tokenizer is None else f"that of {tokenizer.name_or_path or 'the checkpoint'}"
+        raise ConfigError(
+            f"--apply-chat-template needs a tokenizer with a chat template; {name}",
+            where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)",
+            remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+        )
+    return tokenizer
+
+
+def _record(row: Row, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]) -> Record:
+    messages = row.prompt if isinstance(row.prompt, list) else None
+    metadata = {**row.metadata, "tools": row.tools} if row.tools else row.metadata
+    record = Record(row.prompt, messages, row.label, metadata, row.tools, row.where)
+    if tokenizer is not None:
+        record.messages = messages or [{"role": "user", "content": row.prompt}]
+        record.prompt = _render(tokenizer, record, kwargs)
+    return record
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str, Any]) -> str:
+    from instep.data.chat import render
+
+    return render(record.messages or [], tokenizer, record.tools, kwargs, generation_prompt=True, where=record.where)
+
+
+def _within_limit(
+    records: list[Record], tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any], limit: int
+) -> list[Record]:
+    if tokenizer is None:
+        raise ConfigError("--rollout-max-prompt-len needs a tokenizer", remedy="give --hf-checkpoint")
+    if any(not isinstance(r.prompt, str) for r in records):
+        require_chat_template(tokenizer)
+    for start in range(0, len(records), TOKENIZE_AT_ONCE):
+        chunk = [r for r in records[start : start + TOKENIZE_AT_ONCE] if isinstance(r.prompt, str)]
+        ids = tokenizer([r.prompt for r in chunk], add_special_tokens=False)["input_ids"] if chunk else []
+        for record, token_ids in zip(chunk, ids, strict=True):
+            record._token_ids = token_ids
+    return [r for r in records if len(r.token_ids(tokenizer, kwargs)) <= limit]
+
+
+def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: list[DataError]) -> None:
+    if not num_good:
+        raise DataError(
+            f"none of the {len(bad_rows)} rows is usable; the first: {bad_rows[0].what}",
+            where=bad_rows[0].where or path_spec,
+            remedy=bad_rows[0].remedy,
+        )

@@ -1,0 +1,188 @@
+"""Raw rows of a prompt file (jsonl or parquet) with the place each comes from, and what a row must look like.
+
+Imports neither torch nor transformers, so that files can be checked while the arguments are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.errors import ConfigError, DataError
+
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Which keys of a row hold what. `label_key` None: rows need no label."""
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+
+
+@dataclass
+class Row:
+    """A checked row. `prompt` is as in the file: text, or a list of messages."""
+
+    where: str
+    prompt: str | list[Message]
+    label: Any
+    metadata: dict[str, Any]
+    tools: list[dict[str, Any]] | None
+
+
+def parse_path(path_spec: str) -> tuple[Path, slice]:
+    """`file@[start:stop]` -> the file and a slice of its rows, as Python slices them (negatives count from the end)."""
+    if "@[" not in path_spec:
+        return Path(path_spec), slice(None)
+    match = _SLICE.match(path_spec)
+    if match is None or "-" in (match["start"], match["stop"]):
+        raise ConfigError(
+            f"cannot read the slice of {path_spec!r}", remedy="write path@[start:stop], as in train.jsonl@[0:1000]"
+        )
+    start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
+    return Path(match["path"]), slice(start, stop)
+
+
+def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] | None = None) -> Iterator[Row]:
+    """The checked rows of a file, in order. With `bad_rows`, unusable rows are collected there instead of raised.
+
+    Raises:
+        ConfigError: a malformed slice or an unknown kind of file.
+        DataError: file missing, unreadable or without rows; an unusable row (with file and line).
+    """
+    path, part = parse_path(path_spec)
+    readers: dict[str, Callable[[Path, slice], Iterator[tuple[str, Callable[[], Any]]]]] = {
+        ".jsonl": _jsonl,
+        ".parquet": _parquet,
+    }
+    if path.suffix not in readers:
+        raise ConfigError(
+            f"data files end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}",
+            where=str(path),
+            remedy="one JSON object per line in a .jsonl file",
+        )
+    try:
+        if not path.is_file():
+            what = "this is a folder, not a data file" if path.is_dir() else "data file not found"
+            raise DataError(what, where=str(path), remedy="check the path; relative paths start at the working folder")
+        count = 0
+        for where, value in readers[path.suffix](path, part):
+            count += 1
+            try:
+                row = check_row(value(), where, row_format)
+            except DataError as error:
+                if bad_rows is None:
+                    raise
+                bad_rows.append(error)
+                continue
+            yield row
+    except OSError as error:
+        raise DataError(f"cannot read the data file: {error.strerror or error}", where=str(path)) from error
+    if not count:
+        cause = "the data file has no rows" if part == slice(None) else "the slice holds no row of the data file"
+        raise DataError(cause, where=path_spec, remedy="a data file needs at least one row")
+
+
+def _jsonl(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
+    with path.open("rb") as file:
+        numbered = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        if part != slice(None):
+            numbered = iter(list(numbered)[part])
+        for number, line in numbered:
+            where = f"{path}, line {number}"
+            yield where, lambda line=line, where=where: _parse_json(line, where)
+
+
+def _parse_json(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: {error.reason} at byte {error.start}", where=where) from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise DataError(
+            f"not a JSON object: {reason}", where=where, remedy="mend the row, or skip such rows with --skip-bad-rows"
+        ) from error
+
+
+def _parquet(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("parquet files need pyarrow", where=str(path), remedy="pip install pyarrow") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            start, stop, _ = part.indices(file.metadata.num_rows)
+            number = 0
+            for batch in file.iter_batches():
+                first, number = number, number + batch.num_rows
+                for i in range(max(start, first), min(stop, number)):
+                    # the batch's columns are converted row by row, so that memory stays that of one batch
+                    yield f"{path}, row {i}", lambda row=batch.slice(i - first, 1): row.to_pylist()[0]
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"not a parquet file: {error}", where=str(path)) from error
+
+
+def check_row(row: Any, where: str, keys: RowFormat) -> Row:
+    """The parts of one row, or a DataError that names the row and the key."""
+
+    def bad(what: str, remedy: str = "mend the row, or skip such rows with --skip-bad-rows") -> DataError:
+        return DataError(what, where=where, remedy=remedy)
+
+    if not isinstance(row, dict):
+        raise bad(f"a row must be a JSON object, not {type(row).__name__}")
+    for flag, key in (("--input-key", keys.input_key), ("--label-key", keys.label_key)):
+        if key is not None and row.get(key) is None:
+            what = f"the row has no {key!r}" if key not in row else f"{key!r} of the row is null"
+            raise bad(what, f"{flag} must be one of {', '.join(sorted(map(str, row)))}; or mend the row")
+    prompt = row[keys.input_key]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise bad(f"{keys.input_key!r} is empty")
+    elif isinstance(prompt, list) and prompt:
+        prompt = [_check_message(message, i, bad) for i, message in enumerate(prompt)]
+    else:
+        raise bad(f"{keys.input_key!r} must be text or a list of messages, not {_short(prompt)}")
+    metadata = row.get(keys.metadata_key)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise bad(f"{keys.metadata_key!r} must be an object, not {_short(metadata)}")
+    tools = row.get(keys.tool_key)
+    if isinstance(tools, str):  # parquet files often hold tool schemas as text
+        tools = _parse_json(tools.encode(), where)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        raise bad(f"{keys.tool_key!r} must be a list of objects, not {_short(tools)}")
+    label = None if keys.label_key is None else row[keys.label_key]
+    return Row(where, prompt, label, dict(metadata or {}), tools or None)
+
+
+def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
+    if not isinstance(message, dict):
+        raise bad(f"message {i} must be an object with role and content, not {_short(message)}")
+    # parquet gives every message the keys of all, as None
+    message = {k: v for k, v in message.items() if v is not None}
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise bad(f"message {i} has no role: {_short(message)}")
+    if "content" not in message and not message.get("tool_calls"):
+        raise bad(f"message {i} ({message['role']}) has no content")
+    content = message.setdefault("content", "")
+    parts_ok = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    if not isinstance(content, str) and not parts_ok:
+        raise bad(f"content of message {i} ({message['role']}) must be text or a list of parts, not {_short(content)}")
+    if message.get("step_loss_mask", 1) not in (0, 1):
+        raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {_short(message['step_loss_mask'])}")
+    return message
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,65 @@
+"""The next token: the processed distribution, and a draw that depends on nothing but (seed, position)."""
+
+from __future__ import annotations
+
+import torch
+
+Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # top_k int64, top_p and min_p float32, [batch] each
+
+
+def _int64(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_GAMMA, _MIX1, _MIX2 = map(_int64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, on signed integers
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return x ^ _shift(x, 31)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Float64 `[batch]` in [0, 1) from int64 seeds and positions: splitmix64 (Steele et al. 2014), used as a hash.
+
+    40 bits, so that u times a total near 1 never rounds up to the total.
+    """
+    return _shift(_mix(_mix(seeds + _GAMMA) + positions * _GAMMA), 24).double() * 2.0**-40
+
+
+def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Logits `[batch, vocab]` with -inf outside min_p, top_k and top_p, applied in vLLM's order."""
+    top_k, top_p, min_p = (x[:, None] for x in truncation)
+    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
+    ordered, where = logits.sort(-1, descending=True)
+    ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k, -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of likelier tokens
+    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+    return torch.empty_like(logits).scatter_(1, where, ordered)
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 `[batch]`, and log-probs float32 `[batch, vocab]` of the distribution they were drawn from.
+
+    Args:
+        logits: float32 `[batch, vocab]`.
+        temperature: float32 `[batch]`; 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
+        uniform: float64 `[batch]` in [0, 1), inverted through the cumulative distribution.
+    """
+    greedy = temperature == 0
+    logits = logits / temperature.masked_fill(greedy, 1.0)[:, None]
+    if truncation is not None:
+        logits = truncate(logits, truncation)
+    log_probs = logits.log_softmax(-1)
+    cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens.clamp_(max=logits.shape[1] - 1), log_probs  # the clamp acts on NaN logits only

@@ -1,0 +1,98 @@
+"""What a Hugging Face configuration says about a dense decoder, as plain numbers; what cannot be trained is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from instep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one dense family from another, beyond the numbers."""
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+FAMILIES = {"qwen3": Family(qk_norm=True), "qwen2": Family(qkv_bias=True), "llama": Family()}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of a dense decoder with rotary positions, RMS norms and a SwiGLU; names as in Megatron-Core."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    rope: dict[str, Any]  # Hugging Face's rope_parameters; has rope_type and rope_theta
+
+
+def model_shape(hf_config: Any) -> ModelShape:
+    """The shape of `hf_config` (a transformers 5 `PreTrainedConfig`).
+
+    Raises:
+        ConfigError: a family that is not in `FAMILIES`, or an option of one that the Megatron model does not have. All
+            such options are named at once.
+    """
+    family = FAMILIES.get(hf_config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"the megatron train backend has no model map for model_type {hf_config.model_type!r}",
+            where="--hf-checkpoint, config.json",
+            remedy=f"use one of {', '.join(FAMILIES)}, or --train-backend hf",
+        )
+    c = hf_config.to_dict()
+    rope = dict(c["rope_parameters"])
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    problems = _unsupported(c, rope, family)
+    if problems:
+        raise ConfigError(
+            f"the megatron train backend does not support {'; '.join(problems)}",
+            where="--hf-checkpoint, config.json",
+            remedy="use --train-backend hf",
+        )
+    return ModelShape(
+        family=hf_config.model_type,
+        num_layers=c["num_hidden_layers"],
+        hidden_size=c["hidden_size"],
+        ffn_hidden_size=c["intermediate_size"],
+        num_attention_heads=c["num_attention_heads"],
+        num_query_groups=c.get("num_key_value_heads") or c["num_attention_heads"],
+        kv_channels=head_dim,
+        vocab_size=c["vocab_size"],
+        max_position_embeddings=c["max_position_embeddings"],
+        norm_epsilon=c["rms_norm_eps"],
+        tied=bool(c.get("tie_word_embeddings")),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        rope=rope,
+    )
+
+
+def _unsupported(c: dict[str, Any], rope: dict[str, Any], family: Family) -> list[str]:
+    problems = []
+    if c["hidden_act"] != "silu":
+        problems.append(f"hidden_act={c['hidden_act']!r} (only silu)")
+    problems += [f"{key}=true" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if c.get(key)]
+    if c.get("attention_dropout"):
+        problems.append(f"attention_dropout={c['attention_dropout']} (log-probs would not be repeatable)")
+    if set(c.get("layer_types") or ()) - {"full_attention"}:
+        problems.append(f"layer_types {sorted(set(c['layer_types']))} (only full_attention)")
+    if rope["rope_type"] not in ROPE_TYPES:
+        problems.append(f"rope_type={rope['rope_type']!r} (only {', '.join(ROPE_TYPES)})")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
+    return problems

@@ -1,0 +1,248 @@
+"""The plots of the report, each an SVG string (or None if the run has no such metrics). No pyplot, no global state."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
+COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
+PHASE_ORDER = ("rollout", "log_probs", "train", "sync", "eval", "save")
+NOT_A_PHASE = ("step", "peak")
+
+
+@dataclass
+class History:
+    """The rows of metrics.jsonl as columns. x is the number of training steps done *after* the row's step.
+
+    Attributes:
+        steps: the rows with `rollout/` or `train/` figures, those of one step merged: `[(x, row)]`.
+        evals: rows with `eval/` figures; x is 0 for an evaluation before the first step.
+    """
+
+    steps: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    evals: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """x and values where the metric is known and finite."""
+        source = self.evals if name.startswith("eval/") else self.steps
+        points = [(x, float(row[name])) for x, row in source if _finite(row.get(name))]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def names(self, prefix: str, suffix: str = "") -> list[str]:
+        """Metrics of that shape, in order of appearance."""
+        rows = self.evals if prefix == "eval/" else self.steps
+        found = dict.fromkeys(name for _, row in rows for name in row)
+        return [name for name in found if name.startswith(prefix) and name.endswith(suffix)]
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def read_history(rows: Sequence[dict[str, Any]]) -> History:
+    """Merge the rows of each step; order is that of the file."""
+    history, x, by_step = History(), 0, {}
+    for row in rows:
+        if any(name.startswith(("rollout/", "train/")) for name in row):
+            if row["step"] in by_step:
+                by_step[row["step"]].update(row)
+            else:
+                x += 1
+                by_step[row["step"]] = dict(row)
+                history.steps.append((x, by_step[row["step"]]))
+        elif row["step"] in by_step:  # e.g. perf/ figures logged apart
+            by_step[row["step"]].update({k: v for k, v in row.items() if not k.startswith("eval/")})
+        if any(name.startswith("eval/") for name in row):
+            history.evals.append((x, row))
+    return history
+
+
+def _axes(title: str, ylabel: str) -> tuple[Any, Any]:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 9.5,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "text.color": INK,
+        "svg.fonttype": "path",
+    }
+    with rc_context({**style, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}):
+        figure = Figure(figsize=(6.2, 3.1), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left", pad=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+    axes.grid(axis="y", color=GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+    _frame(axes, "left", "bottom")
+    return figure, axes
+
+
+def _right_axes(axes: Any, ylabel: str) -> Any:
+    right = axes.twinx()
+    right.set_ylabel(ylabel, color=INK)
+    _frame(axes, "left", "bottom")  # twinx draws all of them anew
+    _frame(right, "right")
+    return right
+
+
+def _frame(axes: Any, *sides: str) -> None:
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in sides)
+        spine.set_color(EDGE)
+    axes.tick_params(length=3, color=EDGE, labelcolor=INK)
+
+
+def _svg(figure: Any, *axes: Any) -> str:
+    from matplotlib.ticker import MaxNLocator
+
+    handles, labels = [], []
+    for ax in axes:
+        found = ax.get_legend_handles_labels()
+        handles, labels = handles + found[0], labels + found[1]
+    low, high = axes[0].get_xlim()
+    if high - low < 2:  # a single step: a whole tick on each side
+        axes[0].set_xlim(round((low + high) / 2) - 1, round((low + high) / 2) + 1)
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if len(labels) > 1:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=8.5
+        )
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def _line(axes: Any, x: list[int], y: list[float], label: str, color: str, **kwargs: Any) -> None:
+    marker = "o" if len(x) <= 30 else None
+    axes.plot(x, y, label=label, color=color, marker=marker, markersize=3, linewidth=1.6, **kwargs)
+
+
+def plot_reward(history: History) -> str | None:
+    """Mean reward of the training rollouts, and the evaluations."""
+    x, mean = history.column("rollout/reward_mean")
+    evals = history.names("eval/", "/reward_mean")
+    if not x and not evals:
+        return None
+    figure, axes = _axes("Reward", "mean reward")
+    if x:
+        _line(axes, x, mean, "training rollouts", COLORS[0])
+    for i, name in enumerate(evals):
+        ex, ey = history.column(name)
+        label = "eval " + name.removeprefix("eval/").removesuffix("/reward_mean")
+        axes.plot(ex, ey, label=label, color=COLORS[1 + i % 7], marker="D", markersize=5, linewidth=1.2, linestyle="--")
+    return _svg(figure, axes)
+
+
+def plot_length(history: History) -> str | None:
+    """Response length (mean, max) and the share of truncated responses on an axis of its own."""
+    x, mean = history.column("rollout/response_length_mean")
+    if not x:
+        return None
+    figure, axes = _axes("Response length", "tokens")
+    _line(axes, x, mean, "mean", COLORS[0])
+    mx, longest = history.column("rollout/response_length_max")
+    if mx:
+        _line(axes, mx, longest, "max", COLORS[5], alpha=0.6)
+    axes.set_ylim(bottom=0)
+    tx, truncated = history.column("rollout/truncated_ratio")
+    if not any(truncated):
+        return _svg(figure, axes)
+    right = _right_axes(axes, "share truncated")
+    _line(right, tx, truncated, "truncated (right axis)", COLORS[1], linestyle=":")
+    right.set_ylim(0, 1)
+    return _svg(figure, axes, right)
+
+
+def plot_gap(history: History) -> str | None:
+    """Distance of trainer and engine log-probs of the same tokens, on a log scale; zeros are drawn at 1e-10."""
+    labels = {"train/log_prob_gap_max": "max", "train/log_prob_gap_mean": "mean", "train/engine_kl": "KL (absolute)"}
+    columns = {name: history.column(name) for name in labels}
+    if not any(x for x, _ in columns.values()):
+        return None
+    figure, axes = _axes("Log-prob gap, trainer vs engine", "|difference| (log scale)")
+    for color, (name, (x, y)) in zip(COLORS, columns.items(), strict=False):
+        if x:
+            _line(axes, x, [max(abs(v), 1e-10) for v in y], labels[name], color)
+    axes.set_yscale("log")
+    return _svg(figure, axes)
+
+
+def plot_entropy(history: History) -> str | None:
+    """Entropy, and the KL figures on the right axis."""
+    x, entropy = history.column("train/entropy")
+    kls = {"train/ppo_kl": "PPO KL (right axis)", "train/kl_loss": "KL to reference (right axis)"}
+    columns = {name: column for name in kls if (column := history.column(name))[0]}
+    if not x and not columns:
+        return None
+    figure, axes = _axes("Entropy and KL", "entropy (nats)")
+    if x:
+        _line(axes, x, entropy, "entropy", COLORS[0])
+    if not columns:
+        return _svg(figure, axes)
+    right = _right_axes(axes, "KL (nats)")
+    for color, (name, (kx, ky)) in zip(COLORS[1:], columns.items(), strict=False):
+        _line(right, kx, ky, kls[name], color, linestyle="--")
+    return _svg(figure, axes, right)
+
+
+def phase_seconds(history: History) -> dict[str, list[float]]:
+    """Seconds of every step by phase (0 where it did not run), known phases first, "other" for the rest of the step."""
+    names = [n.removeprefix("perf/").removesuffix("_seconds") for n in history.names("perf/", "_seconds")]
+    names = [n for n in names if n not in NOT_A_PHASE]
+    names.sort(key=lambda n: PHASE_ORDER.index(n) if n in PHASE_ORDER else len(PHASE_ORDER))
+    rows = [row for _, row in history.steps]
+    out = {n: [float(row.get(f"perf/{n}_seconds") or 0.0) for row in rows] for n in names}
+    known = [sum(column[i] for column in out.values()) for i in range(len(rows))]
+    rest = [max(float(row.get("perf/step_seconds") or 0.0) - k, 0.0) for row, k in zip(rows, known, strict=True)]
+    if sum(rest) > 0.01 * (sum(known) + sum(rest)):
+        out["other"] = rest
+    return {n: column for n, column in out.items() if any(column)}
+
+
+def plot_phases(history: History) -> str | None:
+    """Stacked seconds by phase."""
+    phases = phase_seconds(history)
+    if not phases:
+        return None
+    figure, axes = _axes("Time by phase", "seconds per step")
+    x, bottom = [x for x, _ in history.steps], [0.0] * len(history.steps)
+    total = sum(map(sum, phases.values()))
+    for i, (name, seconds) in enumerate(phases.items()):
+        color = "#c9d1dc" if name == "other" else COLORS[i % len(COLORS)]
+        label = f"{name} ({sum(seconds) / total:.0%})"
+        top = [b + s for b, s in zip(bottom, seconds, strict=True)]
+        if len(x) <= 120:
+            axes.bar(x, seconds, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
+        else:
+            axes.fill_between(x, bottom, top, color=color, label=label, linewidth=0, step="mid")
+        bottom = top
+    return _svg(figure, axes)
+
+
+def plot_speed(history: History) -> str | None:
+    """Tokens per second of rollouts and training; memory (PSS) on the right axis."""
+    labels = {"perf/rollout_tokens_per_second": "rollout tok/s", "perf/train_tokens_per_second": "train tok/s"}
+    columns = {name: column for name in labels if (column := history.column(name))[0]}
+    mx, memory = history.column("perf/pss_bytes")
+    if not columns and not mx:
+        return None
+    figure, axes = _axes("Throughput and memory", "tokens per second")
+    for color, (name, (x, y)) in zip(COLORS, columns.items(), strict=False):
+        _line(axes, x, y, labels[name], color)
+    axes.set_ylim(bottom=0)
+    if not mx:
+        return _svg(figure, axes)
+    right = _right_axes(axes, "GB")
+    _line(right, mx, [m / 1e9 for m in memory], "memory (right axis)", COLORS[5], linestyle=":")
+    right.set_ylim(0, max(memory) / 1e9 * 1.25 or 1)
+    return _svg(figure, axes, right)
+
+
+PLOTS = (plot_reward, plot_length, plot_gap, plot_entropy, plot_phases, plot_speed)

@@ -1,0 +1,190 @@
+"""The one object through which a run tells what it does: files, TensorBoard, W&B, the progress display, the report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from instep.observability.progress import Progress, duration, number
+from instep.observability.report import make_report
+from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
+from instep.observability.versions import versions
+from instep.types import Group, Sample
+
+
+class RunLogger:
+    """Context manager around a whole run. Writes into `run_dir`:
+
+    `config.json` (arguments without secrets, versions), `metrics.jsonl` (one row per call of `log`), `samples.jsonl`,
+    `tensorboard/`, `wandb/` if asked for, and at `finish` `summary.json` and `report.html`.
+
+    Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
+    Ctrl-C. `phase` belongs to one thread (the loop's); `status` may be called from any.
+
+    Args:
+        args_dict: the resolved arguments, for `config.json` and W&B.
+        num_steps: how many steps the whole run takes, if known.
+        wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
+        resume_from_step: None begins anew (older files are replaced); a number goes on with the files of an earlier
+            session, without their rows of that `step` (samples: that `rollout_id`) and later ones.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        args_dict: Mapping[str, Any],
+        *,
+        title: str,
+        num_steps: int | None,
+        use_tensorboard: bool = True,
+        wandb: Mapping[str, Any] | None = None,
+        resume_from_step: int | None = None,
+        console: Console | None = None,
+    ):
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._phases: list[str] = []
+        self._phase_mark = 0.0
+        self._phase_seconds: dict[str, float] = {}
+        self._failed = False
+        self._close = ExitStack()
+        with ExitStack() as stack:  # closes what is open if a later one fails
+            config = {"title": title, "args": without_secrets(args_dict), "versions": versions()}
+            write_json(self.run_dir / "config.json", config)
+            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", _before("step", resume_from_step))
+            stack.callback(self._metrics.close)
+            self._samples = JsonLines(self.run_dir / "samples.jsonl", _before("rollout_id", resume_from_step))
+            stack.callback(self._samples.close)
+            self._sinks: list[TensorBoard | WandB] = []
+            if use_tensorboard:
+                self._sinks.append(TensorBoard(self.run_dir / "tensorboard", resume_from_step))
+            if wandb is not None:
+                self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
+            for sink in self._sinks:
+                stack.callback(lambda sink=sink: sink.close(self._failed))
+            steps = {row["step"] for row in self._metrics.kept if _is_step(row)}
+            self.progress = Progress(title, num_steps, steps_done=len(steps), console=console)
+            self.progress.rewards += [
+                r for row in self._metrics.kept if (r := row.get("rollout/reward_mean")) is not None
+            ]
+            stack.callback(self.progress.stop)  # first of all when closing, so that errors show on a sane terminal
+            self._close = stack.pop_all()
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        """To be saved with a checkpoint, so that a resume goes on with the same W&B run."""
+        return next((sink.run_id for sink in self._sinks if isinstance(sink, WandB)), None)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One row of metrics of `step`; values that `float` accepts. NaN and infinities are null in metrics.jsonl."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self._metrics.write({"step": step, "time": time.time(), **row})
+        for sink in self._sinks:
+            sink.log(step, row)
+        self.progress.log(step, row)
+
+    def samples(self, rollout_id: int, groups: Sequence[Group], split: str, limit: int) -> None:
+        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on."""
+        deepest = max((len(group) for group in groups), default=0)
+        chosen = [group[i] for i in range(deepest) for group in groups if i < len(group)][:limit]
+        for sample in chosen:
+            self._samples.write({"rollout_id": rollout_id, "split": split, **_sample_row(sample)})
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show the phase `name` and add up its seconds. Inside another phase it interrupts that one's count."""
+        self._account()
+        self._phases.append(name)
+        self.progress.set_phase(name)
+        try:
+            yield
+        finally:
+            self._account()
+            self._phases.pop()
+            if self._phases:
+                self.progress.set_phase(self._phases[-1], announce=False)
+
+    def _account(self) -> None:
+        now = time.perf_counter()
+        if self._phases:
+            name = self._phases[-1]
+            self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + now - self._phase_mark
+        self._phase_mark = now
+
+    def take_phase_seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last call, the running phase's included."""
+        self._account()
+        taken, self._phase_seconds = self._phase_seconds, {}
+        return taken
+
+    def status(self, text: str) -> None:
+        """A short note beside the phase, such as `groups 12/32`; empty takes it away."""
+        self.progress.set_status(text)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json and report.html, take the panel down and print the final table."""
+        write_json(self.run_dir / "summary.json", summary)
+        with self.phase("report"):
+            report = make_report(self.run_dir)
+        self.progress.stop(keep_panel=False)
+        console = self.progress.console
+        console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
+        self.progress.line(f"report: {report}")
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        self._failed = exc_type is not None
+        self._close.close()
+        if exc_type is not None:
+            phase = self._phases[-1] if self._phases else self.progress.phase
+            print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
+
+
+def _is_step(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith(("rollout/", "train/")) for name in row)
+
+
+def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
+    return None if limit is None else lambda row: row.get(key, 0) < limit
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    keys = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata")
+    row = {key: getattr(sample, key) for key in keys}
+    return {**row, "status": sample.status.value, "weight_versions": [span.version for span in sample.weight_versions]}
+
+
+def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
+    """The scalars of a summary as a table, in readable units; `versions` and other nested values are left out."""
+    from rich import box
+
+    table = Table(title=title, box=box.ASCII if ascii_only else box.ROUNDED, show_header=False, title_style="bold")
+    table.add_column(style="dim")
+    table.add_column(justify="right", style="bold")
+    for name, value in summary.items():
+        if not isinstance(value, (Mapping, list, tuple)):
+            table.add_row(name, readable(name, value))
+    return table
+
+
+def readable(name: str, value: Any) -> str:
+    """A value of a summary for people, by the unit that its name tells."""
+    value = jsonable(value)
+    if value is None:
+        return "n/a"
+    if isinstance(value, (bool, str)):
+        return str(value)
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:.2f} GB"
+    if name.endswith("seconds"):
+        return f"{duration(value)} ({value:.1f} s)"
+    return f"{value:,}" if isinstance(value, int) else number(value, 4)

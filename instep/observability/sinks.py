@@ -1,0 +1,180 @@
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases. Each has `log`, and `close` (also after an error)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from instep.errors import ConfigError
+
+_SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
+_WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of nested dicts and lists without the entries whose name tells a secret (`wandb_key`, ...)."""
+    if isinstance(value, Mapping):
+        return {str(k): without_secrets(v) for k, v in value.items() if not _SECRET.search(str(k))}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(v) for v in value]
+    return value
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as plain JSON types: what is not finite becomes null, what JSON does not know becomes its `str`."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    return str(value)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: after a crash the file is the old one or the new one, never half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(jsonable(value), file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; none if there is no file. A last line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines) - 1:
+                raise
+    return rows
+
+
+class JsonLines:
+    """Appends rows to a JSON-lines file, each flushed at once.
+
+    With `keep` the rows of an earlier session for which it is false are cut off first (atomically).
+    Without it the file begins anew.
+    """
+
+    def __init__(self, path: Path, keep: Any = None):
+        self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        part.write_text("".join(_line(row) for row in self.kept), encoding="utf-8")
+        os.replace(part, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(jsonable(row), ensure_ascii=False) + "\n"
+
+
+class TensorBoard:
+    """TensorBoard scalars, through tensorboard's own writer (which needs no torch).
+
+    On a resume TensorBoard is told to forget the events of an earlier session from `resume_from_step` on.
+    """
+
+    def __init__(self, folder: Path, resume_from_step: int | None = None):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        if resume_from_step is None:  # a new run in an old folder: its curves would mix with the old ones
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+        self._writer = EventFileWriter(str(folder))
+        if resume_from_step is not None:
+            self._writer.add_event(Event(step=resume_from_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self, failed: bool = False) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or `wandb login`, from nowhere else.
+
+    Args:
+        options: `project`, `group`, `team` (entity), `mode` (online, offline, disabled; default online), `run_id` (to
+            go on with that run), `dir` (default: the run's folder).
+
+    Raises:
+        ConfigError: wandb is not installed, an option is unknown, or the run cannot be opened.
+    """
+
+    def __init__(self, run_dir: Path, options: Mapping[str, Any], config: Mapping[str, Any], name: str):
+        unknown = sorted(set(options) - set(_WANDB_KEYS))
+        if unknown:
+            raise ConfigError(
+                f"unknown W&B options {unknown}",
+                remedy=f"known are {', '.join(_WANDB_KEYS)}; the key is read from the environment: WANDB_API_KEY",
+            )
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "wandb is not installed",
+                where="--use-wandb",
+                remedy="pip install 'instep[wandb]', or leave the flag out",
+            ) from None
+        folder = Path(options.get("dir") or run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # console="off": wandb must not wrap stdout, which the progress panel owns. Every wait is bounded.
+        settings = wandb.Settings(console="off", silent=True, init_timeout=90, finish_timeout=300)
+        try:
+            self._run = wandb.init(
+                project=options.get("project"),
+                group=options.get("group"),
+                entity=options.get("team"),
+                mode=options.get("mode"),
+                id=options.get("run_id"),
+                resume="allow" if options.get("run_id") else None,
+                dir=str(folder),
+                name=name,
+                config=jsonable(without_secrets(config)),
+                settings=settings,
+            )
+        except (wandb.Error, ValueError) as error:
+            raise ConfigError(
+                f"W&B did not open a run: {error}",
+                where="--use-wandb",
+                remedy="set WANDB_API_KEY, or use --wandb-mode offline",
+            ) from error
+        self.run_id = str(self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))

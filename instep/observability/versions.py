@@ -1,0 +1,60 @@
+"""What a run ran on: versions of packages, git state, machine. Imports none of the packages it names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import instep
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "peft", "vllm", "ray", "numpy")
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None if it is absent."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, None if it is absent, fails or takes more than 10 s."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.strip()
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit of the checkout whose root is `folder`, and whether it has uncommitted changes; (None, None) if none."""
+    if not (folder / ".git").exists():
+        return None, None
+    commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    status = _output("git", "-C", str(folder), "status", "--porcelain")
+    return commit, None if status is None else bool(status)
+
+
+def versions() -> dict[str, Any]:
+    """Versions of Python, instep and the packages a run depends on (those installed), git commit, machine."""
+    commit, dirty = git_state(Path(instep.__file__).resolve().parent.parent)
+    found = {name: package_version(name) for name in PACKAGES}
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "instep": instep.__version__,
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "python": platform.python_version(),
+        **{name: version for name, version in found.items() if version is not None},
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "gpu": gpus.splitlines() if gpus else None,
+    }

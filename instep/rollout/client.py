@@ -1,0 +1,115 @@
+"""The engine client: one token-in, token-out request in vLLM's format, and the abort that goes to engines directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instep.errors import ConfigError, EngineError, RolloutError
+from instep.rollout.http import post
+from instep.types import Status, VersionSpan
+
+GENERATE = "/inference/v1/generate"
+
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_VLLM_NAMES = frozenset(
+    "max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
+    "stop_token_ids bad_words ignore_eos logprobs prompt_logprobs skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output detokenize logit_bias allowed_token_ids extra_args structured_outputs".split()
+)
+
+
+@dataclass
+class Completion:
+    """What an engine answered for one response."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None  # of the sampled tokens, under the processed distribution
+    weight_versions: list[VersionSpan]  # empty when the engine does not say
+    finish_reason: str
+    stop_reason: int | str | None
+
+    @property
+    def status(self) -> Status:
+        if self.finish_reason == "length":
+            return Status.TRUNCATED
+        return Status.ABORTED if self.finish_reason in ("abort", "cancelled") else Status.COMPLETED
+
+
+def get_model_url(args: Any, model_name: str | None = None, endpoint: str = GENERATE) -> str:
+    """URL of `endpoint` at the router of `model_name` (of `--vllm-config`), or at the one router when it is None.
+
+    Raises:
+        ConfigError: no model of that name is served.
+    """
+    ip, port = args.vllm_router_ip, args.vllm_router_port
+    if model_name is not None:
+        routers = args.vllm_model_routers or {}
+        if model_name not in routers:
+            raise ConfigError(
+                f"no model {model_name!r} is served", where="--vllm-config", remedy=f"known: {sorted(routers)}"
+            )
+        ip, port = routers[model_name]
+    host = f"[{ip}]" if ":" in str(ip) else ip
+    return f"http://{host}:{port}{endpoint}"
+
+
+def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """The seeds' names (`max_new_tokens`, ...) to vLLM's; None means "not set".
+
+    Raises:
+        RolloutError: a name that vLLM does not know, or two spellings with different values.
+    """
+    out: dict[str, Any] = {}
+    for name, value in sampling_params.items():
+        new = _RENAMED.get(name, name)
+        if new not in _VLLM_NAMES:
+            raise RolloutError(
+                f"unknown sampling parameter {name!r}", where="sampling_params", remedy=f"known: {sorted(_VLLM_NAMES)}"
+            )
+        if value is None:
+            continue
+        if out.get(new, value) != value:
+            raise RolloutError(
+                f"{name!r} = {value!r} contradicts {new!r} = {out[new]!r}", where="sampling_params", remedy="set one"
+            )
+        out[new] = value
+    return out
+
+
+async def complete(
+    url: str,
+    model: str,
+    token_ids: Sequence[int],
+    sampling_params: dict[str, Any],
+    *,
+    timeout: float = 3600.0,
+) -> Completion:
+    """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
+
+    Raises:
+        EngineError: refused, unreachable, or an answer whose parts do not fit each other.
+    """
+    payload: dict[str, Any] = {"model": model, "token_ids": list(token_ids)}
+    payload["sampling_params"] = {"logprobs": 0, **sampling_params}
+    answer = await post(url, payload, timeout=timeout)
+    try:
+        choice = answer["choices"][0]
+        ids = [int(i) for i in choice.get("token_ids") or []]
+        content = (choice.get("logprobs") or {}).get("content")
+        log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
+        spans = [VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError(f"an answer of another form: {error!r}; it has {sorted(answer)}", where=url) from error
+    if log_probs is not None and len(log_probs) != len(ids):
+        raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url)
+    if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
+        raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url)
+    return Completion(ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason"))
+
+
+async def abort_all(engine_urls: Sequence[str], *, timeout: float = 10.0) -> None:
+    """Ask every engine, directly, to end all its requests; they answer with what they have (`abort`)."""
+    await asyncio.gather(*(post(f"{url}/abort_requests", {}, max_retries=1, timeout=timeout) for url in engine_urls))

@@ -1,0 +1,42 @@
+"""Dynamic-sampling filters: `fn(args, group) -> FilterOutput | bool`, after the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from instep.errors import RolloutError
+from instep.rollout.outputs import flatten, reward_value
+
+
+@dataclass
+class FilterOutput:
+    """Whether a group is trained on; `reason` is a short name for why not."""
+
+    keep: bool
+    reason: str | None = None
+
+
+def check_reward_nonzero_std(args: Any, group: Any) -> FilterOutput:
+    """Keep groups whose executions differ in reward: the others have zero advantage (DAPO, arXiv 2503.14476, 3.2).
+
+    Fan-out siblings count as one execution, with the mean of their rewards.
+    """
+    by_execution: dict[Any, list[float]] = {}
+    for position, sample in enumerate(flatten(group)):
+        by_execution.setdefault(sample.execution_id or position, []).append(reward_value(args, sample))
+    means = [sum(values) / len(values) for values in by_execution.values()]
+    keep = max(means) > min(means)
+    return FilterOutput(keep, None if keep else f"zero_std_{means[0]:.1f}")
+
+
+def as_filter_output(output: Any, path: str) -> FilterOutput:
+    """A filter's answer: a bool, or an object with `keep` and `reason`."""
+    if isinstance(output, bool):
+        return FilterOutput(output, None if output else path.rpartition(".")[2])
+    try:
+        return FilterOutput(bool(output.keep), output.reason or path.rpartition(".")[2])
+    except AttributeError:
+        raise RolloutError(
+            f"the filter returned {output!r:.80}", where=path, remedy="return a bool, or an object with .keep, .reason"
+        ) from None

@@ -1,0 +1,74 @@
+"""JSON over HTTP with bounds: the `post` that rollout hooks use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+from instep.errors import EngineError
+from instep.rollout.runtime import CONNECT_SECONDS, http_session
+
+FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
+LONGEST_PAUSE = 5.0
+
+
+async def post(
+    url: str, payload: dict[str, Any], *, max_retries: int = 4, timeout: float = 3600.0
+) -> dict[str, Any]:
+    """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
+
+    A refusal (4xx) is final. A failed connection or a 5xx is tried `max_retries` times more, with growing pauses:
+    3 seconds in all by default. `timeout` bounds one attempt, in seconds.
+
+    Raises:
+        EngineError: naming the URL and the answer's own message.
+    """
+    problem = ""
+    for attempt in range(max_retries + 1):
+        if attempt:
+            await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+        try:
+            async with http_session() as session, session.post(url, json=payload, timeout=limits) as answer:
+                body = await answer.text()
+                if answer.status < 400:
+                    return _parse(url, body)
+                problem = f"{answer.status}: {_message(body)}"
+                if answer.status < 500:
+                    raise EngineError(f"the request was refused with {problem}", where=url, remedy="see the message")
+        except aiohttp.ClientError as error:
+            problem = f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            raise EngineError(
+                f"no answer within {timeout:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
+            ) from None
+    raise EngineError(
+        f"{max_retries + 1} attempts failed, the last with {problem}",
+        where=url,
+        remedy="see the server's log; is it still running, and at this address?",
+    )
+
+
+def _parse(url: str, body: str) -> dict[str, Any]:
+    try:
+        value = json.loads(body) if body.strip() else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise EngineError(
+            f"the answer is no JSON object: {body[:200]!r}", where=url, remedy="is this the address of an engine?"
+        )
+    return value
+
+
+def _message(body: str) -> str:
+    """The message in an error answer, in vLLM's form or FastAPI's, else its beginning."""
+    try:
+        value = json.loads(body)
+        error = value.get("error", value)
+        return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        return body[:500]

@@ -1,0 +1,163 @@
+"""What rollout functions return, in the one form that the controller reads: flat groups of checked samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from instep.errors import RewardError, RolloutError
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+
+DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
+
+
+def name_of(sample: Sample) -> str:
+    """How errors call a sample."""
+    return f"group {sample.group_index}, sample {sample.index}"
+
+
+def flatten(group: Any) -> Iterator[Sample]:
+    """The samples of a group, which may nest lists (fan-out), in order."""
+    if isinstance(group, Sample):
+        yield group
+    elif isinstance(group, (list, tuple)):
+        for item in group:
+            yield from flatten(item)
+    else:
+        raise RolloutError(f"a group holds {type(group).__name__}, not Sample", remedy="return groups of Sample")
+
+
+def check_sample(sample: Sample, where: str) -> None:
+    """Raise RolloutError unless the sample's columns fit each other, as the trainer needs them."""
+    n = sample.response_length
+    problem = ""
+    if not 0 <= n < max(1, len(sample.tokens)):
+        problem = f"response_length {n} with {len(sample.tokens)} tokens (prompt and response)"
+    elif sample.loss_mask is not None and len(sample.loss_mask) != n:
+        problem = f"loss_mask has {len(sample.loss_mask)} entries for {n} response tokens"
+    elif sample.rollout_log_probs is not None and len(sample.rollout_log_probs) != n:
+        problem = f"rollout_log_probs has {len(sample.rollout_log_probs)} entries for {n} response tokens"
+    elif sample.rollout_log_probs is not None and not all(map(math.isfinite, sample.rollout_log_probs)):
+        problem = "rollout_log_probs are not all finite"
+    elif sample.weight_versions and sample.weight_versions[-1].end > n:
+        problem = f"weight versions reach {sample.weight_versions[-1].end} of {n} response tokens"
+    elif sample.status is Status.PENDING:
+        problem = "status is still PENDING"
+    if problem:
+        raise RolloutError(
+            problem, where=f"{where}: {name_of(sample)}", remedy="use sample.append_response_tokens; set sample.status"
+        )
+
+
+def reward_value(args: Any, sample: Sample, *, evaluation: bool = False) -> float:
+    """The sample's reward as one number; of a dict, its `--reward-key` (`--eval-reward-key`) entry.
+
+    Raises:
+        RewardError: there is none, or it is no finite number.
+    """
+    value: Any = sample.reward
+    key = (args.eval_reward_key if evaluation else None) or args.reward_key
+    if isinstance(value, dict):
+        if key is None:
+            raise RewardError(
+                f"the reward is a dict with {sorted(value)}", where=name_of(sample), remedy="name one: --reward-key"
+            )
+        if key not in value:
+            raise RewardError(f"the reward has no {key!r}, only {sorted(value)}", where=name_of(sample))
+        value = value[key]
+    number = as_number(value)
+    if number is None:
+        raise RewardError(f"the reward {value!r} is no finite number", where=name_of(sample))
+    return number
+
+
+def as_number(value: Any) -> float | None:
+    """A finite real number (Python's or numpy's) as float, else None."""
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_train_output(output: Any) -> RolloutFnTrainOutput:
+    """What a rollout function returned (RolloutFnTrainOutput or a plain list of groups) as flat, checked groups.
+
+    Nested lists are fan-out siblings: they get a common `execution_id`; any other sample without one gets its own.
+
+    Raises:
+        RolloutError: another type, an empty group, a group given twice, or a sample whose columns do not fit.
+    """
+    if isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not isinstance(output, RolloutFnTrainOutput):
+        raise RolloutError(
+            f"a rollout function returned {type(output).__name__}",
+            where="--rollout-function-path",
+            remedy="return RolloutFnTrainOutput, or a list of groups (lists of Sample)",
+        )
+    groups = [_as_group(group) for group in output.samples]
+    seen: set[int | None] = set()
+    for group in groups:
+        indices = {sample.group_index for sample in group}
+        if len(indices) != 1 or indices & seen or None in indices:
+            raise RolloutError(
+                f"the group indices {sorted(map(str, indices))} of a group are mixed, missing or given twice",
+                where="--rollout-function-path",
+                remedy="return the groups of data_source.get_samples, each once, with their group_index",
+            )
+        seen |= indices
+        for sample in group:
+            check_sample(sample, "--rollout-function-path")
+    return RolloutFnTrainOutput(groups, dict(output.metrics))
+
+
+def _as_group(group: Any) -> Group:
+    if not isinstance(group, (list, tuple)) or not group:
+        raise RolloutError(
+            f"a group is {group!r:.80}", where="--rollout-function-path", remedy="a group is a list of Sample"
+        )
+    out: Group = []
+    for position, item in enumerate(group):
+        siblings = list(flatten(item))
+        named = {s.execution_id for s in siblings if s.execution_id is not None}
+        if len(named) > 1:
+            raise RolloutError(f"fan-out siblings have several execution ids: {sorted(named)}")
+        for sample in siblings:
+            sample.execution_id = next(iter(named), f"{sample.group_index}.{position}.{sample.attempt}")
+        out.extend(siblings)
+    return out
+
+
+def as_eval_output(args: Any, output: Any) -> RolloutFnEvalOutput:
+    """What an evaluation function returned (RolloutFnEvalOutput, or a dict by data set name), checked.
+
+    Missing `rewards` and `truncated` are read from `samples`.
+    """
+    if isinstance(output, dict):
+        output = RolloutFnEvalOutput(output)
+    if not isinstance(output, RolloutFnEvalOutput):
+        raise RolloutError(
+            f"an evaluation function returned {type(output).__name__}",
+            where="--eval-function-path",
+            remedy="return RolloutFnEvalOutput, or a dict by data set name",
+        )
+    data: dict[str, dict[str, Any]] = {}
+    for name, result in output.data.items():
+        samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item)]
+        result = {**result, "samples": samples}
+        if "rewards" not in result:
+            result["rewards"] = [reward_value(args, s, evaluation=True) for s in samples]
+        if "truncated" not in result:
+            result["truncated"] = [s.truncated for s in samples]
+        bad = [r for r in result["rewards"] if as_number(r) is None]
+        if bad or not result["rewards"]:
+            raise RolloutError(
+                f"evaluation of {name!r} has no rewards" if not bad else f"reward {bad[0]!r} is no finite number",
+                where="--eval-function-path",
+            )
+        data[name] = result
+    return RolloutFnEvalOutput(data, dict(output.metrics))

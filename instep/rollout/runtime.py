@@ -1,0 +1,216 @@
+"""The one background event loop of a process: rollouts run on it, and the caller waits with a bound.
+
+`run` may be called from any thread; `cancel_all` ends whatever is in flight from another thread (a dead engine,
+Ctrl-C). A coroutine that never gives the loop back is noticed too, when it was started through `watched`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar
+
+import aiohttp
+
+from instep.errors import EngineError, InstepError, RolloutError
+
+T = TypeVar("T")
+ProgressListener = Callable[[int, int, dict[str, Any]], None]
+
+POLL_SECONDS = 0.25
+MAX_CONNECTIONS = 2048  # of the shared session, to all hosts; rollouts bound their own concurrency below it
+CONNECT_SECONDS = 10.0
+_LIMITS = aiohttp.ClientTimeout(total=3600.0, sock_connect=CONNECT_SECONDS)
+
+
+class _Loop:
+    """A running event loop in a daemon thread, and what lives and dies with it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.session: aiohttp.ClientSession | None = None
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        self.step: tuple[float, InstepError] | None = None  # deadline of the step that runs now, and what to say then
+        self.interrupts: set[concurrent.futures.Future[None]] = set()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="instep-rollout", daemon=True)
+        self.thread.start()
+
+    async def close(self) -> None:
+        for closer in self.closers:
+            await closer()
+        if self.session is not None:
+            await self.session.close()
+
+    def interrupt(self, error: BaseException) -> None:
+        for waiting in list(self.interrupts):
+            if not waiting.done():
+                waiting.set_exception(error)
+
+
+_lock = threading.Lock()
+_current: _Loop | None = None
+_listener: ProgressListener | None = None
+
+
+def _ensure() -> _Loop:
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _Loop()
+        return _current
+
+
+def _abandon(loop: _Loop) -> None:
+    global _current
+    with _lock:
+        if _current is loop:
+            _current = None
+
+
+def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run `coro` on the background loop and wait for its result, at most `timeout` seconds.
+
+    Raises:
+        RolloutError: the time is over.
+        InstepError: what `cancel_all` was given, or what a `watched` coroutine that blocks the loop stands for.
+    """
+    home = _ensure()
+    if threading.current_thread() is home.thread:
+        coro.close()
+        raise RolloutError("a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks")
+    interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
+    home.interrupts.add(interrupt)
+    future = asyncio.run_coroutine_threadsafe(coro, home.loop)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while True:
+            concurrent.futures.wait([future, interrupt], POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
+            if interrupt.done():
+                interrupt.result()
+            if future.done():
+                return future.result()
+            step = home.step
+            if step is not None and time.monotonic() > step[0]:
+                _abandon(home)  # its thread cannot be stopped, only left behind
+                home.interrupt(step[1])
+            elif deadline is not None and time.monotonic() > deadline:
+                raise RolloutError(f"not done after {timeout:.0f} s", remedy="see the engines' logs")
+    except concurrent.futures.CancelledError:
+        raise _cancelled_error() from None
+    finally:
+        home.interrupts.discard(interrupt)
+        future.cancel()
+
+
+def _cancelled_error() -> InstepError:
+    return EngineError("the rollout was cancelled", remedy="see the message before this one")
+
+
+def cancel_all(error: BaseException | None = None) -> None:
+    """End every task in flight, from any thread; each `run` that waits raises `error` (default: EngineError) at once."""
+    home = _current
+    if home is None:
+        return
+    home.interrupt(error or _cancelled_error())
+    home.loop.call_soon_threadsafe(_cancel_tasks, home.loop)
+
+
+def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+
+
+def shutdown(timeout: float = 5.0) -> None:
+    """Cancel what runs, close the session and the reward workers, stop the loop; a later `run` starts a new one."""
+    home = _current
+    if home is None:
+        return
+    cancel_all()
+    _abandon(home)
+    with contextlib.suppress(concurrent.futures.TimeoutError):  # a frozen loop is left behind: it is a daemon
+        asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
+    home.loop.call_soon_threadsafe(home.loop.stop)
+    home.thread.join(timeout)
+    if not home.thread.is_alive():
+        home.loop.close()
+
+
+def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
+    """Await `closer()` on the loop when it shuts down."""
+    _ensure().closers.append(closer)
+
+
+@contextlib.asynccontextmanager
+async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """The loop's shared session; on a foreign loop (a hook's own `asyncio.run`) one for this call only."""
+    home = _current
+    if home is None or asyncio.get_running_loop() is not home.loop:
+        async with aiohttp.ClientSession(timeout=_LIMITS) as session:
+            yield session
+        return
+    if home.session is None:
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
+        home.session = aiohttp.ClientSession(connector=connector, timeout=_LIMITS)
+    yield home.session
+
+
+class watched(Awaitable[T]):  # used like a function: `await watched(coro, limit, error)`
+    """Await `coro`; if one of its steps holds the loop for more than `limit` seconds, `run` raises `error`."""
+
+    def __init__(self, coro: Coroutine[Any, Any, T], limit: float, error: InstepError):
+        self.coro, self.limit, self.error = coro, limit, error
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        home = _current
+        wake: BaseException | None = None
+        while True:
+            if home is not None:
+                home.step = (time.monotonic() + self.limit, self.error)
+            try:
+                waits_for = self.coro.send(None) if wake is None else self.coro.throw(wake)
+            except StopIteration as end:
+                return end.value
+            finally:
+                if home is not None:
+                    home.step = None
+            try:
+                yield waits_for
+                wake = None
+            except BaseException as error:  # handed to the coroutine, whose own await it is (a cancellation, mostly)
+                wake = error
+
+
+def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Run a blocking function beside the loop. Its thread keeps no process alive, unlike one of an executor."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*args))
+        except BaseException as error:  # crosses the thread as it is
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "hook"), daemon=True).start()
+    return future
+
+
+def set_progress_listener(listener: ProgressListener | None) -> None:
+    """`listener(done, total, extra)` is called on the loop's thread whenever a group or evaluation sample is done."""
+    global _listener
+    _listener = listener
+
+
+def report_progress(done: int, total: int, **extra: Any) -> None:
+    if _listener is not None:
+        _listener(done, total, extra)

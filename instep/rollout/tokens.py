@@ -1,0 +1,69 @@
+"""Text to token ids and back, with one tokenizer per checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from instep.errors import CheckpointError, DataError
+from instep.types import Sample
+
+_decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
+
+
+@functools.cache
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hugging Face checkpoint, loaded once.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
+        ) from error
+
+
+def tokenizer_of(args: Any) -> Any:
+    return load_tokenizer(str(args.hf_checkpoint), bool(args.trust_remote_code))
+
+
+def prompt_ids(args: Any, sample: Sample) -> list[int]:
+    """Token ids of the sample's prompt: those it has, or a rendered string's, or a message list's by chat template."""
+    if sample.tokens:
+        return list(sample.tokens[: sample.prompt_length])
+    tokenizer = tokenizer_of(args)
+    if isinstance(sample.prompt, str):
+        ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise DataError(
+            "the prompt is a message list, but the tokenizer has no chat template",
+            where=f"group {sample.group_index}, {args.hf_checkpoint}",
+            remedy="use a checkpoint with a chat template, or prompts that are strings",
+        )
+    else:
+        tools = sample.metadata.get("tools")
+        ids = tokenizer.apply_chat_template(sample.prompt, tools=tools, add_generation_prompt=True, return_dict=False)
+    if not ids:
+        raise DataError("the prompt has no tokens", where=f"group {sample.group_index}", remedy="remove the row")
+    return [int(i) for i in ids]
+
+
+async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
+    """Text of `ids`, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
+    import asyncio
+
+    tokenizer = tokenizer_of(args)
+    work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+    return await asyncio.get_running_loop().run_in_executor(_decoder, work)
+
+
+def trim_stop(text: str, stop: str | None) -> str:
+    """`text` up to the stop string that ended it."""
+    at = text.find(stop) if stop else -1
+    return text if at < 0 else text[:at]

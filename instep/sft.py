@@ -1,0 +1,20 @@
+"""Supervised fine-tuning through the same trainer: the loop of `instep/train.py` without engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.controller.controller import Controller
+from instep.train import saves_after
+
+
+def sft(args: Any) -> dict[str, Any]:
+    """Run `instep sft`; returns the summary that is also written to `summary.json`."""
+    with Controller(args, title="SFT", with_engines=False) as controller:
+        for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
+            groups = controller.generate(rollout_id)
+            controller.train(rollout_id, groups)
+            if saves_after(args, rollout_id, controller.num_rollout):
+                controller.save(rollout_id)
+            controller.finish_step(rollout_id)
+        return controller.finish()

@@ -1,0 +1,47 @@
+"""The schedule of a synchronous run: rollout -> train -> sync -> evaluate and save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.controller.controller import Controller
+
+
+def train(args: Any) -> dict[str, Any]:
+    """Run `instep train`; returns the summary that is also written to `summary.json`."""
+    with Controller(args, title="GRPO") as controller:
+        controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
+        if evaluates_at(args, controller.start_rollout_id) and not args.skip_eval_before_train:
+            controller.evaluate(controller.start_rollout_id)
+
+        for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
+            groups = controller.generate(rollout_id)
+            controller.train(rollout_id, groups)
+            controller.sync_weights()
+            if saves_after(args, rollout_id, controller.num_rollout):
+                controller.save(rollout_id)
+            controller.finish_step(rollout_id)
+            if evaluates_after(args, rollout_id, controller.num_rollout):
+                controller.evaluate(rollout_id + 1)
+
+        return controller.finish()
+
+
+def evaluates_at(args: Any, rollout_id: int) -> bool:
+    """Before the first rollout of a run that evaluates at all."""
+    return bool(args.eval_interval) and rollout_id == 0
+
+
+def evaluates_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
+    """Every `--eval-interval` rollouts, and after the last."""
+    if not args.eval_interval:
+        return False
+    return (rollout_id + 1) % args.eval_interval == 0 or rollout_id + 1 == num_rollout
+
+
+def saves_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
+    """Every `--save-interval` rollouts, and after the last."""
+    if not (args.save or args.save_hf):
+        return False
+    interval = args.save_interval or num_rollout
+    return (rollout_id + 1) % interval == 0 or rollout_id + 1 == num_rollout

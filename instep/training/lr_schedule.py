@@ -1,0 +1,116 @@
+"""The learning rate of each optimizer step: the formulas of Megatron-Core's `OptimizerParamScheduler` (0.16.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from instep.errors import ConfigError
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Linear warm-up from `init_lr` to `lr` over `warmup` steps, then `style` down to `min_lr` at step `decay`.
+
+    `style` is one of `STYLES`. WSD (warm-up, stable, decay; MiniCPM, arXiv:2404.06395) stays at `lr` until the last
+    `wsd_decay` steps and decays there by `wsd_style`. Steps are optimizer steps (Megatron counts samples; only
+    inverse-square-root without a warm-up can tell).
+
+    Raises:
+        ConfigError: values that contradict each other.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    warmup: float = 0
+    decay: float = 1
+    style: str = "linear"
+    init_lr: float = 0.0
+    wsd_decay: float | None = None
+    wsd_style: str = "exponential"
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, what: str, remedy: str) -> None:
+            if not condition:
+                raise ConfigError(what, where="learning-rate schedule", remedy=remedy)
+
+        require(self.style in STYLES, f"--lr-decay-style {self.style!r}", f"choose one of {', '.join(STYLES)}")
+        require(0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} with --lr {self.lr}", "need 0 <= min-lr <= lr")
+        require(self.init_lr <= self.lr, f"--lr-warmup-init {self.init_lr} above --lr {self.lr}", "lower it")
+        if self.style == "constant":
+            return
+        require(
+            0 <= self.warmup < self.decay,
+            f"{self.warmup:g} warm-up steps, but the decay ends at step {self.decay:g}",
+            "lower --lr-warmup-iters, raise --lr-decay-iters, or use --lr-decay-style constant",
+        )
+        if self.style == "WSD":
+            require(
+                self.wsd_style in WSD_STYLES,
+                f"--lr-wsd-decay-style {self.wsd_style!r}",
+                f"choose one of {', '.join(WSD_STYLES)}",
+            )
+            require(
+                self.wsd_decay is not None and 0 < self.wsd_decay <= self.decay - self.warmup,
+                f"--lr-wsd-decay-iters {self.wsd_decay} of {self.decay - self.warmup:g} steps after the warm-up",
+                "give the number of steps that the final decay takes",
+            )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the optimizer step that `step` steps went before (the first has `step` 0)."""
+        if self.warmup > 0 and step <= self.warmup:
+            return self.init_lr + (self.lr - self.init_lr) * step / self.warmup
+        if self.style == "constant":
+            return self.lr
+        if step > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1) / max(step, 1)))
+        return self.min_lr + self._coefficient(step) * (self.lr - self.min_lr)
+
+    def _coefficient(self, step: int) -> float:
+        """Between 1 and 0, of the way from `min_lr` to `lr`."""
+        style, ratio = self.style, (step - self.warmup) / (self.decay - self.warmup)
+        if style == "WSD":
+            assert self.wsd_decay is not None
+            start = self.decay - self.wsd_decay
+            if step <= start:
+                return 1.0
+            style, ratio = self.wsd_style, (step - start) / self.wsd_decay
+        if style == "linear":
+            return 1 - ratio
+        if style == "cosine":
+            return (math.cos(math.pi * ratio) + 1) / 2
+        if style == "exponential":
+            return 2 * 0.5**ratio - 1
+        return 1 - math.sqrt(ratio)  # minus_sqrt
+
+
+def from_args(args: Any, total_steps: int) -> LRSchedule:
+    """The schedule that `--lr*` and `--min-lr` describe, for a run of `total_steps` optimizer steps.
+
+    Args:
+        args: `lr, min_lr, lr_decay_style, lr_warmup_init, lr_warmup_iters, lr_warmup_fraction, lr_decay_iters`,
+            and for WSD `lr_wsd_decay_iters, lr_wsd_decay_style`.
+    """
+    decay = args.lr_decay_iters or total_steps
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError(
+            "--lr-warmup-fraction and --lr-warmup-iters are both given", where="arguments", remedy="give one of them"
+        )
+    wsd: dict[str, Any] = {}
+    if args.lr_decay_style == "WSD":
+        wsd = {"wsd_decay": args.lr_wsd_decay_iters, "wsd_style": args.lr_wsd_decay_style}
+    return LRSchedule(
+        lr=args.lr,
+        min_lr=args.min_lr or 0.0,
+        warmup=args.lr_warmup_iters or 0 if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay,
+        decay=decay,
+        style=args.lr_decay_style,
+        init_lr=getattr(args, "lr_warmup_init", 0.0),
+        **wsd,
+    )

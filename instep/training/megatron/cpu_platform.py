@@ -1,0 +1,100 @@
+"""Stand-ins for the parts of `torch.cuda` that Megatron-Core 0.16.x calls without asking, so that it runs on a CPU.
+
+`install()` is explicit, belongs into a worker process that trains on the CPU, comes before the first import of
+`megatron.core`, and is refused where CUDA is. What it replaces for the life of the process:
+
+- `torch.cuda.current_device`, used as `device=`: the CPU device;
+- streams, events, `synchronize`, `empty_cache`: nothing to do;
+- the CUDA random-number state, kept by `tensor_parallel.random`: the CPU generator's;
+- `jit_fuser` (torch.compile of tiny functions): off.
+
+`scope()`, to be entered around the calls into Megatron that need it, also turns `device="cuda"` literals
+(`schedules.py`, `optimizer.py`) into CPU and lets `Tensor.type()` say `torch.cuda.FloatTensor`, which the optimizers
+compare with. It is off elsewhere: it costs time on every torch call, and it is a lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from instep.errors import ConfigError
+from instep.training.megatron.version import require_megatron
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream or an event of a device that has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    wait_stream = wait_event = synchronize = record = wait = __init__
+
+
+def install() -> None:
+    """Put the stand-ins in place; once per process, later calls do nothing.
+
+    Raises:
+        ConfigError: CUDA is available, Megatron-Core is not 0.16.x, or it was imported before.
+    """
+    global _installed
+    if _installed:
+        return
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "the megatron train backend was asked to run on the CPU of a machine with CUDA",
+            where="--device cpu",
+            remedy="train on the GPU, or set CUDA_VISIBLE_DEVICES= (empty)",
+        )
+    require_megatron("cpu_platform")
+    if "megatron.core" in sys.modules:
+        raise ConfigError("megatron.core was imported before cpu_platform.install()", remedy="import it in workers only")
+    stream, cuda = _Stream(), torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = cuda.empty_cache = lambda *args: None
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    cuda.current_stream = cuda.default_stream = lambda *args: stream
+    cuda.stream = lambda *args: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = _Stream
+
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # bound by name when other modules are imported, so before them
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _installed = True
+
+
+def scope() -> contextlib.AbstractContextManager[Any]:
+    """The context for calls into Megatron: `device="cuda"` means CPU inside it, if `install` ran; else nothing."""
+    return _CudaIsCpu() if _installed else contextlib.nullcontext()

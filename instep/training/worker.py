@@ -1,0 +1,254 @@
+"""The backend-neutral training worker: what one rank does when the controller asks. Same code on every backend.
+
+The controller calls the same method on all ranks at once; tensors come in and go out on the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from instep.errors import CheckpointError, ConfigError
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, TrainBackend
+from instep.training.losses import PolicyLossConfig, policy_loss_fn, sft_loss_fn
+from instep.types import TokenBatch
+from instep.weights.manifest import BucketManifest
+from instep.weights.shm import publish_shm, source_digests
+
+
+class Worker:
+    """One rank of the actor.
+
+    Args:
+        emit: reports something to the controller while a call is still running.
+    """
+
+    backend: TrainBackend
+    reference: TrainBackend | None = None
+
+    def __init__(self, emit: Callable[[Any], None]):
+        self._emit = emit
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def setup(self, args: Any, rank: int, world_size: int, rendezvous: str, num_threads: int) -> ParallelInfo:
+        """Join the process group (through the file `rendezvous`) and build the model, without weights.
+
+        Returns:
+            Where this rank stands, without its process group.
+        """
+        self.args = args
+        torch.set_num_threads(num_threads)
+        cuda = args.device == "cuda"
+        if cuda:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=args.train_timeout),
+        )
+        random.seed(args.seed + rank)
+        np.random.seed(args.seed + rank)
+        torch.manual_seed(args.seed)
+        self.device = device
+        self.backend = self._build(with_optimizer=True)
+        self.loss_fn = self._loss_fn()
+        info = self.backend.parallel
+        return ParallelInfo(**{**vars(info), "dp_group": None})
+
+    def _build(self, *, with_optimizer: bool) -> TrainBackend:
+        from transformers import AutoConfig
+
+        hf_config = AutoConfig.from_pretrained(self.args.hf_checkpoint)
+        dtype = torch.bfloat16 if self.args.precision == "bf16" else torch.float32
+        if self.args.train_backend == "megatron":
+            if self.device.type == "cpu":
+                from instep.training.megatron import cpu_platform
+
+                cpu_platform.install()
+            from instep.training.megatron.backend import MegatronBackend
+
+            return MegatronBackend(
+                self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer
+            )
+        from instep.training.hf.backend import HfBackend
+
+        return HfBackend(
+            self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer
+        )
+
+    def _loss_fn(self) -> LossFn:
+        if self.args.loss_type == "sft_loss":
+            return sft_loss_fn()
+        return policy_loss_fn(PolicyLossConfig.from_args(self.args))
+
+    def load_reference(self, path: Path) -> None:
+        """Build the frozen reference model from a Hugging Face checkpoint or one of ours."""
+        self.reference = self._build(with_optimizer=False)
+        _load_weights(self.reference, path)
+
+    def refresh_reference(self, scratch: Path) -> None:
+        """The reference becomes a copy of the actor as it is now (--ref-update-interval)."""
+        assert self.reference is not None
+        self.export_hf(scratch)
+        dist.barrier()
+        self.reference.load_hf(scratch)
+
+    # ---- log-probs and training ----------------------------------------------------------------------------------
+
+    def log_probs(self, batch: TokenBatch, micro_batches: list[list[int]], names: list[str]) -> dict[str, Any] | None:
+        """Score a data-parallel rank's samples under the old policy (`log_probs`) and the reference.
+
+        Args:
+            names: of `log_probs` (this model as it is now), `entropy`, `ref_log_probs`.
+
+        Returns:
+            On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
+            of `batch`; None elsewhere.
+        """
+        parts = [batch.select(indices).to(self.device) for indices in micro_batches]
+        columns: dict[str, torch.Tensor] = {}
+        if "log_probs" in names:
+            outputs = self.backend.forward_only(parts, entropy="entropy" in names)
+            if outputs is not None:
+                columns["log_probs"] = torch.cat([o.log_probs for o in outputs])
+                if "entropy" in names:
+                    columns["entropy"] = torch.cat([o.entropy for o in outputs if o.entropy is not None])
+        if "ref_log_probs" in names:
+            if self.reference is None:
+                raise ConfigError("reference log-probs are needed but no reference model is loaded", where="worker")
+            outputs = self.reference.forward_only(parts)
+            if outputs is not None:
+                columns["ref_log_probs"] = torch.cat([o.log_probs for o in outputs])
+        if not self.backend.parallel.is_output_rank:
+            return None
+        lengths = batch.response_lengths.tolist()
+        order = [i for indices in micro_batches for i in indices]
+        return {name: _restore_order(column.cpu(), order, lengths) for name, column in columns.items()}
+
+    def train(
+        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]
+    ) -> list[dict[str, float]] | None:
+        """Do the optimizer steps of one rollout on this data-parallel rank's samples.
+
+        Args:
+            steps: step -> micro-batch -> indices into `batch`.
+            lrs: the learning rate of each step.
+
+        Returns:
+            Metrics of each step, the same on all ranks of the last stage; None on the others.
+        """
+        results: list[dict[str, float]] = []
+        for micro_batches, lr in zip(steps, lrs, strict=True):
+            parts = [batch.select(indices).to(self.device) for indices in micro_batches]
+            outputs = self.backend.forward_backward(parts, self.loss_fn)
+            step = self.backend.optimizer_step(lr)
+            if outputs is not None:
+                metrics = self._reduce(outputs)
+                results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
+        return results if self.backend.parallel.is_output_rank else None
+
+    def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
+        """Add up the metrics of micro-batches and data-parallel ranks; all of them have the same names."""
+        sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
+        for name in outputs[0].sums:
+            sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
+        maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
+        total = torch.stack(list(sums.values())).double()
+        largest = torch.stack([*maxes.values(), torch.zeros((), device=total.device)]).double()
+        group = self.backend.parallel.dp_group
+        if self.backend.parallel.dp_size > 1:
+            dist.all_reduce(total, group=group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return {
+            **dict(zip(sums, total.tolist(), strict=True)),
+            **dict(zip(maxes, largest.tolist()[:-1], strict=True)),
+        }
+
+    def score(self, batch: TokenBatch) -> torch.Tensor | None:
+        """Log-probs of the probe's tokens, float32 `[num_response_tokens]`; all ranks score the same batch."""
+        outputs = self.backend.forward_only([batch.to(self.device)])
+        return outputs[0].log_probs.cpu() if outputs is not None and self.backend.parallel.is_output_rank else None
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def publish_shm(self, version: str, nonce: str, directory: Path) -> int:
+        """Write the weights as shared-memory buckets; each manifest goes to the controller at once."""
+        self.backend.publish(version)
+
+        def emit(manifest: BucketManifest) -> None:
+            self._emit(manifest)
+
+        source = self.backend.weight_source()
+        bucket_bytes = int(self.args.update_weight_buffer_size)
+        return publish_shm(
+            source, directory, version=version, nonce=nonce, bucket_bytes=bucket_bytes, emit=emit
+        )
+
+    def weight_digests(self) -> dict[str, str]:
+        return source_digests(self.backend.weight_source())
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face checkpoint (collective)."""
+        from instep.checkpoints.hf_export import export_hf
+
+        self.backend.publish("export")
+        export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def load_weights(self, path: Path) -> None:
+        """Weights only, from a Hugging Face checkpoint or one of ours."""
+        _load_weights(self.backend, path)
+
+    def save(self, path: Path) -> None:
+        """Model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
+        try:
+            self.backend.save(path)
+            state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+            torch.save(state, path / f"rng_{self.backend.parallel.rank}.pt")
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint could not be written: {error}",
+                where=str(path),
+                remedy="free space or fix permissions; the last complete checkpoint is untouched",
+            ) from error
+
+    def load(self, path: Path, optimizer: bool) -> None:
+        """Continue from what `save` wrote."""
+        self.backend.load(path, optimizer=optimizer)
+        rng = path / f"rng_{self.backend.parallel.rank}.pt"
+        if optimizer and rng.exists():
+            state = torch.load(rng, weights_only=False)
+            torch.set_rng_state(state["torch"])
+            random.setstate(state["python"])
+            np.random.set_state(state["numpy"])
+
+    def memory(self) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        return {"perf/gpu_peak_bytes": float(torch.cuda.max_memory_allocated(self.device))}
+
+
+def _load_weights(backend: TrainBackend, path: Path) -> None:
+    if (path / "config.json").exists():
+        backend.load_hf(path)
+    else:
+        backend.load(path, optimizer=False)
+
+
+def _restore_order(flat: torch.Tensor, order: list[int], lengths: list[int]) -> torch.Tensor:
+    """`flat` holds the responses of samples `order`; give them back in the order 0, 1, 2, ..."""
+    parts = flat.split([lengths[i] for i in order])
+    by_sample = dict(zip(order, parts, strict=True))
+    return torch.cat([by_sample[i] for i in range(len(lengths))])

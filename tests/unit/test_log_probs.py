@@ -1,0 +1,89 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from instep.training.log_probs import log_probs_and_entropy
+from tests.distributed.helpers import run_ranks
+
+VOCAB, PADDED, NUM_TOKENS = 13, 16, 6
+
+
+def make_inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(NUM_TOKENS, PADDED, generator=generator, dtype=dtype) * 3
+    targets = torch.tensor([0, 12, 5, 7, 8, 12])
+    temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5], dtype=dtype)
+    weights = torch.randn(2, NUM_TOKENS, generator=generator, dtype=dtype)
+    return logits, targets, temperature, weights
+
+
+def oracle(logits, targets, temperature, weights, with_entropy):
+    logits = logits.clone().requires_grad_()
+    log_p = torch.log_softmax(logits[:, :VOCAB] / temperature[:, None], -1)
+    log_probs = log_p[torch.arange(NUM_TOKENS), targets]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = (log_probs * weights[0]).sum() + (entropy * weights[1]).sum() * with_entropy
+    return log_probs.detach(), entropy.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def ours(logits, targets, temperature, weights, with_entropy, tp_group=None):
+    logits = logits.clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        logits, targets, temperature, vocab_size=VOCAB, tp_group=tp_group, with_entropy=with_entropy
+    )
+    loss = (log_probs * weights[0]).sum()
+    if with_entropy:
+        loss = loss + (entropy * weights[1]).sum()
+    else:
+        assert entropy is None
+    return log_probs.detach(), entropy.detach() if with_entropy else None, torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_equals_log_softmax_and_its_autograd_in_float64(with_entropy):
+    expected = oracle(*make_inputs(), with_entropy)
+    log_probs, entropy, grad = ours(*make_inputs(), with_entropy)
+    torch.testing.assert_close(log_probs, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected[2], rtol=1e-12, atol=1e-12)
+    assert torch.all(grad[:, VOCAB:] == 0)
+    if with_entropy:
+        torch.testing.assert_close(entropy, expected[1], rtol=1e-12, atol=1e-12)
+
+
+def test_float32_and_bfloat16_logits_give_float32_log_probs():
+    logits, targets, temperature, weights = make_inputs(torch.float32)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-6)):
+        rounded = logits.to(dtype)
+        expected = oracle(rounded.double(), targets, temperature.double(), weights.double(), True)
+        log_probs, entropy, grad = ours(rounded, targets, temperature, weights, True)
+        assert log_probs.dtype is entropy.dtype is torch.float32 and grad.dtype is dtype
+        torch.testing.assert_close(log_probs.double(), expected[0], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(entropy.double(), expected[1], rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_survive_a_second_backward_and_a_single_used_output():
+    logits, targets, temperature, _ = make_inputs()
+    logits.requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(logits, targets, temperature, vocab_size=VOCAB, with_entropy=True)
+    first = torch.autograd.grad(entropy.sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), logits, retain_graph=True)[0], first)
+    both = torch.autograd.grad(entropy.sum() + log_probs.sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(both, first + torch.autograd.grad(log_probs.sum(), logits)[0])
+
+
+def _tp_rank(with_entropy):
+    logits, *rest = make_inputs()
+    local = logits.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+    return ours(local, *rest, with_entropy, tp_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world_size, with_entropy", [(2, False), (2, True), (8, True)])
+def test_vocab_parallel_equals_one_rank(world_size, with_entropy):
+    """With 8 ranks of 2 columns the last rank holds padding only."""
+    expected = oracle(*make_inputs(), with_entropy)
+    results = run_ranks(_tp_rank, world_size, with_entropy)
+    for log_probs, entropy, _ in results:
+        torch.testing.assert_close(log_probs, expected[0], rtol=1e-12, atol=1e-12)
+        if with_entropy:
+            torch.testing.assert_close(entropy, expected[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([r[2] for r in results], 1), expected[2], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,91 @@
+"""The supervisor: no child outlives its owner, and a death is quoted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from instep.processes import SupervisedProcess, free_port, port_is_free, stop_all
+
+CHILD = "from instep.processes import follow_parent; follow_parent(); import time; print('up', flush=True); time.sleep(60)"
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_death_is_described_with_signal_and_log(tmp_path):
+    child = SupervisedProcess("engine 7", [sys.executable, "-c", CHILD], tmp_path / "log")
+    assert wait_until(lambda: "up" in child.log_tail())
+    os.kill(child.pid, signal.SIGKILL)
+    assert wait_until(lambda: not child.alive())
+    text = child.describe_death()
+    assert "engine 7" in text and "SIGKILL" in text and "up" in text
+    child.stop()
+
+
+def test_exit_code_and_last_words_are_quoted(tmp_path):
+    child = SupervisedProcess("worker", [sys.executable, "-c", "raise SystemExit('no luck')"], tmp_path / "log")
+    assert wait_until(lambda: not child.alive())
+    assert "exited with code 1" in child.describe_death() and "no luck" in child.describe_death()
+    child.stop()
+
+
+def test_stop_ends_grandchildren_and_those_who_ignore_sigterm(tmp_path):
+    stubborn = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    stubborn += "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    child = SupervisedProcess("stubborn", [sys.executable, "-c", stubborn], tmp_path / "log")
+    assert wait_until(lambda: child.log_tail().strip().isdigit())
+    grandchild = int(child.log_tail().strip())
+    started = time.monotonic()
+    stop_all([child], grace=0.5)
+    assert time.monotonic() - started < 3
+    assert wait_until(lambda: not psutil.pid_exists(child.pid) and not _running(grandchild))
+
+
+def test_child_dies_with_a_parent_that_is_killed(tmp_path):
+    parent_code = (
+        "import sys, time; from pathlib import Path; from instep.processes import SupervisedProcess;"
+        f"p = SupervisedProcess('c', [sys.executable, '-c', {CHILD!r}], Path({str(tmp_path)!r}) / 'log');"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert wait_until(lambda: "up" in (tmp_path / "log").read_text())
+    assert _running(child)
+    parent.kill()
+    parent.wait(5)
+    assert wait_until(lambda: not _running(child), 5)
+
+
+def test_stacks_on_request(tmp_path):
+    child = SupervisedProcess("c", [sys.executable, "-c", CHILD], tmp_path / "log")
+    assert wait_until(lambda: "up" in child.log_tail())
+    child.dump_stacks()
+    assert wait_until(lambda: "most recent call first" in child.log_tail())
+    child.stop()
+
+
+def test_port_checks():
+    import socket
+
+    port = free_port()
+    assert port_is_free(port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert not port_is_free(port)
+
+
+def _running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,50 @@
+"""A checkpoint is whole or not there."""
+
+import errno
+
+import pytest
+
+from instep.controller.run_state import find_checkpoint, latest_iteration, read_state, save_checkpoint
+from instep.errors import CheckpointError
+
+
+def write(folder):
+    (folder / "weights.bin").write_bytes(b"x" * 100)
+
+
+def test_save_and_find(tmp_path):
+    save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
+    save_checkpoint(tmp_path, 7, write, {"rollout_id": 7})
+    folder, iteration = find_checkpoint(tmp_path, None)
+    assert iteration == 7 and folder.name == "iter_0000007" and read_state(folder) == {"rollout_id": 7}
+    assert find_checkpoint(tmp_path, 3)[1] == 3
+    assert find_checkpoint(tmp_path / "nowhere", None) is None
+
+
+def test_a_full_disk_leaves_the_last_good_one(tmp_path):
+    save_checkpoint(tmp_path, 1, write, {"rollout_id": 1})
+
+    def fails(folder):
+        write(folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        save_checkpoint(tmp_path, 2, fails, {})
+    assert "free space" in str(caught.value)
+    assert latest_iteration(tmp_path) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_saving_again_replaces(tmp_path):
+    save_checkpoint(tmp_path, 1, write, {"n": 1})
+    save_checkpoint(tmp_path, 1, write, {"n": 2})
+    assert read_state(find_checkpoint(tmp_path, 1)[0]) == {"n": 2}
+
+
+def test_wrong_trackers_are_named(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(CheckpointError, match="'release' is no iteration"):
+        find_checkpoint(tmp_path, None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 12"):
+        find_checkpoint(tmp_path, None)
