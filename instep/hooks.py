@@ -43,14 +43,14 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             where=f"hook {dotted_path}",
             remedy="mend the module",
         ) from error
-    names = sorted(n for n in vars(module) if not n.startswith("_") and callable(vars(module)[n]))
-    if name not in vars(module) and not hasattr(module, name):
+    found = getattr(module, name, None)
+    if found is None:
+        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         raise ConfigError(
             f"module {module_name!r} has no {name!r}",
             where=f"hook {dotted_path}",
             remedy=f"it has {', '.join(names[:20]) or 'nothing to call'}",
         )
-    found = getattr(module, name)
     if not callable(found):
         raise ConfigError(
             f"{dotted_path!r} is a {type(found).__name__}, not a function",

@@ -19,10 +19,10 @@ def group_advantages(
     normalize: bool = True,
     std_normalization: bool = True,
 ) -> Tensor:
-    """GRPO's advantage (arXiv:2402.03300, eq. 4.1.2): (r - mean(group)) / (std(group) + 1e-6), std unbiased.
+    """GRPO's advantage (arXiv:2402.03300, section 4.1.2): (r - mean(group)) / (std(group) + 1e-6), std unbiased.
 
-    Groups are found by `group_index`, never by position, so that order and group sizes are free. Fan-out siblings (equal
-    `execution_ids`; None stands for an execution of its own) count once in the statistics, with their mean reward.
+    Groups are found by `group_index`, never by position, so that order and group sizes are free. Fan-out siblings
+    (equal `execution_ids`; None stands for an execution of its own) count once in the statistics, by their mean reward.
 
     Args:
         rewards: `[num_samples]`.
@@ -95,7 +95,7 @@ def to_tokens(per_sample: Tensor, response_lengths: Sequence[int]) -> Tensor:
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum, sum of squares, count) over the tokens with mask 1, float64 scalars: add them up over ranks, then whiten."""
+    """(sum, sum of squares, count) over the tokens with mask 1: float64 scalars, to be added up over ranks."""
     keep = mask > 0
     kept = torch.where(keep, values, torch.zeros_like(values)).double()
     return kept.sum(), kept.square().sum(), keep.sum().double()

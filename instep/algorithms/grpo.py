@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch: clipped policy gradient, TIS, KL to the reference, entropy bonus, and its metrics."""
+"""The policy loss of a micro-batch: clipped policy gradient, TIS, KL to the reference, entropy bonus; its metrics."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def grpo_loss(
 
     The ratio's base is `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones
     (ratio 1). Tokens of weight 0 have no part in anything, whatever stands there (NaN too). The metrics are weighted
-    like the loss; those of the gap between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN and
-    are to be divided by `log_prob_gap_coverage` once they are summed (`training.losses.finish_metrics` does it).
+    like the loss; those of the gap between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN,
+    and are to be divided by `log_prob_gap_coverage` once they are summed (`training.losses.finish_metrics` does it).
 
     Args: all `[num_response_tokens]`; what `config` needs must be there.
     """

@@ -34,7 +34,9 @@ ALGORITHM = Group(
         ),
         Flag("--eps-clip", Number(float, 0, above=True), 0.2, "clip range of the ratio, below 1", seeds="VC"),
         Flag("--eps-clip-high", Number(float, 0, above=True), None, "above 1; default: --eps-clip", seeds="C"),
-        Flag("--eps-clip-c", Number(float, 1, above=True), None, "dual-clip constant, above 1; off if unset", seeds="C"),
+        Flag(
+            "--eps-clip-c", Number(float, 1, above=True), None, "dual-clip constant, above 1; off if unset", seeds="C"
+        ),
         Flag("--kl-coef", FLOAT, 0.0, "weight of the KL to the reference in the reward", seeds="VC"),
         switch("--use-kl-loss", "compute the KL to the reference in the loss", "C"),
         Flag("--kl-loss-coef", FLOAT, 0.0, "its weight; 0 only reports it", seeds="C"),
@@ -59,14 +61,19 @@ ALGORITHM = Group(
         *later(ALGORITHMS, "VC", "--num-critic-only-steps", "--value-clip", "--megatron-config-path"),
         *later(ALGORITHMS, "V", "--critic-num-nodes", "--critic-num-gpus-per-node", "--critic-load", "--critic-save"),
         *later(ALGORITHMS, "V", "--critic-lr", "--critic-lr-warmup-iters"),
-        *later(ALGORITHMS, "C", "--gamma", "--lambd", "--custom-loss-function-path", "--custom-advantage-function-path"),
+        *later(
+            ALGORITHMS, "C", "--gamma", "--lambd", "--custom-loss-function-path", "--custom-advantage-function-path"
+        ),
         *later(ALGORITHMS, "C", "--custom-tis-function-path", "--custom-pg-loss-reducer-function-path"),
         *later(ALGORITHMS, "C", "--use-opsm", "--opsm-delta"),
         *later(ALGORITHMS, "C", "--use-opd", "--opd-type", "--opd-kl-coef", "--opd-teacher-load"),
         *later(ALGORITHMS, "C", "--opd-teacher-ckpt-step"),
         *later(MOE, "C", "--use-routing-replay", "--use-rollout-routing-replay"),
         *refused(
-            "what a loss needs is computed, nothing else", "C", "--disable-compute-advantages-and-returns", instead="instep sft"
+            "what a loss needs is computed, nothing else",
+            "C",
+            "--disable-compute-advantages-and-returns",
+            instead="instep sft",
         ),
         *refused("entropy is reported at every step", "C", "--use-rollout-entropy"),
         *refused("the gap between trainer and engine is reported at every step", "C", "--get-mismatch-metrics"),

@@ -26,7 +26,10 @@ CLUSTER = Group(
         *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
         *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
         *refused(
-            "the trainer's process group is nccl on GPUs and gloo on CPUs", "CM", "--distributed-backend", instead="--device"
+            "the trainer's process group is nccl on GPUs and gloo on CPUs",
+            "CM",
+            "--distributed-backend",
+            instead="--device",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
         *later(HARDENING, "C", "--release-train"),

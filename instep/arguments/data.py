@@ -16,7 +16,13 @@ DATA = Group(
         Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", seeds="C"),
         switch("--skip-bad-rows", "skip and count rows that cannot be used, instead of stopping"),
         negation("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set", "C"),
-        Flag("--data-source-path", hook, None, "class(args) that hands out prompts; default: instep's own", seeds="C"),
+        Flag(
+            "--data-source-path",
+            hook,
+            "instep.data.source.RolloutDataSourceWithBuffer",
+            "class(args) that hands out prompts",
+            seeds="C",
+        ),
         Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", seeds="C"),
         Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", seeds="C"),
         Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", seeds="C"),
@@ -54,7 +60,10 @@ DATA = Group(
         ),
         *refused("micro-batches are packed without that padding", "C", "--data-pad-size-multiplier"),
         *refused(
-            "a file merged after validation would bypass it", "C", "--custom-config-path", instead="the flags themselves"
+            "a file merged after validation would bypass it",
+            "C",
+            "--custom-config-path",
+            instead="the flags themselves",
         ),
     ),
 )

@@ -1,8 +1,9 @@
 """One record per command-line flag; everything that knows about flags reads these records.
 
 A flag *acts*, comes *later*, or is *refused*. Those that do not act are known by name, so that giving one is an error
-that says why and what to use instead. `seeds` says where the flag is promised: V vime's guide, R vime's readme, S slime's
-guide, C slime's command line (the code), A the Atropos trainer, T TRL's server, M Megatron; empty means instep's own.
+that says why and what to use instead. `seeds` says where the flag is promised: V vime's guide, R vime's readme,
+S slime's guide, C slime's command line (the code), A the Atropos trainer, T TRL's server, M Megatron; empty means
+instep's own.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def json_object(value: str) -> dict[str, Any]:
 TYPE_LABELS: dict[Any, str] = {text: "TEXT", hook: "MODULE.NAME", json_object: "JSON", bool: ""}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flag:
     """One flag.
 
@@ -137,7 +138,7 @@ class Flag:
     def type_label(self) -> str:
         if self.choices:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
-        label = self.type.label if isinstance(self.type, Number) else TYPE_LABELS[self.type]
+        label = self.type.label if isinstance(self.type, Number) else TYPE_LABELS.get(self.type, "VALUE")
         return f"{label} ..." if self.nargs else label
 
     def convert(self, value: str) -> Any:

@@ -1,12 +1,14 @@
 """Where metrics go."""
 
-from instep.arguments.flag import HARDENING, Flag, Group, later, negation, switch
+from instep.arguments.flag import HARDENING, INDEX, Flag, Group, later, negation, switch
 
 LOGGERS = Group(
     "Logging",
     (
         switch("--use-wandb", "log to Weights & Biases", "CA"),
-        Flag("--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", seeds="C"),
+        Flag(
+            "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", seeds="C"
+        ),
         Flag("--wandb-dir", help="folder of its files; default: the run's", seeds="C"),
         Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", seeds="C", secret=True),
         Flag("--wandb-host", help="its server", seeds="C"),
@@ -19,6 +21,7 @@ LOGGERS = Group(
         switch("--use-tensorboard", "write TensorBoard events", "C"),
         Flag("--tb-project-name", help="their folder; default: the run's", seeds="C"),
         Flag("--tb-experiment-name", help="a folder in it", seeds="C"),
+        Flag("--num-logged-samples", INDEX, 8, "samples of each rollout that are written to samples.jsonl"),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),
 )

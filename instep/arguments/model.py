@@ -1,6 +1,6 @@
 """Which model, and its checkpoints."""
 
-from instep.arguments.flag import HARDENING, INDEX, SYNC_WAYS, COUNT, Flag, Group, later, refused, switch
+from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, Group, later, refused, switch
 
 MODEL = Group(
     "Model and checkpoints",
@@ -21,6 +21,8 @@ MODEL = Group(
         Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", seeds="C"),
         switch("--no-save-optim", "save no optimizer state", "CM"),
         switch("--no-load-optim", "load no optimizer state", "M"),
+        switch("--finetune", "take only the weights of --load, and begin at rollout 0", "M"),
+        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", seeds="C"),
         Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", seeds="C"),
         Flag(
             "--ckpt-format",
@@ -30,7 +32,6 @@ MODEL = Group(
             seeds="VSM",
         ),
         *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
-        *later(HARDENING, "C", "--ref-ckpt-step", instead="a folder that holds only that step"),
         *later("asynchronous saving comes later", "CM", "--async-save"),
         *later("training a part of the weights comes later", "C", "--only-train-params-name-list"),
         *later("training a part of the weights comes later", "C", "--freeze-params-name-list"),

@@ -1,6 +1,6 @@
 """The optimizer and its learning rate, under Megatron's names."""
 
-from instep.arguments.flag import FRACTION, INDEX, NON_NEGATIVE, POSITIVE, COUNT, Flag, Group, Number, later
+from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, Group, Number, later
 
 BETA = Number(float, 0, 1)
 
@@ -13,12 +13,21 @@ OPTIMIZER = Group(
         Flag(
             "--lr-decay-style",
             default="linear",
-            choices=("constant", "linear", "cosine", "inverse-square-root"),
+            choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
             help="shape of the decay",
             seeds="M",
         ),
         Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", seeds="M"),
         Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", seeds="M"),
+        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", seeds="M"),
+        Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", seeds="M"),
+        Flag(
+            "--lr-wsd-decay-style",
+            default="exponential",
+            choices=("linear", "cosine", "exponential", "minus_sqrt"),
+            help="its shape",
+            seeds="M",
+        ),
         Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", seeds="M"),
         Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", seeds="M"),
         Flag("--adam-beta1", BETA, 0.9, "first-moment decay", seeds="M"),

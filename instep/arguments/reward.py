@@ -1,11 +1,30 @@
 """Rewards."""
 
-from instep.arguments.flag import COUNT, Flag, Group, hook, later, switch
+from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, Group, hook, switch
+
+RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")  # a test compares it with rollout/rewards
+
+
+def rm_type(value: str) -> str:
+    """A built-in reward, perhaps with the prefix boxed_."""
+    if value.removeprefix("boxed_") not in RULES:
+        raise ValueError(f"is no built-in reward: {', '.join(RULES)}, with or without the prefix boxed_")
+    return value
+
+
+TYPE_LABELS[rm_type] = "NAME"
 
 REWARD = Group(
     "Reward",
     (
-        Flag("--rm-type", help="built-in reward, such as math; a prefix boxed_ takes the last \\boxed{}", seeds="C"),
+        Flag(
+            "--rm-type",
+            rm_type,
+            None,
+            f"built-in reward: {', '.join(RULES)}; boxed_ before it takes the last \\boxed{{}}",
+            seeds="C",
+        ),
+        Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", seeds="C"),
         Flag("--custom-rm-path", hook, None, "async f(args, sample): a reward of your own", seeds="VSC"),
         Flag("--reward-key", help="which entry counts, where a reward is a dict", seeds="C"),
         Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", seeds="C"),
@@ -18,6 +37,5 @@ REWARD = Group(
             seeds="C",
         ),
         Flag("--reward-num-workers", COUNT, None, "processes for built-in rewards; default: by the number of cores"),
-        *later("remote reward servers come later", "C", "--rm-url", instead="--custom-rm-path"),
     ),
 )

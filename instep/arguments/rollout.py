@@ -79,7 +79,9 @@ EVAL = Group(
     "Evaluation",
     (
         Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", seeds="CM"),
-        Flag("--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", seeds="C"),
+        Flag(
+            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", seeds="C"
+        ),
         Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", seeds="C"),
         Flag("--eval-function-path", hook, None, "default: --rollout-function-path", seeds="VSC"),
         switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),

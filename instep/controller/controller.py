@@ -31,8 +31,13 @@ from instep.observability.versions import versions
 from instep.processes import num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.training.lr_schedule import LRSchedule
+from instep.training import lr_schedule
 from instep.types import Group
+
+DEFAULT_DATA_SOURCE = "instep.data.source.RolloutDataSourceWithBuffer"
+DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
+DEFAULT_SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
+NUM_LOGGED_SAMPLES = 16  # of each rollout, in samples.jsonl
 
 
 class Controller:
@@ -45,10 +50,11 @@ class Controller:
         self._resolve_device()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self.ledger = Ledger()
-        self.data_source = LedgeredDataSource(load_function(args.data_source_path)(args), self.ledger)
+        self.data_source = LedgeredDataSource(load_function(args.data_source_path or DEFAULT_DATA_SOURCE)(args), self.ledger)
         self._resolve_num_rollout()
-        self._rollout_function = load_function(args.rollout_function_path)
-        self._eval_function = load_function(args.eval_function_path or args.rollout_function_path)
+        rollout_path = args.rollout_function_path or (DEFAULT_ROLLOUT if with_engines else DEFAULT_SFT_ROLLOUT)
+        self._rollout_function = load_function(rollout_path)
+        self._eval_function = load_function(args.eval_function_path or rollout_path)
         self.num_steps = self.rollout_id = 0
         self.best: dict[str, float] = {}
         self.evaluations: list[dict[str, float]] = []
@@ -114,7 +120,7 @@ class Controller:
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
         steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-        schedule = LRSchedule.from_args(args, self.num_rollout * max(1, steps_per_rollout))
+        schedule = lr_schedule.from_args(args, self.num_rollout * max(1, steps_per_rollout))
         self._round = TrainingRound(args, self._workers, layout, schedule)
         if self._round.uses_reference:
             path = Path(args.ref_load or args.hf_checkpoint)
@@ -226,7 +232,7 @@ class Controller:
         self.ledger.check()
         self._rollout_metrics = {**rollout_metrics(groups, reward_key=args.reward_key), **train_output.metrics}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped)
-        self.log.samples(rollout_id, groups, split="train", limit=args.num_logged_samples)
+        self.log.samples(rollout_id, groups, split="train", limit=NUM_LOGGED_SAMPLES)
         return groups
 
     def train(self, rollout_id: int, groups: list[Group]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from instep.algorithms.advantages import group_advantages, masked_moments, whiten_with
+from instep.algorithms.advantages import group_advantages, penalised_rewards, to_tokens, whiten
 from instep.algorithms.kl import approx_kl
-from instep.algorithms.reductions import loss_weights, penalised_rewards
+from instep.algorithms.reductions import loss_weights
 from instep.cluster.local import WorkerGroup
 from instep.data.batch import build_batch
 from instep.data.schedule import plan_steps
@@ -37,21 +37,26 @@ class TrainingRound:
     def run(self, groups: list[Group], num_steps_before: int) -> list[dict[str, float]]:
         """Train on one rollout; returns the metrics of each optimizer step."""
         args = self._args
-        batch = build_batch(groups, reward_key=args.reward_key)
+        batch = build_batch(
+            groups,
+            reward_key=args.reward_key,
+            needs_reward=args.loss_type == "policy_loss",
+            default_temperature=args.rollout_temperature,
+        )
         executions = batch.sample_columns["execution_id"]
         schedule = plan_steps(
             executions,
             batch.total_lengths.tolist(),
             global_batch_size=args.global_batch_size,
             dp_size=self._dp_size,
-            micro_batch_size=args.micro_batch_size,
-            max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
+            max_tokens_per_gpu=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
             balance_data=args.balance_data,
         )
         step_of_sample = _step_of_sample(schedule, batch.num_samples)
         batch.token_columns["loss_weights"] = loss_weights(
             batch.token_columns["loss_mask"],
-            batch.response_lengths,
+            batch.response_lengths.tolist(),
             step_of_sample,
             executions,
             per_token=args.calculate_per_token_loss,
@@ -96,7 +101,7 @@ class TrainingRound:
     def _add_advantages(self, batch: TokenBatch, samples: list[Sample]) -> None:
         args = self._args
         rewards = batch.sample_columns["rewards"].double()
-        lengths, mask = batch.response_lengths, batch.token_columns["loss_mask"]
+        lengths, mask = batch.response_lengths.tolist(), batch.token_columns["loss_mask"]
         if args.kl_coef:
             kl = approx_kl(
                 batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type
@@ -114,17 +119,14 @@ class TrainingRound:
         else:
             advantages = group_advantages(
                 rewards,
-                batch.sample_columns["group_index"],
+                batch.sample_columns["group_index"].tolist(),
                 execution_ids=batch.sample_columns["execution_id"],
                 normalize=args.rewards_normalization,
                 std_normalization=args.grpo_std_normalization,
             )
-        flat = advantages.float().repeat_interleave(lengths)
+        flat = to_tokens(advantages.float(), lengths)
         if args.normalize_advantages:
-            total, total_squares, count = masked_moments(flat, mask)
-            mean = total / count
-            variance = (total_squares / count - mean**2) * (count / (count - 1) if count > 1 else 1)
-            flat = whiten_with(flat, mean, variance)
+            flat = whiten(flat, mask)
         batch.token_columns["advantages"] = flat
 
     def _train(self, batch: TokenBatch, schedule: Schedule, lrs: list[float]) -> list[dict[str, float]]:

@@ -32,9 +32,9 @@ def render(
 
     clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             clean,
-            tools=tools,
+            tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
             **(template_kwargs or {}),
@@ -46,6 +46,7 @@ def render(
             where=where,
             remedy="mend the row, or use a checkpoint whose template knows these roles",
         ) from error
+    return str(text)
 
 
 def tokenize_conversation(
@@ -61,8 +62,8 @@ def tokenize_conversation(
 
     A trained turn is what a model would generate after the generation prompt, through its end-of-turn token; what the
     template writes around it is not trained on. A turn with `step_loss_mask: 0` is not either. The text is that of the
-    whole conversation (so a template that drops old reasoning drops it here), split where turns begin and end; the parts
-    are tokenized on their own, as an engine sees them: a turn's tokens follow exactly the prompt's tokens.
+    whole conversation (so a template that drops old reasoning drops it here), split where turns begin and end; the
+    parts are tokenized on their own, as an engine sees them: a turn's tokens follow exactly the prompt's tokens.
 
     `loss_mask_type` names are those of the seeds; one way serves all of them, and any other chat template.
 
@@ -106,7 +107,8 @@ def tokenize_conversation(
     loss_mask[:1] = [0]  # nothing predicts the first token
     if not any(loss_mask):
         raise DataError("the conversation has no trainable token: its assistant turns are empty", where=where)
-    if tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) != text:
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if token_ids != whole and tokenizer.decode(token_ids) != tokenizer.decode(whole):
         raise DataError(
             "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text",
             where=where,
@@ -174,7 +176,7 @@ def _end_of_turn(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
     for i in range(len(ids), 0, -1):
         if ids[i - 1] in special:
             return i
-        if tokenizer.decode([ids[i - 1]]).strip():
+        if str(tokenizer.decode([ids[i - 1]])).strip():
             break
     return len(ids)
 

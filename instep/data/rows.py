@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,12 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
 
 def _jsonl(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
     with path.open("rb") as file:
-        numbered = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        numbered: Iterator[tuple[int, bytes]] = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         if part != slice(None):
             numbered = iter(list(numbered)[part])
         for number, line in numbered:
             where = f"{path}, line {number}"
-            yield where, lambda line=line, where=where: _parse_json(line, where)
+            yield where, partial(_parse_json, line, where)
 
 
 def _parse_json(line: bytes, where: str) -> Any:
@@ -108,7 +109,9 @@ def _parse_json(line: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: {error.reason} at byte {error.start}", where=where) from error
     except (json.JSONDecodeError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        reason = "nested too deep"
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
         raise DataError(
             f"not a JSON object: {reason}", where=where, remedy="mend the row, or skip such rows with --skip-bad-rows"
         ) from error
@@ -127,10 +130,13 @@ def _parquet(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]
             for batch in file.iter_batches():
                 first, number = number, number + batch.num_rows
                 for i in range(max(start, first), min(stop, number)):
-                    # the batch's columns are converted row by row, so that memory stays that of one batch
-                    yield f"{path}, row {i}", lambda row=batch.slice(i - first, 1): row.to_pylist()[0]
+                    yield f"{path}, row {i}", partial(_python_row, batch.slice(i - first, 1))
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"not a parquet file: {error}", where=str(path)) from error
+
+
+def _python_row(row: Any) -> Any:
+    return row.to_pylist()[0]
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from instep.models.shape import ModelShape
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """How an entry lies over tensor-parallel ranks."""
 
     REPLICATED = "replicated"
@@ -29,7 +29,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One Megatron parameter (`layer` is global and written into the name) and the Hugging Face tensors it is made of."""
+    """One Megatron parameter (its name counts layers over all stages) and the Hugging Face tensors it is made of."""
 
     megatron: str
     names: tuple[str, ...]
@@ -60,11 +60,11 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
             ),
         ]
         if shape.qkv_bias:
-            biases = {f"self_attn.{x}_proj.bias": (q_rows if x == "q" else kv_rows,) for x in "qkv"}
+            biases: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.bias": (q_rows if x == "q" else kv_rows,) for x in "qkv"}
             layer.append(("self_attention.linear_qkv.bias", Kind.QKV, biases))
         if shape.qk_norm:
             for x in "qk":
-                norm = {f"self_attn.{x}_norm.weight": (head_dim,)}
+                norm: dict[str, tuple[int, ...]] = {f"self_attn.{x}_norm.weight": (head_dim,)}
                 layer.append((f"self_attention.{x}_layernorm.weight", Kind.REPLICATED, norm))
         layer += [
             ("self_attention.linear_proj.weight", Kind.COLUMNS, {"self_attn.o_proj.weight": (hidden, q_rows)}),
@@ -79,9 +79,7 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
         for name, kind, tensors in layer:
             names = tuple(f"model.layers.{i}.{n}" for n in tensors)
             entries.append(WeightEntry(f"decoder.layers.{i}.{name}", names, tuple(tensors.values()), kind, i))
-    entries.append(
-        WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED)
-    )
+    entries.append(WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED))
     if not shape.tied:
         entries.append(WeightEntry("output_layer.weight", ("lm_head.weight",), (vocab,), Kind.VOCAB))
     return entries
@@ -120,7 +118,7 @@ def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]
 
 
 def join(entry: WeightEntry, locals_: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The full Hugging Face tensors from the Megatron parameters of all tensor-parallel ranks (or of one, replicated)."""
+    """The full Hugging Face tensors from all tensor-parallel ranks' parameters (of a replicated one: from any)."""
     per_rank = [unfuse(entry, local, shape) for local in locals_]
     full = []
     for index, want in enumerate(entry.shapes):

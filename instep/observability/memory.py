@@ -54,7 +54,7 @@ def tree_memory(pid: int) -> tuple[int, bool]:
 
 
 class PssSampler:
-    """A thread that samples the memory of a process tree, until `stop` (or the end of its `with` block).
+    """A thread that samples the memory of a process tree, from `start` to `stop` (or through a `with` block).
 
     It uses at most 2 % of one core: where reading takes long (large page tables), it reads less often than `interval`.
     A peak that lies between two samples is not seen.
@@ -71,8 +71,11 @@ class PssSampler:
         self.method = "pss"
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self.sample()
         self._thread = threading.Thread(target=self._loop, name="pss-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Take a first sample and begin; once in its life."""
+        self.sample()
         self._thread.start()
 
     def sample(self) -> int:
@@ -95,13 +98,14 @@ class PssSampler:
             wait = max(self.interval, 50 * (time.perf_counter() - start))
 
     def stop(self) -> None:
-        """Take a last sample and end the thread."""
-        if not self._stop.is_set():
-            self._stop.set()
+        """Take a last sample and end the thread; nothing to do if it does not run."""
+        self._stop.set()
+        if self._thread.is_alive():
             self._thread.join(timeout=10)
             self.sample()
 
     def __enter__(self) -> PssSampler:
+        self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:

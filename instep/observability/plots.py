@@ -45,7 +45,8 @@ def _finite(value: Any) -> bool:
 
 def read_history(rows: Sequence[dict[str, Any]]) -> History:
     """Merge the rows of each step; order is that of the file."""
-    history, x, by_step = History(), 0, {}
+    history, x = History(), 0
+    by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
         if any(name.startswith(("rollout/", "train/")) for name in row):
             if row["step"] in by_step:
@@ -102,12 +103,13 @@ def _frame(axes: Any, *sides: str) -> None:
 def _svg(figure: Any, *axes: Any) -> str:
     from matplotlib.ticker import MaxNLocator
 
-    handles, labels = [], []
+    handles: list[Any] = []
+    labels: list[str] = []
     for ax in axes:
         found = ax.get_legend_handles_labels()
         handles, labels = handles + found[0], labels + found[1]
     low, high = axes[0].get_xlim()
-    if high - low < 2:  # a single step: a whole tick on each side
+    if high - low < 1:  # a single step: a whole tick on each side
         axes[0].set_xlim(round((low + high) / 2) - 1, round((low + high) / 2) + 1)
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(labels) > 1:

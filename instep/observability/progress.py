@@ -76,10 +76,11 @@ class Progress:
         self._blocks = ASCII_BLOCKS if self.ascii_only else BLOCKS
         self._spinner = Spinner("line" if self.ascii_only else "dots")
         self._live: Live | None = None
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._start_live()
 
-    def _start_live(self) -> None:
+    def start(self) -> None:
+        """Put the panel up, if this is a terminal."""
+        if self.live or not self.console.is_terminal or self.console.is_dumb_terminal:
+            return
         stdout, stderr = sys.stdout, sys.stderr
         self._live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         self._live.start()
@@ -195,7 +196,9 @@ class Progress:
         body.add_row("elapsed", duration(self.elapsed), Text(f"left {duration(self.left)}"))
         rows: list[RenderableType] = [top]
         if self.num_steps:
-            rows.append(ProgressBar(total=self.num_steps, completed=min(self.steps_done, self.num_steps)))
+            bar = Table.grid(expand=True)  # a bar alone does not end its line
+            bar.add_row(ProgressBar(total=self.num_steps, completed=min(self.steps_done, self.num_steps)))
+            rows.append(bar)
         rows.append(body)
         if self.status:
             rows.append(Text(self.status, "dim", overflow="ellipsis", no_wrap=True))

@@ -68,7 +68,7 @@ class RunLogger:
             if wandb is not None:
                 self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
             for sink in self._sinks:
-                stack.callback(lambda sink=sink: sink.close(self._failed))
+                stack.callback(self._close_sink, sink)
             steps = {row["step"] for row in self._metrics.kept if _is_step(row)}
             self.progress = Progress(title, num_steps, steps_done=len(steps), console=console)
             self.progress.rewards += [
@@ -138,7 +138,11 @@ class RunLogger:
         console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
         self.progress.line(f"report: {report}")
 
+    def _close_sink(self, sink: TensorBoard | WandB) -> None:
+        sink.close(self._failed)
+
     def __enter__(self) -> RunLogger:
+        self.progress.start()
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
@@ -158,9 +162,9 @@ def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | N
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
-    keys = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata")
-    row = {key: getattr(sample, key) for key in keys}
-    return {**row, "status": sample.status.value, "weight_versions": [span.version for span in sample.weight_versions]}
+    keys = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata", "status")
+    row = sample.to_dict()
+    return {**{key: row[key] for key in keys}, "weight_versions": [span.version for span in sample.weight_versions]}
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:

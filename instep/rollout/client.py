@@ -15,9 +15,10 @@ GENERATE = "/inference/v1/generate"
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(
-    "max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-    "stop_token_ids bad_words ignore_eos logprobs prompt_logprobs skip_special_tokens spaces_between_special_tokens "
-    "include_stop_str_in_output detokenize logit_bias allowed_token_ids extra_args structured_outputs".split()
+    "max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
+    "stop stop_token_ids bad_words ignore_eos logprobs prompt_logprobs skip_special_tokens "
+    "spaces_between_special_tokens include_stop_str_in_output detokenize logit_bias allowed_token_ids extra_args "
+    "structured_outputs".split()
 )
 
 
@@ -80,12 +81,7 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def complete(
-    url: str,
-    model: str,
-    token_ids: Sequence[int],
-    sampling_params: dict[str, Any],
-    *,
-    timeout: float = 3600.0,
+    url: str, model: str, token_ids: Sequence[int], sampling_params: dict[str, Any], *, timeout: float = 3600.0
 ) -> Completion:
     """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
 
@@ -100,14 +96,18 @@ async def complete(
         ids = [int(i) for i in choice.get("token_ids") or []]
         content = (choice.get("logprobs") or {}).get("content")
         log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
-        spans = [VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []]
+        spans = [
+            VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
+        ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineError(f"an answer of another form: {error!r}; it has {sorted(answer)}", where=url) from error
     if log_probs is not None and len(log_probs) != len(ids):
         raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url)
     if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
         raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url)
-    return Completion(ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason"))
+    return Completion(
+        ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason")
+    )
 
 
 async def abort_all(engine_urls: Sequence[str], *, timeout: float = 10.0) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from instep.errors import InstepError, RolloutError
+from instep.errors import DataError, InstepError, RolloutError
 from instep.hooks import load_function
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, flatten, name_of
-from instep.rollout.rewards.dispatch import apply_group_reward, apply_reward
+from instep.rollout.rewards.dispatch import apply_rewards
+from instep.rollout.runtime import gather
+from instep.rollout.tokens import prompt_ids
 from instep.types import Group, Sample, Status
 
-T = TypeVar("T")
-
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
+CONCURRENCY_PER_ENGINE = 512  # generate functions at work; an engine queues what it cannot run at once
 MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, another rollout's end)
 
 
@@ -31,14 +31,17 @@ class Execution:
     rollout_id: int
     evaluation: bool
     semaphore: asyncio.Semaphore
+    reward_key: str | None = None
+    max_context_len: int | None = None
+    seed_tag: str = ""  # keeps the sampling seeds of evaluation sets apart
     aborted: bool = False  # set once; nothing new is started then
     num_tokens: int = 0
-    last_progress: float = field(default_factory=time.monotonic)
 
 
 def new_execution(args: Any, rollout_id: int, *, evaluation: bool = False) -> Execution:
-    limit = args.vllm_server_concurrency * max(1, len(args.rollout_engine_urls))
-    return Execution(args, rollout_id, evaluation, asyncio.Semaphore(limit))
+    limit = CONCURRENCY_PER_ENGINE * max(1, len(args.rollout_engine_urls))
+    slots = asyncio.Semaphore(limit)
+    return Execution(args, rollout_id, evaluation, slots, args.reward_key, args.rollout_max_context_len)
 
 
 def sampling_seed(*parts: int | str | None) -> int:
@@ -61,7 +64,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-async def run_group(execution: Execution, group: Group, params: dict[str, Any], seed_tag: str = "") -> Group:
+async def run_group(execution: Execution, group: Group, params: dict[str, Any]) -> Group:
     """Generate and reward all samples of a group; flat, siblings of a fan-out side by side.
 
     A group with an ABORTED sample has no rewards (the rollout was ended early).
@@ -69,11 +72,11 @@ async def run_group(execution: Execution, group: Group, params: dict[str, Any], 
     args = execution.args
     jobs = []
     for i, sample in enumerate(group):
-        seed = sampling_seed(f"{seed_tag}{args.rollout_seed}", sample.group_index, i, sample.attempt)
+        seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", sample.group_index, i, sample.attempt)
         jobs.append(run_sample(execution, sample, {**params, "seed": seed}))
     out = [leaf for samples in await gather(jobs) for leaf in samples]
-    if args.group_rm and not execution.evaluation and not any(s.status is Status.ABORTED for s in out):
-        await apply_group_reward(args, out)
+    if args.group_rm and not any(s.status is Status.ABORTED for s in out):
+        await apply_rewards(args, out, execution.reward_key)
     return out
 
 
@@ -94,9 +97,8 @@ async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any
             return samples
         samples = [await _run_sample_hooks(execution, s) for s in samples]
         execution.num_tokens += sum(s.response_length for s in samples)
-        execution.last_progress = time.monotonic()
-    if execution.evaluation or not args.group_rm:
-        await gather([apply_reward(args, s, evaluation=execution.evaluation) for s in samples if s.reward is None])
+    if not args.group_rm:
+        await apply_rewards(args, samples, execution.reward_key)
     return samples
 
 
@@ -104,7 +106,9 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     args = execution.args
     path = sample.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE
     function = load_function(path)
-    kwargs = {"evaluation": execution.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    kwargs = _accepted(function, evaluation=execution.evaluation)
+    if execution.max_context_len is not None:
+        params["max_new_tokens"] = _room(execution, sample, params.get("max_new_tokens"))
     sample.sampling_params = to_vllm(params)
     for _ in range(MAX_CONTINUATIONS):
         output = await call_hook(path, name_of(sample), function, args, sample, dict(params), **kwargs)
@@ -116,25 +120,40 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     if not samples:
         raise RolloutError("the generate function returned no sample", where=f"{path}: {name_of(sample)}")
     for leaf in samples:
-        leaf.group_index, leaf.index, leaf.execution_id = sample.group_index, sample.index, sample.execution_id
+        leaf.group_index, leaf.index, leaf.execution_id = (sample.group_index, sample.index, sample.execution_id)
+        leaf.prompt = leaf.prompt or sample.prompt
+        leaf.label = sample.label if leaf.label is None else leaf.label
         leaf.sampling_params = leaf.sampling_params or dict(sample.sampling_params)
         if leaf.status is not Status.ABORTED:
             check_sample(leaf, path)
     return samples
 
 
+def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:
+    """The budget of the response under the bound of prompt + response."""
+    num_prompt, bound = len(prompt_ids(execution.args, sample)), execution.max_context_len or 0
+    if num_prompt >= bound:
+        raise DataError(
+            f"the prompt has {num_prompt} tokens and leaves no room under {bound}",
+            where=f"max_context_len: {name_of(sample)}",
+            remedy="set --rollout-max-prompt-len (--eval-max-prompt-len), which leaves such prompts out",
+        )
+    return bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)
+
+
+def _accepted(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
+    """Those keyword arguments that the function names, or all where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
 async def _run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
     for path in execution.args.rollout_sample_hook_path or []:
         function = load_function(path)
-        out = await call_hook(
-            path,
-            name_of(sample),
-            function,
-            execution.args,
-            sample,
-            rollout_id=execution.rollout_id,
-            evaluation=execution.evaluation,
-        )
+        kwargs = _accepted(function, rollout_id=execution.rollout_id, evaluation=execution.evaluation)
+        out = await call_hook(path, name_of(sample), function, execution.args, sample, **kwargs)
         if out is not None and not isinstance(out, Sample):
             raise RolloutError(
                 f"the sample hook returned {type(out).__name__}", where=path, remedy="return the sample, or None"
@@ -153,25 +172,3 @@ async def call_hook(path: str, where: str, function: Callable[..., Any], *args: 
         raise
     except Exception as error:  # the border to the user's code
         raise RolloutError(f"{path} raised {error!r}", where=where, remedy="see the traceback in the log") from error
-
-
-async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; at the first failure the others are cancelled before it is raised."""
-    tasks = [asyncio.create_task(job) for job in jobs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await cancel_tasks(tasks)
-
-
-async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0) -> None:
-    """Cancel what is not done, and wait for it a bounded time (a hook may refuse to end)."""
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=timeout)
-
-
-async def maybe_await(value: Awaitable[T] | T) -> T:
-    return await value if inspect.isawaitable(value) else value

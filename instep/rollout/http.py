@@ -15,9 +15,7 @@ FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further
 LONGEST_PAUSE = 5.0
 
 
-async def post(
-    url: str, payload: dict[str, Any], *, max_retries: int = 4, timeout: float = 3600.0
-) -> dict[str, Any]:
+async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
     """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
 
     A refusal (4xx) is final. A failed connection or a 5xx is tried `max_retries` times more, with growing pauses:

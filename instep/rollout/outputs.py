@@ -50,14 +50,13 @@ def check_sample(sample: Sample, where: str) -> None:
         )
 
 
-def reward_value(args: Any, sample: Sample, *, evaluation: bool = False) -> float:
-    """The sample's reward as one number; of a dict, its `--reward-key` (`--eval-reward-key`) entry.
+def reward_value(sample: Sample, key: str | None) -> float:
+    """The sample's reward as one number; of a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
 
     Raises:
         RewardError: there is none, or it is no finite number.
     """
     value: Any = sample.reward
-    key = (args.eval_reward_key if evaluation else None) or args.reward_key
     if isinstance(value, dict):
         if key is None:
             raise RewardError(
@@ -132,10 +131,10 @@ def _as_group(group: Any) -> Group:
     return out
 
 
-def as_eval_output(args: Any, output: Any) -> RolloutFnEvalOutput:
+def as_eval_output(output: Any) -> RolloutFnEvalOutput:
     """What an evaluation function returned (RolloutFnEvalOutput, or a dict by data set name), checked.
 
-    Missing `rewards` and `truncated` are read from `samples`.
+    Missing `rewards` (of samples whose reward is a number) and `truncated` are read from `samples`.
     """
     if isinstance(output, dict):
         output = RolloutFnEvalOutput(output)
@@ -150,7 +149,7 @@ def as_eval_output(args: Any, output: Any) -> RolloutFnEvalOutput:
         samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item)]
         result = {**result, "samples": samples}
         if "rewards" not in result:
-            result["rewards"] = [reward_value(args, s, evaluation=True) for s in samples]
+            result["rewards"] = [s.reward for s in samples]
         if "truncated" not in result:
             result["truncated"] = [s.truncated for s in samples]
         bad = [r for r in result["rewards"] if as_number(r) is None]

@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -88,7 +88,8 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         while True:
-            concurrent.futures.wait([future, interrupt], POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
+            waiting: list[concurrent.futures.Future[Any]] = [future, interrupt]
+            concurrent.futures.wait(waiting, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
             if interrupt.done():
                 interrupt.result()
             if future.done():
@@ -111,7 +112,7 @@ def _cancelled_error() -> InstepError:
 
 
 def cancel_all(error: BaseException | None = None) -> None:
-    """End every task in flight, from any thread; each `run` that waits raises `error` (default: EngineError) at once."""
+    """End every task in flight, from any thread; each waiting `run` raises `error` (default: EngineError) at once."""
     home = _current
     if home is None:
         return
@@ -203,6 +204,24 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
 
     threading.Thread(target=work, name=getattr(function, "__name__", "hook"), daemon=True).start()
     return future
+
+
+async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; at the first failure the others are cancelled before it is raised."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_tasks(tasks)
+
+
+async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0) -> None:
+    """Cancel what is not done, and wait for it a bounded time (a hook may refuse to end)."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=timeout)
 
 
 def set_progress_listener(listener: ProgressListener | None) -> None:

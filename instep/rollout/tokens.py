@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from instep.data.chat import render
+from instep.data.dataset import require_chat_template
 from instep.errors import CheckpointError, DataError
 from instep.types import Sample
 
@@ -13,7 +16,7 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 
 @functools.cache
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str) -> Any:
     """The tokenizer of a Hugging Face checkpoint, loaded once.
 
     Raises:
@@ -22,7 +25,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
@@ -30,7 +33,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def tokenizer_of(args: Any) -> Any:
-    return load_tokenizer(str(args.hf_checkpoint), bool(args.trust_remote_code))
+    return load_tokenizer(str(args.hf_checkpoint))
 
 
 def prompt_ids(args: Any, sample: Sample) -> list[int]:
@@ -38,17 +41,13 @@ def prompt_ids(args: Any, sample: Sample) -> list[int]:
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
     tokenizer = tokenizer_of(args)
-    if isinstance(sample.prompt, str):
-        ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    elif tokenizer.chat_template is None:
-        raise DataError(
-            "the prompt is a message list, but the tokenizer has no chat template",
-            where=f"group {sample.group_index}, {args.hf_checkpoint}",
-            remedy="use a checkpoint with a chat template, or prompts that are strings",
-        )
-    else:
-        tools = sample.metadata.get("tools")
-        ids = tokenizer.apply_chat_template(sample.prompt, tools=tools, add_generation_prompt=True, return_dict=False)
+    text = sample.prompt
+    if not isinstance(text, str):
+        template_kwargs = args.apply_chat_template_kwargs or {}
+        tools, where = sample.metadata.get("tools"), f"group {sample.group_index}"
+        require_chat_template(tokenizer)
+        text = render(text, tokenizer, tools, template_kwargs, generation_prompt=True, where=where)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise DataError("the prompt has no tokens", where=f"group {sample.group_index}", remedy="remove the row")
     return [int(i) for i in ids]
@@ -56,8 +55,6 @@ def prompt_ids(args: Any, sample: Sample) -> list[int]:
 
 async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
     """Text of `ids`, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
-    import asyncio
-
     tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)

@@ -83,9 +83,7 @@ class Worker:
             )
         from instep.training.hf.backend import HfBackend
 
-        return HfBackend(
-            self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer
-        )
+        return HfBackend(self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer)
 
     def _loss_fn(self) -> LossFn:
         if self.args.loss_type == "sft_loss":
@@ -136,9 +134,7 @@ class Worker:
         order = [i for indices in micro_batches for i in indices]
         return {name: _restore_order(column.cpu(), order, lengths) for name, column in columns.items()}
 
-    def train(
-        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]
-    ) -> list[dict[str, float]] | None:
+    def train(self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]) -> list[dict[str, float]] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
@@ -191,9 +187,7 @@ class Worker:
 
         source = self.backend.weight_source()
         bucket_bytes = int(self.args.update_weight_buffer_size)
-        return publish_shm(
-            source, directory, version=version, nonce=nonce, bucket_bytes=bucket_bytes, emit=emit
-        )
+        return publish_shm(source, directory, version=version, nonce=nonce, bucket_bytes=bucket_bytes, emit=emit)
 
     def weight_digests(self) -> dict[str, str]:
         return source_digests(self.backend.weight_source())

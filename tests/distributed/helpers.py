@@ -1,4 +1,4 @@
-"""Run a function on several ranks of a gloo process group, each rank a process of its own."""
+"""Run functions on several ranks of a gloo process group, each rank a process of its own."""
 
 from __future__ import annotations
 
@@ -17,68 +17,96 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """`fn(*args)` on ranks 0 .. world_size-1 of a default gloo group; each rank's (picklable) result, by rank.
+class RankPool:
+    """Processes that stay: ranks 0 .. world_size-1 of a default gloo group, one thread each.
 
-    `fn` must be importable (a module's top-level function). One thread per rank. When a rank raises or dies, or when
-    `timeout` seconds have passed, all are ended.
-
-    Raises:
-        AssertionError: with the failing rank's traceback, or naming the ranks that did not answer in time.
+    A context manager. After a failure the pool is closed: its ranks may stand anywhere.
     """
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+
+    def __init__(self, world_size: int, *, timeout: float = 120):
+        context = mp.get_context("spawn")
+        self.timeout, self.closed = timeout, False
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(rank, world_size, folder, timeout, sender, fn, args), daemon=True
-            )
+            pipe, theirs = context.Pipe()
+            args = (rank, world_size, self._folder.name, timeout, theirs)
+            process = context.Process(target=_serve_rank, args=args, daemon=True)
             process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`fn(*args)` on all ranks; each rank's (picklable) result, by rank. `fn` is a module's top-level function.
+
+        Raises:
+            AssertionError: with the failing rank's traceback, or naming the ranks that did not answer in time.
+        """
         try:
-            return _collect(pipes, timeout)
-        finally:
-            for process in processes:
-                process.join(0.5)  # the good case: it has answered and is on its way out
-                if process.is_alive():
-                    process.kill()
-                    process.join(5)
+            for pipe in self._pipes:
+                pipe.send_bytes(pickle.dumps((fn, args)))
+            return self._collect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self) -> list[Any]:
+        deadline = time.monotonic() + self.timeout
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            pending = [p for rank, p in enumerate(self._pipes) if rank not in results]
+            ready = wait(pending, max(0.0, deadline - time.monotonic()))
+            late = [rank for rank in range(len(self._pipes)) if rank not in results]
+            assert ready, f"ranks {late} gave no answer in {self.timeout} s"
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    raise AssertionError(f"rank {rank} died without an answer") from None
+                assert ok, f"rank {rank} raised:\n{value}"
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """End all ranks."""
+        self.closed = True
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
-    deadline = time.monotonic() + timeout
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        pending = [p for i, p in enumerate(pipes) if i not in results]
-        ready = wait(pending, max(0.0, deadline - time.monotonic()))
-        assert ready, f"ranks {[i for i in range(len(pipes)) if i not in results]} gave no answer in {timeout} s"
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                ok, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                raise AssertionError(f"rank {rank} died without an answer") from None
-            assert ok, f"rank {rank} raised:\n{value}"
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """`fn(*args)` once on fresh ranks; see `RankPool.run`."""
+    with RankPool(world_size, timeout=timeout) as pool:
+        return pool.run(fn, *args)
 
 
-def _run_rank(
-    rank: int, world_size: int, folder: str, timeout: float, pipe: Connection, fn: Callable[..., Any], args: tuple
-) -> None:
+def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    try:
-        store = dist.FileStore(os.path.join(folder, "store"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-        )
-        answer = pickle.dumps((True, fn(*args)))  # tensors by value: nothing of this process outlives it
-    except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
-    pipe.send_bytes(answer)
-    pipe.close()
-    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            fn, args = pickle.loads(message)
+            answer = pickle.dumps((True, fn(*args)))  # tensors by value: nothing of this process outlives it
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)

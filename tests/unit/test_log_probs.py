@@ -5,7 +5,7 @@ import torch.distributed as dist
 from instep.training.log_probs import log_probs_and_entropy
 from tests.distributed.helpers import run_ranks
 
-VOCAB, PADDED, NUM_TOKENS = 13, 16, 6
+VOCAB, PADDED, NUM_TOKENS = 13, 20, 6
 
 
 def make_inputs(dtype=torch.float64):
@@ -77,9 +77,9 @@ def _tp_rank(with_entropy):
     return ours(local, *rest, with_entropy, tp_group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("world_size, with_entropy", [(2, False), (2, True), (8, True)])
+@pytest.mark.parametrize("world_size, with_entropy", [(2, False), (4, True)])
 def test_vocab_parallel_equals_one_rank(world_size, with_entropy):
-    """With 8 ranks of 2 columns the last rank holds padding only."""
+    """With 4 ranks of 5 columns the last rank holds padding only."""
     expected = oracle(*make_inputs(), with_entropy)
     results = run_ranks(_tp_rank, world_size, with_entropy)
     for log_probs, entropy, _ in results:

@@ -269,7 +269,7 @@ class Engine:
         ints, floats = self.ints[:, first : len(self.running)], self.floats[:, first : len(self.running)]
         if self.held_open:
             for i, request in enumerate(requests):
-                if len(request.tokens) < request.params.min_tokens:
+                if len(request.tokens) < request.params.min_tokens and request.params.stop_ids:
                     logits[i, list(request.params.stop_ids)] = -torch.inf
         ints[POSITION] += 1
         truncation = (ints[TOP_K], floats[TOP_P], floats[MIN_P]) if self.truncated else None
@@ -289,7 +289,7 @@ class Engine:
             for request, values, ids in zip(requests, *top, strict=True):
                 if request.params.logprobs:
                     request.tops.append(list(zip(ids, values, strict=True))[: request.params.logprobs])
-        self.length = max(self.length, int(self.length + 1)) if not first else self.length
+        self.length += 1
         leaving = [first + i for i, flag in enumerate(columns[2]) if flag] if any(columns[2]) else []
         if self.texts:
             leaving = sorted({*leaving, *self._stopped_by_text(first)})

@@ -75,7 +75,9 @@ def install() -> None:
         )
     require_megatron("cpu_platform")
     if "megatron.core" in sys.modules:
-        raise ConfigError("megatron.core was imported before cpu_platform.install()", remedy="import it in workers only")
+        raise ConfigError(
+            "megatron.core was imported before cpu_platform.install()", remedy="import it in workers only"
+        )
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = cuda.empty_cache = lambda *args: None

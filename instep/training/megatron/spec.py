@@ -59,7 +59,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PackedInput(PackedSeqParams):
     """What a micro-batch brings along through Megatron's layers, from the embedding to the log-probs."""
 
-    tokens: Tensor | None = None  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
+    tokens: Tensor = None  # type: ignore[assignment]  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
     cos: Tensor | None = None
     sin: Tensor | None = None
     positions: Tensor | None = None  # whose logits predict a response token

@@ -1,0 +1,137 @@
+"""Files and folders that the command line names: read and written here, before anything heavy loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from instep.arguments.args import Args
+from instep.arguments.evaluation import from_flag, from_yaml, split_slice
+from instep.arguments.megatron import read_config, shape_conflicts
+from instep.arguments.parser import Problem
+
+_NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def saving(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.save_interval is not None and args.save is None and args.save_hf is None:
+        yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
+    if args.no_save_optim and args.save is None:
+        yield Problem("has no effect without --save", "--no-save-optim", "give both")
+    if args.save_hf is not None:
+        try:
+            args.save_hf.format(rollout_id=0)
+        except (KeyError, IndexError, ValueError):
+            yield Problem(
+                f"'{args.save_hf}' holds another field than {{rollout_id}}", "--save-hf", "OUT/hf-{rollout_id}"
+            )
+    if args.ref_ckpt_step is not None and args.ref_load is None:
+        yield Problem("says which step of --ref-load", "--ref-ckpt-step", "give --ref-load")
+    if args.finetune and args.load is None:
+        yield Problem("says what to take from --load", "--finetune", "give --load")
+    if args.ckpt_step is not None and args.load is None:
+        yield Problem("says which step of --load", "--ckpt-step", "give --load")
+    for name in ("save", "save_hf", "run_dir"):
+        path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            flag = "--" + name.replace("_", "-")
+            yield Problem(f"cannot write to {existing}", flag, "give a folder that can be written")
+
+
+def paths(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.prompt_data is not None:
+        yield from data_file(args.prompt_data, "--prompt-data")
+    if args.hf_checkpoint is not None:
+        yield from _checkpoint(args, given)
+    if args.ref_load is not None and not Path(args.ref_load).is_dir():
+        yield Problem(f"no folder {args.ref_load}", "--ref-load", "give a checkpoint's folder")
+    if args.load is not None and Path(args.load).is_file():
+        yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
+
+
+def data_file(path: str, where: str) -> Iterator[Problem]:
+    """Problems of FILE or FILE@[a:b]."""
+    try:
+        file, _ = split_slice(path)
+    except ValueError as error:
+        yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
+        return
+    if not file.exists():
+        yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
+    elif not file.is_file():
+        yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
+    elif not os.access(file, os.R_OK):
+        yield Problem(f"{file} cannot be read by this user", where, "change its permissions")
+    elif file.stat().st_size == 0:
+        yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
+    elif file.suffix not in (".jsonl", ".parquet"):
+        yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
+
+
+def row_names_reward(args: Args) -> bool:
+    """Whether the first row of the prompts names its reward itself (metadata.rm_type), or cannot be looked at here."""
+    if args.prompt_data is None:
+        return False
+    try:
+        file, _ = split_slice(args.prompt_data)
+        if file.suffix != ".jsonl":
+            return file.is_file()
+        with open(file, encoding="utf-8") as lines:
+            metadata = json.loads(lines.readline())[args.metadata_key]
+    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with the file is another rule's to say
+        return False
+    return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
+
+
+def _checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
+    folder = Path(args.hf_checkpoint)
+    where = "--hf-checkpoint"
+    if not folder.is_dir():
+        yield Problem(
+            f"no folder {folder}", where, "give a local folder (`hf download NAME --local-dir DIR` makes one)"
+        )
+        return
+    try:
+        config = read_config(folder)
+    except FileNotFoundError:
+        yield Problem(f"{folder} has no config.json", where, "give the folder of a Hugging Face checkpoint")
+        return
+    except (OSError, ValueError) as error:
+        yield Problem(f"{folder / 'config.json'} cannot be read: {error}", where, "copy the checkpoint again")
+        return
+    if config.get("is_encoder_decoder"):
+        yield Problem("is an encoder-decoder model", where, "give a causal language model")
+    names = [str(n) for n in config.get("architectures") or []]
+    if names and all(n.endswith(_NOT_CAUSAL) for n in names):
+        yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+    shape = {"--" + name.replace("_", "-"): getattr(args, name) for name in given if name in vars(args)}
+    for flag, mine, actual in shape_conflicts(shape, config):
+        yield Problem(f"is {mine}, but config.json says {actual}", flag, "leave it out: the checkpoint decides")
+
+
+def evaluation(args: Args, given: set[str]) -> Iterator[Problem]:
+    args.eval_datasets = []
+    if args.eval_config is not None and args.eval_prompt_data is not None:
+        yield Problem("both name data sets", "--eval-config and --eval-prompt-data", "give one of the two")
+        return
+    if args.eval_config is not None:
+        args.eval_datasets, problems = from_yaml(args)
+        yield from problems
+    elif args.eval_prompt_data is not None:
+        args.eval_datasets, problems = from_flag(args)
+        yield from problems
+    for dataset in args.eval_datasets:
+        where = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
+        yield from data_file(dataset.path, f"{where}, data set {dataset.name}")
+    if args.command == "sft":
+        return
+    named = args.eval_config is not None or args.eval_prompt_data is not None
+    if args.eval_interval is not None and not named and "eval_function_path" not in given:
+        yield Problem("there is nothing to evaluate on", "--eval-interval", "give --eval-prompt-data or --eval-config")
+    if named and args.eval_interval is None and args.num_rollout != 0:
+        yield Problem("no evaluation would ever run", "--eval-interval", "say after how many rollouts")

@@ -1,0 +1,266 @@
+"""Megatron's flags: those that instep honours by name, and the whole committed command line of core_v0.16.1.
+
+The shape flags of the seeds' model scripts are accepted and compared with config.json of `--hf-checkpoint`, which is
+what the model is built from. Every further flag that names a field of a megatron-core configuration is handed through
+(`args.megatron_overrides`), unless instep sets that field itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from instep.arguments.flag import (
+    CONTEXT_PARALLEL,
+    COUNT,
+    FLOAT,
+    HARDENING,
+    INT,
+    MOE,
+    POSITIVE,
+    Flag,
+    Group,
+    Number,
+    json_object,
+    later,
+    switch,
+    text,
+)
+
+PARALLEL = Group(
+    "Megatron: parallelism and memory",
+    (
+        Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", seeds="VSM"),
+        Flag("--pipeline-model-parallel-size", COUNT, 1, "ranks that share the layers in turn (PP)", seeds="VSM"),
+        switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
+        switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
+        Flag(
+            "--recompute-granularity",
+            choices=("full", "selective"),
+            help="recompute activations in the backward pass",
+            seeds="VSM",
+        ),
+        Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", seeds="VSM"),
+        Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", seeds="VSM"),
+        *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size"),
+        *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+        *later(
+            HARDENING,
+            "VSC",
+            "--custom-megatron-init-path",
+            "--custom-megatron-before-log-prob-hook-path",
+            "--custom-megatron-before-train-step-hook-path",
+        ),
+        *later(
+            "low-precision matrix products come later",
+            "C",
+            "--megatron-deepgemm-forward-layers",
+            "--megatron-deepgemm-forward-modules",
+            "--megatron-deepgemm-moe-forward-layers",
+            "--megatron-deepgemm-moe-forward-modules",
+        ),
+    ),
+)
+
+_NO_EFFECT = "accepted for Megatron's scripts, without effect: data is packed"
+ZERO = Number(float, 0, 0)
+
+SHAPE = Group(
+    "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
+    (
+        Flag("--num-layers", COUNT, None, "layers", seeds="VSM"),
+        Flag("--hidden-size", COUNT, None, "width", seeds="VSM"),
+        Flag("--ffn-hidden-size", COUNT, None, "width of the MLP", seeds="VSM"),
+        Flag("--num-attention-heads", COUNT, None, "query heads", seeds="VSM"),
+        switch("--group-query-attention", "fewer key heads than query heads", "VSM"),
+        Flag("--num-query-groups", COUNT, None, "key heads", seeds="VSM"),
+        Flag("--kv-channels", COUNT, None, "width of a head", seeds="VSM"),
+        Flag("--vocab-size", COUNT, None, "entries of the vocabulary", seeds="VSM"),
+        Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", seeds="VSM"),
+        Flag("--norm-epsilon", POSITIVE, None, "epsilon of the norms", seeds="VSM"),
+        Flag("--rotary-base", POSITIVE, None, "base of the rotary embedding", seeds="VSM"),
+        Flag("--rotary-percent", POSITIVE, None, "part of a head that is rotated", seeds="M"),
+        Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", seeds="M"),
+        switch("--use-rotary-position-embeddings", "rotary embedding", "VSM"),
+        switch("--swiglu", "gated MLP with SiLU", "VSM"),
+        switch("--qk-layernorm", "norms on queries and keys", "VSM"),
+        Flag("--disable-bias-linear", bool, None, "linear layers without bias", seeds="VSM"),
+        switch("--add-qkv-bias", "bias in the query, key and value layers", "M"),
+        switch("--untie-embeddings-and-output-weights", "input and output embeddings are two tensors", "M"),
+        Flag("--make-vocab-size-divisible-by", COUNT, 128, "pad the vocabulary to this times TP", seeds="M"),
+        Flag("--seq-length", COUNT, None, _NO_EFFECT, seeds="VSM"),
+        Flag(
+            "--max-position-embeddings", COUNT, None, _NO_EFFECT, aliases=("--max-positional-embedding",), seeds="VSM"
+        ),
+        Flag("--attention-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", seeds="M"),
+        Flag("--hidden-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", seeds="M"),
+        switch("--accumulate-allreduce-grads-in-fp32", "accepted: gradients are always fp32", "M"),
+        switch("--no-check-for-nan-in-loss-and-grad", "accepted: a step that is not finite is always skipped", "M"),
+    ),
+)
+
+# Names in Megatron's table that instep does not hand through: pattern, status, why, what instead. First match counts.
+_NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
+    ("--(moe-|num-experts|overlap-moe|ep-overlap|delay-wgrad)", "later", MOE, ""),
+    ("--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)", "later", CONTEXT_PARALLEL, ""),
+    (
+        "--(microbatch-group-size|overlap-p2p|no-overlap-p2p|.*virtual|mtp-)",
+        "later",
+        "interleaved pipelines come later",
+        "",
+    ),
+    (
+        "--(fp8|fp4|no-fp8|keep-fp8|reuse-grad-buf|first-last-layers|num-layers-at-|.*kitchen)",
+        "later",
+        "low precision needs Transformer Engine, which instep's trainer does not use yet",
+        "--precision bf16",
+    ),
+    (
+        "--(tp-comm|no-tp-comm|use-te|transformer-impl|.*cuda-graph|symmetric-ar|te-)",
+        "refused",
+        "needs Transformer Engine, which instep's trainer does not use",
+        "",
+    ),
+    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", "--device"),
+    (
+        "--(fp16|loss-scale|initial-loss-scale|min-loss-scale|hysteresis|fp32-residual)",
+        "refused",
+        "fp16 is not trained here",
+        "--precision bf16 or --precision fp32",
+    ),
+    ("--(muon|sgd)-", "refused", "the optimizer is adam", "--optimizer adam"),
+    ("--overlap-param-gather", "later", "weights would be read before they are gathered", ""),
+    ("--(exp-avg|main-grads-dtype|main-params-dtype|use-precision-aware)", "later", "optimizer states are fp32", ""),
+    ("--pipeline-model-parallel-layout", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
+    ("--decoupled-", "refused", "one learning rate for all weights", "--lr"),
+    ("--(use-cpu-init|no-initialization|init-model-with-meta)", "refused", "instep decides how weights are made", ""),
+    (
+        ".*fsdp|--(data-parallel-sharding|outer-dp-sharding)",
+        "refused",
+        "FSDP is the other backend",
+        "--train-backend hf",
+    ),
+    ("--(inference-|flash-decode|mlp-chunks)", "refused", "generation happens in the engines", ""),
+    ("--(config-logger-dir|log-|no-barrier)", "refused", "instep has metrics of its own", ""),
+    ("--test-mode", "refused", "for Megatron's own tests", ""),
+    (
+        "--(mamba|is-hybrid|disable-mamba|linear-|dsa-|experimental-att|multi-latent|mrope|window-|no-rope-freq|softmax-type"
+        "|qk-clip|qk-l2|attention-output-gate|glu-linear|activation-func|rotary-interleaved|apply-layernorm-1p"
+        "|apply-residual|use-fused-weighted|apply-query-key)",
+        "refused",
+        "the architecture is read from config.json",
+        "--hf-checkpoint",
+    ),
+)
+
+# What to use instead of the flags of Megatron's scripts that are most often carried over.
+_INSTEAD = {
+    "--train-iters": "--num-rollout",
+    "--train-samples": "--num-rollout",
+    "--tokenizer-type": "--hf-checkpoint",
+    "--tokenizer-model": "--hf-checkpoint",
+    "--data-path": "--prompt-data",
+    "--train-data-path": "--prompt-data",
+    "--tensorboard-dir": "--use-tensorboard with --tb-project-name",
+    "--finetune": "--ref-load, without --load",
+    "--pretrained-checkpoint": "--ref-load",
+    "--sft": "instep sft",
+    "--use-torch-fsdp2": "--train-backend hf",
+    "--recompute-activations": "--recompute-granularity selective",
+    "--checkpoint-activations": "--recompute-granularity full",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--warmup": "--lr-warmup-iters",
+    "--lr-warmup-samples": "--lr-warmup-iters",
+    "--lr-decay-samples": "--lr-decay-iters",
+    "--wandb-entity": "--wandb-team",
+    "--wandb-exp-name": "--wandb-group",
+    "--wandb-save-dir": "--wandb-dir",
+    "--exit-interval": "--num-rollout",
+    "--persistent-save-interval": "--save-interval",
+}
+NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
+
+
+def _element(value: str) -> Any:
+    """A number, or text."""
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return text(value)
+
+
+@cache
+def megatron_table() -> tuple[Flag, ...]:
+    """All flags of Megatron's command line (names, types, defaults, choices of core_v0.16.1) with instep's status."""
+    rows = json.loads((Path(__file__).parent / "megatron_table.json").read_text(encoding="ascii"))["flags"]
+    types: dict[str, Any] = {"int": INT, "float": FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
+    flags = []
+    for row in rows:
+        status, note, instead = _verdict(row["names"][0], bool(row.get("config")) and row["type"] in types)
+        flags.append(
+            Flag(
+                row["names"][0],
+                types.get(row["type"], _element),
+                row["default"],
+                choices=tuple(row.get("choices", ())),
+                nargs=row.get("nargs"),
+                dest=row["dest"],
+                aliases=tuple(row["names"][1:]),
+                status=status,
+                note=note,
+                instead=instead,
+                seeds="M",
+                constant=row["type"] != "false",
+            )
+        )
+    return tuple(flags)
+
+
+def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
+    for pattern, status, note, instead in _NOT_PASSED:
+        if re.match(pattern, name):
+            return status, note, _INSTEAD.get(name, instead)
+    if is_field:
+        return "acts", "handed to megatron-core as it is", ""
+    return "refused", NOT_HONOURED, _INSTEAD.get(name, "")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises: OSError, ValueError."""
+    config = json_object((path / "config.json").read_text(encoding="utf-8"))
+    return {**config, **config.get("text_config", {})}
+
+
+def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Shape flags that were given and that config.json contradicts: (flag, given, in the file).
+
+    A key that the file lacks is not compared: transformers then uses a default of the family.
+    """
+    rope = config.get("rope_parameters") or {}
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    actual = {
+        "--num-layers": config.get("num_hidden_layers"),
+        "--hidden-size": width,
+        "--ffn-hidden-size": config.get("intermediate_size"),
+        "--num-attention-heads": heads,
+        "--num-query-groups": config.get("num_key_value_heads"),
+        "--kv-channels": config.get("head_dim") or (width // heads if width and heads else None),
+        "--vocab-size": config.get("vocab_size"),
+        "--norm-epsilon": config.get("rms_norm_eps", config.get("layer_norm_eps")),
+        "--rotary-base": config.get("rope_theta", rope.get("rope_theta")),
+        "--normalization": "RMSNorm" if "rms_norm_eps" in config else None,
+    }
+    if "tie_word_embeddings" in config:
+        actual["--untie-embeddings-and-output-weights"] = not config["tie_word_embeddings"]
+    if "hidden_act" in config:
+        actual["--swiglu"] = config["hidden_act"] in ("silu", "swish")
+    return [
+        (flag, given[flag], value)
+        for flag, value in actual.items()
+        if flag in given and value is not None and given[flag] != value
+    ]

@@ -1,0 +1,98 @@
+"""From the command line to typed values. One pass, no abbreviations, every problem collected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from instep.arguments.flag import Flag
+from instep.arguments.table import find, nearest
+
+
+@dataclass
+class Problem:
+    """One thing that is wrong: what, at which flag, and what to do."""
+
+    what: str
+    where: str
+    remedy: str = ""
+
+
+@dataclass
+class Scan:
+    """What the command line holds: values by attribute of instep's flags, of Megatron's, and what is wrong."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Flag] = field(default_factory=dict)  # by attribute
+    problems: list[Problem] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # attributes whose value could not be read
+
+
+def is_flag(token: str) -> bool:
+    """Whether a token starts a flag; negative numbers do not."""
+    return bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
+
+
+def scan(argv: Sequence[str]) -> Scan:
+    """Split `argv` into flags and their values, and convert them by the flags' records. Does not raise."""
+    result = Scan()
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if not is_flag(token):
+            result.problems.append(
+                Problem(f"'{token}' belongs to no flag", "the command line", "quote values that contain blanks")
+            )
+            continue
+        name, equals, value = token.partition("=")
+        values = [value] if equals else []
+        while tokens and not is_flag(tokens[0]):
+            flag = find(name)
+            if flag and flag.status == "acts" and not flag.nargs and not flag.is_switch and values:
+                break
+            values.append(tokens.pop(0))
+        _take(result, name, values)
+    return result
+
+
+def _take(result: Scan, name: str, values: list[str]) -> None:
+    flag = find(name)
+    if flag is None:
+        like = nearest(name)
+        remedy = f"did you mean {like}?" if like else "`instep train --help` lists the flags"
+        result.problems.append(Problem("unknown flag", name, remedy))
+        if like:  # so that its absence is not reported, too
+            result.broken.add(find(like).attribute)  # type: ignore[union-attr]
+        return
+    result.flags[flag.attribute] = flag
+    if flag.status != "acts":
+        remedy = f"use {flag.instead}" if flag.instead else "leave it out"
+        result.problems.append(Problem(f"{flag.status}: {flag.note}", name, remedy))
+        return
+    try:
+        _store(result, flag, values)
+    except ValueError as error:
+        result.broken.add(flag.attribute)
+        result.problems.append(Problem(str(error), name, f"it is: {flag.help}" if flag.help else ""))
+
+
+def _store(result: Scan, flag: Flag, values: list[str]) -> None:
+    if flag.is_switch:
+        if values:
+            raise ValueError(f"takes no value, but got '{values[0]}'")
+        result.given[flag.attribute] = flag.constant
+        return
+    if not values:
+        raise ValueError(f"needs a value ({flag.type_label})")
+    converted = []
+    for value in values:
+        try:
+            converted.append(flag.convert(value))
+        except ValueError as error:
+            raise ValueError(f"{'its value' if flag.secret else repr(value)} {error}") from None
+    if flag.append:
+        result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
+    else:
+        result.given[flag.attribute] = converted if flag.nargs else converted[0]

@@ -1,0 +1,377 @@
+"""Values that contradict each other, and paths that do not exist: found before anything is loaded.
+
+A rule reads attributes and yields problems. A rule whose attributes could not be read from the command line is skipped,
+so that one mistake is reported once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from instep.arguments.args import Args
+from instep.arguments.files import evaluation, paths, row_names_reward, saving
+from instep.arguments.flag import ALGORITHMS, RAY, VLLM
+from instep.arguments.parser import Problem, Scan
+from instep.arguments.table import own_flags
+
+Rule = Callable[[Args, set[str]], Iterator[Problem]]
+
+
+def validate(args: Args, scan: Scan) -> list[Problem]:
+    """All problems of `args`, which is completed on the way (`derive` and the eval data sets)."""
+    problems: list[Problem] = []
+    given = set(scan.given)
+    for rule, reads in RULES:
+        if not scan.broken.intersection(reads.split()):
+            problems += rule(args, given)
+    return problems
+
+
+def missing(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.hf_checkpoint is None:
+        yield Problem("is required", "--hf-checkpoint", "the Hugging Face folder of the model")
+
+
+def missing_data(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
+        if args.num_rollout != 0:
+            yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
+
+
+def missing_batch(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.rollout_batch_size is None and args.num_rollout != 0:
+        yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
+
+
+def length(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.num_rollout is None and args.num_epoch is None:
+        yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
+    if args.num_rollout is not None and args.num_epoch is not None:
+        yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
+    if None not in (args.num_rollout, args.start_rollout_id) and args.start_rollout_id > args.num_rollout:
+        yield Problem(f"is beyond --num-rollout {args.num_rollout}", "--start-rollout-id", "raise --num-rollout")
+    if args.num_epoch is not None and not args.rollout_global_dataset:
+        yield Problem("needs the built-in data set", "--num-epoch", "give --num-rollout")
+
+
+def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Values of flags that act, but not with every value."""
+    for flag, value, allowed, note in (
+        ("--advantage-estimator", args.advantage_estimator, ("grpo",), ALGORITHMS),
+        ("--cluster", args.cluster, ("local",), RAY),
+        ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
+    ):
+        if value not in allowed:
+            yield Problem(f"later: '{value}' {note}", flag, f"use {' or '.join(allowed)}")
+    if args.actor_num_nodes > 1:
+        yield Problem(f"later: more than one host {RAY}", "--actor-num-nodes", "use 1")
+    if args.command == "sft":
+        return
+    if args.loss_type == "sft_loss":
+        yield Problem("is what `instep sft` sets", "--loss-type sft_loss", "run `instep sft` with the same flags")
+    if args.loss_type == "custom_loss":
+        yield Problem(f"later: {ALGORITHMS}", "--loss-type custom_loss", "use policy_loss")
+
+
+def sft(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.command != "sft":
+        return
+    if args.n_samples_per_prompt != 1:
+        yield Problem("supervised fine-tuning has one response per prompt", "--n-samples-per-prompt", "leave it out")
+    if args.apply_chat_template:
+        yield Problem("sft reads the messages themselves", "--apply-chat-template", "leave it out")
+    for name in ("eval_interval", "eval_prompt_data", "eval_config"):
+        if name in given:
+            flag = "--" + name.replace("_", "-")
+            yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
+    if args.loss_type != "sft_loss":
+        yield Problem(f"is {args.loss_type}, but sft trains sft_loss", "--loss-type", "leave it out")
+    for name in (
+        "use_kl_loss",
+        "use_tis",
+        "partial_rollout",
+        "use_rollout_logprobs",
+        "group_rm",
+        "normalize_advantages",
+    ):
+        if getattr(args, name):
+            yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
+
+
+def groups(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.command == "train" and args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
+        yield Problem(
+            "a group of one has no advantage under grpo: every sample equals its group's mean",
+            "--n-samples-per-prompt 1",
+            "use at least 2 (the default is 8)",
+        )
+
+
+def batches(args: Args, given: set[str]) -> Iterator[Problem]:
+    """samples of a rollout = global_batch_size * num_steps_per_rollout; each step is shared by all ranks."""
+    if args.rollout_batch_size is None:
+        return
+    total = args.rollout_batch_size * args.n_samples_per_prompt
+    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    formula = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} samples per rollout"
+    if size is not None and steps is not None and size * steps != total:
+        yield Problem(
+            f"{size} x {steps} steps = {size * steps}, but {formula}",
+            "--global-batch-size and --num-steps-per-rollout",
+            "give only one of the two, the other follows",
+        )
+    elif steps is not None and total % steps:
+        yield Problem(f"{formula}, which {steps} steps do not divide", "--num-steps-per-rollout", _near(total, steps))
+    elif size is not None and total % size:
+        yield Problem(f"{formula}, which {size} does not divide", "--global-batch-size", _near(total, size))
+    else:
+        args.global_batch_size = size or total // (steps or 1)
+        args.num_steps_per_rollout = total // args.global_batch_size
+        yield from _shares(args)
+
+
+def _shares(args: Args) -> Iterator[Problem]:
+    size, ranks = args.global_batch_size, args.dp_size
+    unit = ranks * args.micro_batch_size
+    if args.use_dynamic_batch_size and size < ranks:
+        yield Problem(
+            f"{size} samples a step for {ranks} data-parallel ranks", "--global-batch-size", f"at least {ranks}"
+        )
+    if not args.use_dynamic_batch_size and size % unit:
+        yield Problem(
+            f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
+            "per micro-batch",
+            "--global-batch-size",
+            f"use {' or '.join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)}, "
+            "another --micro-batch-size, or --use-dynamic-batch-size",
+        )
+
+
+def _near(total: int, wanted: int) -> str:
+    """The divisors of `total` on both sides of `wanted`."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return f"use {' or '.join(str(d) for d in below + above)}"
+
+
+def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
+    if args.use_dynamic_batch_size and "micro_batch_size" in given:
+        yield Problem("has no effect with --use-dynamic-batch-size", "--micro-batch-size", "give one of the two")
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
+
+
+def kl(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield Problem("the KL counts twice", "--kl-coef and --kl-loss-coef", "let one of them be 0")
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        yield Problem("has no effect without --use-kl-loss", "--kl-loss-coef", "give both")
+    if args.ref_update_interval is not None and not args.use_kl_loss and args.kl_coef == 0:
+        yield Problem(
+            "there is no reference without a KL", "--ref-update-interval", "leave it out, or add --use-kl-loss"
+        )
+    if args.use_unbiased_kl and not args.use_kl_loss:
+        yield Problem("has no effect without --use-kl-loss", "--use-unbiased-kl", "give both")
+
+
+def importance(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.use_tis and args.use_rollout_logprobs:
+        yield Problem(
+            "with the engine's log-probs as old policy there is nothing to correct",
+            "--use-tis and --use-rollout-logprobs",
+            "give one of the two",
+        )
+    if args.tis_clip_low > args.tis_clip:
+        yield Problem(f"{args.tis_clip_low} is above --tis-clip {args.tis_clip}", "--tis-clip-low", "exchange them")
+    for name in ("tis_clip", "tis_clip_low"):
+        if name in given and not args.use_tis:
+            yield Problem("has no effect without --use-tis", "--" + name.replace("_", "-"), "give both")
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
+
+
+def clip(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.eps_clip >= 1:
+        yield Problem(f"{args.eps_clip} would never clip below", "--eps-clip", "use a value below 1, such as 0.2")
+    if not args.rewards_normalization and not args.grpo_std_normalization:
+        yield Problem(
+            "without the normalization over groups there is no std to leave out",
+            "--disable-grpo-std-normalization and --disable-rewards-normalization",
+            "give one of the two",
+        )
+
+
+def lengths(args: Args, given: set[str]) -> Iterator[Problem]:
+    whole, response = args.rollout_max_context_len, args.rollout_max_response_len
+    if whole is not None and args.rollout_max_prompt_len is not None and args.rollout_max_prompt_len >= whole:
+        yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
+    if args.vllm_max_model_len is not None and response is not None and response >= args.vllm_max_model_len:
+        yield Problem(
+            f"leaves no room for a prompt in --vllm-max-model-len {args.vllm_max_model_len}",
+            f"--rollout-max-response-len {response}",
+            "raise the former or lower the latter",
+        )
+    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
+        yield Problem(f"{args.rollout_top_k} keeps no token", "--rollout-top-k", "use -1 (off) or at least 1")
+    if args.over_sampling_batch_size is not None and args.rollout_batch_size is not None:
+        if args.over_sampling_batch_size < args.rollout_batch_size:
+            yield Problem(
+                f"{args.over_sampling_batch_size} is less than --rollout-batch-size {args.rollout_batch_size}",
+                "--over-sampling-batch-size",
+                f"use at least {args.rollout_batch_size}",
+            )
+
+
+def rewards(args: Args, given: set[str]) -> Iterator[Problem]:
+    own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
+    if args.command == "train" and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
+        if not (args.eval_config and args.num_rollout == 0) and not row_names_reward(args):
+            yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
+    if args.rm_type is not None and args.rm_type.endswith("remote_rm") and args.rm_url is None:
+        yield Problem("needs the address of a server", "--rm-type remote_rm", "give --rm-url")
+    if args.group_rm and args.custom_rm_path is None:
+        yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
+
+
+def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model:
+        yield Problem(
+            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
+            f"{args.world_size} trainer ranks",
+            "--actor-num-gpus-per-node",
+            f"use a multiple of {model}",
+        )
+    if args.train_backend == "hf" and model > 1:
+        yield Problem(
+            "the hf backend shards with FSDP2 only",
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+            "use --train-backend megatron",
+        )
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
+    if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
+        yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
+    if args.use_distributed_optimizer and args.train_backend == "hf":
+        yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
+    if args.megatron_overrides and args.train_backend == "hf":
+        names = ", ".join(sorted(args.megatron_overrides))
+        yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
+    if args.device == "cpu" and args.world_size > (cores := os.cpu_count() or 1):
+        yield Problem(
+            f"{args.world_size} trainer ranks on {cores} CPU cores",
+            "--actor-num-gpus-per-node",
+            f"use at most {cores}; 1 is usual on a CPU",
+        )
+
+
+def engines(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.command == "sft":
+        return
+    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        yield Problem(
+            f"{args.rollout_num_gpus} does not divide into engines of {args.rollout_num_gpus_per_engine}",
+            "--rollout-num-gpus",
+            f"use a multiple of {args.rollout_num_gpus_per_engine}",
+        )
+    if args.rollout_num_gpus_per_engine > 1:
+        yield Problem("an embedded engine has one GPU", "--rollout-num-gpus-per-engine", "use 1, and more engines")
+
+
+def precision(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.bf16 and "precision" in given and args.precision != "bf16":
+        yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
+
+
+def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.min_lr > args.lr:
+        yield Problem(f"{args.min_lr} is above --lr {args.lr}", "--min-lr", "lower it")
+    if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
+        yield Problem("both are given", "--lr-warmup-iters and --lr-warmup-fraction", "give one of the two")
+    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+        yield Problem(
+            f"{args.lr_warmup_iters} is not below --lr-decay-iters",
+            "--lr-warmup-iters",
+            f"use less than {args.lr_decay_iters}",
+        )
+    if args.lr_warmup_init > args.lr:
+        yield Problem(f"{args.lr_warmup_init} is above --lr {args.lr}", "--lr-warmup-init", "lower it")
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(args, name) == 1:
+            yield Problem("must be below 1", "--" + name.replace("_", "-"), "0.9 and 0.999 are usual")
+
+
+def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
+    for prefix, use in (("wandb_", "use_wandb"), ("tb_", "use_tensorboard")):
+        extra = sorted(
+            f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith(prefix)
+        )
+        if extra and not getattr(args, use):
+            yield Problem(f"has no effect without --{use.replace('_', '-')}", ", ".join(extra), "give both")
+
+
+# Rules, and the attributes that they need to have been read.
+RULES: tuple[tuple[Rule, str], ...] = (
+    (missing, "hf_checkpoint"),
+    (missing_data, "prompt_data data_source_path num_rollout"),
+    (missing_batch, "rollout_batch_size num_rollout"),
+    (length, "num_rollout num_epoch"),
+    (not_yet, "advantage_estimator cluster rollout_backend actor_num_nodes loss_type"),
+    (sft, "n_samples_per_prompt loss_type"),
+    (groups, "n_samples_per_prompt advantage_estimator rollout_batch_size"),
+    (
+        batches,
+        "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size "
+        "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size",
+    ),
+    (dynamic_batches, "max_tokens_per_gpu"),
+    (kl, "kl_coef kl_loss_coef ref_update_interval"),
+    (importance, "tis_clip tis_clip_low"),
+    (clip, "eps_clip"),
+    (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
+    (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
+    (saving, "save save_interval save_hf run_dir load ckpt_step"),
+    (paths, ""),
+    (
+        parallel,
+        "tensor_model_parallel_size pipeline_model_parallel_size actor_num_gpus_per_node recompute_method "
+        "train_backend",
+    ),
+    (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
+    (precision, "precision"),
+    (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
+    (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),
+    (loggers, ""),
+)
+
+
+def derive(args: Args, given: dict[str, Any]) -> None:
+    """Fill in what follows from other arguments. Runs before the rules; divisions that may fail are theirs."""
+    if args.train_backend == "fsdp":
+        args.train_backend = "hf"
+    if args.bf16:
+        args.precision = "bf16" if args.precision == "auto" else args.precision
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.dp_size = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+    if args.command == "sft":
+        args.loss_type = given.get("loss_type", "sft_loss")
+        args.n_samples_per_prompt = given.get("n_samples_per_prompt", 1)
+        args.rollout_num_gpus = 0
+        if "rollout_function_path" not in given:
+            args.rollout_function_path = "instep.rollout.sft_rollout.generate_rollout"
+    elif args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+    args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    args.eval_reward_key = args.eval_reward_key or args.reward_key
+    args.eval_function_path = args.eval_function_path or args.rollout_function_path
+    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+    args.run_dir = args.run_dir or f"runs/{args.command}"
+    args.eval_datasets = []

@@ -1,0 +1,161 @@
+"""Hugging Face checkpoints: a cheap check that a folder is one, and writing one from live weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from instep.training.backend import TensorSpec, WeightSource
+
+MAX_SHARD_BYTES = 5 * 10**9
+_COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
+_ENCODERS = {
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mobilebert", "modernbert",
+    "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
+}  # fmt: skip
+
+
+def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
+    """Refuse the configuration of anything but a decoder-only language model.
+
+    Raises:
+        ConfigError: encoder-decoder, encoder-only, or a model without a language-model head.
+    """
+    architectures = config.get("architectures") or []
+    kind = f"{'/'.join(architectures) or 'no architecture'}, model_type {config.get('model_type')!r}"
+    remedy = "give a decoder-only causal language model (architecture ...ForCausalLM)"
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"this is an encoder-decoder model ({kind})", where=where, remedy=remedy)
+    if config.get("model_type") in _ENCODERS:
+        raise ConfigError(f"this is an encoder-only model ({kind})", where=where, remedy=remedy)
+    if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        raise ConfigError(f"this is not a causal language model ({kind})", where=where, remedy=remedy)
+
+
+def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The `config.json` of a causal-LM checkpoint, after a look at the folder. Loads neither torch nor weights.
+
+    Raises:
+        ConfigError: no folder, no or bad config.json, no weights, shards missing, not decoder-only.
+    """
+    path = Path(path)
+    remedy = "give a folder with config.json and safetensors weights, as save_pretrained writes it"
+    if not path.is_dir():
+        raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
+    config = _read_json(path / "config.json", remedy)
+    check_causal_lm(config, where=str(path / "config.json"))
+    index = path / "model.safetensors.index.json"
+    files = [path / "model.safetensors"]
+    if index.exists():
+        files = [path / name for name in sorted(set(_read_json(index, remedy).get("weight_map", {}).values()))]
+    missing = [f.name for f in files if not f.is_file()]
+    if missing or not files:
+        what = f"weights are missing: {', '.join(missing[:3]) or 'the index names no file'}"
+        raise ConfigError(what, where=str(path), remedy=remedy)
+    return config
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.name} is missing", where=str(path.parent), remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}", where=str(path), remedy=remedy) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path.name} holds no JSON object", where=str(path), remedy=remedy)
+    return data
+
+
+def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
+    """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
+
+    Collective; the rank that emits writes. All or nothing: `dst` is replaced once everything is on disk.
+
+    Raises:
+        CheckpointError: on the writing rank, e.g. a full disk; what `dst` held before stays.
+    """
+    from safetensors import SafetensorError
+
+    weights = iter(weight_source)
+    dst = Path(dst)
+    tmp = dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        if weight_source.emits:
+            tmp.mkdir(parents=True)
+            _write_weights(weight_source, weights, tmp)
+            _copy_companions(Path(src_checkpoint), tmp, weight_source.specs)
+            _replace(tmp, dst)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the Hugging Face checkpoint: {error}",
+            where=str(dst),
+            remedy="free space, or write elsewhere",
+        ) from error
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+        for _ in weights:  # the other ranks gather to the end, so this one must
+            pass
+
+
+def _write_weights(source: WeightSource, weights: Any, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in source.specs:
+        if shards[-1] and size + _num_bytes(spec) > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += _num_bytes(spec)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for _ in shard:
+            spec, tensor = next(weights)
+            tensors[spec.name] = tensor.detach().to("cpu", copy=True).contiguous()
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+    if len(shards) > 1:
+        total = sum(map(_num_bytes, source.specs))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    num = spec.dtype.itemsize
+    for size in spec.shape:
+        num *= size
+    return num
+
+
+def _copy_companions(src: Path, folder: Path, specs: list[TensorSpec]) -> None:
+    for file in sorted(src.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    templates = src / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
+    config = json.loads((src / "config.json").read_text())
+    dtype = next(str(s.dtype).removeprefix("torch.") for s in specs if s.dtype.is_floating_point)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace(tmp: Path, dst: Path) -> None:
+    """Rename into place; a checkpoint that stood there goes only afterwards."""
+    old = dst.with_name(tmp.name.removesuffix(".tmp") + ".old")
+    if dst.exists():
+        dst.rename(old)
+    tmp.rename(dst)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,125 @@
+"""`instep train | sft | report ...`. Imports nothing heavy before a command line has been found right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from instep import __version__
+from instep.errors import ConfigError, InstepError
+
+LATER = {
+    "train-async": "asynchronous training",
+    "convert": "the conversion of checkpoints",
+    "serve": "the generation server",
+    "plan": "the plan of a cluster's GPUs",
+    "samples": "the display of a run's samples",
+    "doctor": "the check of an installation",
+}
+
+HELP = """\
+usage: instep COMMAND ...
+
+  train     reinforcement learning: rollout, reward, step, weight sync
+  sft       supervised fine-tuning through the same trainer
+  report    RUN_DIR: write the run's report.html
+
+`instep COMMAND --help` explains a command; `instep --version` prints the version.
+These come later: """ + ", ".join(LATER)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, that of the error (2 for a wrong command line), or 130 when interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _terminate_like_interrupt()
+        return _run(words)
+    except InstepError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(HELP)
+    elif command == "--version":
+        print(f"instep {__version__}")
+    elif command in ("train", "sft"):
+        _train(command, rest)
+    elif command == "report":
+        _report(rest)
+    elif command in LATER:
+        raise ConfigError(f"{LATER[command]} comes later", where=f"instep {command}", remedy="see `instep --help`")
+    else:
+        raise ConfigError(f"unknown command '{command}'", where="instep", remedy="see `instep --help`")
+    return 0
+
+
+def _train(command: str, words: list[str]) -> None:
+    if "-h" in words or "--help" in words:
+        from instep.arguments.help import format_help
+
+        print(format_help(command))
+        return
+    _import_from_here()
+    from instep.arguments import parse
+
+    args = parse(words, command)
+    if command == "sft":
+        from instep.sft import sft
+
+        sft(args)
+    else:
+        from instep.train import train
+
+        train(args)
+
+
+def _report(words: list[str]) -> None:
+    if "-h" in words or "--help" in words:
+        print("usage: instep report RUN_DIR\n\nWrite RUN_DIR/report.html from the run's metrics.")
+        return
+    if len(words) != 1:
+        raise ConfigError(
+            f"takes one folder, got {len(words)}", where="instep report", remedy="instep report runs/train"
+        )
+    folder = Path(words[0])
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {folder}", where="instep report", remedy="give the --run-dir of a run")
+    from instep.observability.report import make_report
+
+    print(make_report(folder))
+
+
+def _import_from_here() -> None:
+    """Let hooks be modules of the current folder, here and in all child processes, as `python train.py` would."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if here not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *(p for p in paths if p)])
+
+
+def _terminate_like_interrupt() -> None:
+    """SIGTERM takes the way of Ctrl-C, so that children end in order. Only the main thread may set a handler."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

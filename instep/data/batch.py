@@ -1,0 +1,210 @@
+"""Groups of samples -> the flat columns a trainer gets, checked for all that training needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from instep.errors import InstepError, RewardError, RolloutError
+from instep.types import Group, Sample, TokenBatch
+
+
+def build_batch(
+    groups: Sequence[Group],
+    *,
+    reward_key: str | None = None,
+    needs_reward: bool = True,
+    default_temperature: float = 1.0,
+) -> TokenBatch:
+    """Flatten groups, in order. Fan-out siblings may stand in a list of their own inside a group.
+
+    Token columns: `loss_mask` (absent: all 1; `remove_sample`: all 0), and `rollout_log_probs` if any sample has them;
+    the others' are NaN. Sample columns: `temperature` (the sample's own, else `default_temperature`), `rewards`
+    (`[num_samples]`, if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists: `execution_id` (one is
+    made up for a sample without), `status`, `weight_versions`, `metadata`, `train_metadata`, `extra`.
+    `index` and `group_index` are int64, the rest of the tensors float32.
+
+    Args:
+        reward_key: which entry of a reward that is a dict.
+        needs_reward: False for supervised fine-tuning, whose samples have none.
+
+    Raises:
+        RolloutError: a sample that cannot be trained on; says which, and why.
+        RewardError: a reward is missing or no finite number.
+    """
+    flat = _flatten(groups)
+    if not flat:
+        raise RolloutError("the rollout returned no samples", remedy="return at least one group")
+    masks: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    rewards: list[float] = []
+    temperatures: list[float] = []
+    for sample, _ in flat:
+        _check_tokens(sample)
+        masks.append(_mask(sample))
+        log_probs.append(_log_probs(sample, masks[-1]))
+        temperatures.append(_temperature(sample, default_temperature))
+        if needs_reward:
+            rewards.append(reward_of(sample, reward_key))
+    samples = [sample for sample, _ in flat]
+    token_columns = {"loss_mask": _column(masks)}
+    if any(s.rollout_log_probs is not None for s in samples):
+        token_columns["rollout_log_probs"] = _column(log_probs)
+    sample_columns: dict[str, Any] = {
+        "temperature": torch.tensor(temperatures, dtype=torch.float32),
+        "group_index": torch.tensor([s.group_index for s in samples], dtype=torch.int64),
+        "index": torch.tensor([-1 if s.index is None else s.index for s in samples], dtype=torch.int64),
+        "execution_id": [execution for _, execution in flat],
+        "status": [s.status.value for s in samples],
+        "weight_versions": [s.weight_versions for s in samples],
+        "metadata": [s.metadata for s in samples],
+        "train_metadata": [s.train_metadata for s in samples],
+        "extra": [s.extra for s in samples],
+    }
+    if needs_reward:
+        sample_columns["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+    return TokenBatch(
+        tokens=torch.cat([_ids(s) for s in samples]),
+        total_lengths=torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
+        response_lengths=torch.tensor([s.response_length for s in samples], dtype=torch.int64),
+        token_columns=token_columns,
+        sample_columns=sample_columns,
+    )
+
+
+def reward_of(sample: Sample, reward_key: str | None = None) -> float:
+    """The sample's reward as a finite number.
+
+    Raises:
+        RewardError: missing, a dict without `reward_key`, not a number, NaN or infinite.
+    """
+    reward: Any = sample.reward
+    if isinstance(reward, dict):
+        if reward_key is None or reward_key not in reward:
+            raise _error(
+                RewardError,
+                sample,
+                f"the reward is a dict with {', '.join(map(str, reward)) or 'no keys'}",
+                f"--reward-key must name one of them{'' if reward_key is None else f', not {reward_key!r}'}",
+            )
+        reward = reward[reward_key]
+    if reward is None:
+        raise _error(RewardError, sample, "there is no reward", "set sample.reward, --rm-type or --custom-rm-path")
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or isinstance(reward, str):
+        raise _error(RewardError, sample, f"the reward is {reward!r}, no finite number", "mend the reward function")
+    return value
+
+
+def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
+    """Samples with their execution ids; siblings in a list of their own get a common one if they have none."""
+    out: list[tuple[Sample, str]] = []
+    for g, group in enumerate(groups):
+        if not isinstance(group, list) or not group:
+            raise RolloutError(
+                f"group {g} of the rollout is {'empty' if group == [] else 'a ' + type(group).__name__}",
+                remedy="a rollout function returns a list of groups, each a list of samples",
+            )
+        for k, member in enumerate(group):
+            siblings = member if isinstance(member, list) else [member]
+            for s, sample in enumerate(siblings):
+                if not isinstance(sample, Sample):
+                    raise RolloutError(
+                        f"entry {k} of group {g} of the rollout is a {type(sample).__name__}, not a Sample",
+                        remedy="a rollout function returns a list of groups, each a list of samples",
+                    )
+                made_up = f"group-{g}-{k}" if siblings is member else f"sample-{g}-{k}-{s}"
+                out.append((sample, made_up if sample.execution_id is None else sample.execution_id))
+    return out
+
+
+def _check_tokens(sample: Sample) -> None:
+    if sample.group_index is None:
+        raise _error(RolloutError, sample, "group_index is not set", "set it on every sample; groups are told by it")
+    if sample.response_length < 1:
+        raise _error(
+            RolloutError,
+            sample,
+            f"the response is empty (status {sample.status.value})",
+            "leave the sample's group out, or let the generate function keep at least the end-of-text token",
+        )
+    if len(sample.tokens) <= sample.response_length:
+        raise _error(
+            RolloutError,
+            sample,
+            f"{len(sample.tokens)} tokens for a response of {sample.response_length}: the prompt is missing",
+            "sample.tokens holds prompt + response ids, response_length counts the response's",
+        )
+    for name in ("loss_mask", "rollout_log_probs"):
+        values = getattr(sample, name)
+        if values is not None and len(values) != sample.response_length:
+            raise _error(
+                RolloutError,
+                sample,
+                f"{name} has {len(values)} entries for {sample.response_length} response tokens",
+                "use sample.append_response_tokens, which keeps them aligned",
+            )
+
+
+def _mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    if sample.loss_mask is None:
+        return [1] * sample.response_length
+    if not set(sample.loss_mask) <= {0, 1}:
+        wrong = next(m for m in sample.loss_mask if m not in (0, 1))
+        raise _error(RolloutError, sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
+    return sample.loss_mask
+
+
+def _log_probs(sample: Sample, mask: list[int]) -> list[float]:
+    if sample.rollout_log_probs is None:
+        return [math.nan] * sample.response_length
+    for t, (value, trained) in enumerate(zip(sample.rollout_log_probs, mask, strict=True)):
+        if trained and (value is None or not math.isfinite(value)):
+            raise _error(
+                RolloutError,
+                sample,
+                f"rollout_log_probs[{t}] is {value}",
+                "the log-prob of a trained token is a finite number; None for the whole list if they are unknown",
+            )
+    return [0.0 if value is None else value for value in sample.rollout_log_probs]
+
+
+def _temperature(sample: Sample, default: float) -> float:
+    value: Any = sample.sampling_params.get("temperature", default)
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise _error(
+            RolloutError,
+            sample,
+            f"it was sampled at temperature {value!r}",
+            "train on samples of a temperature above 0: a greedy choice has no log-prob to learn from",
+        )
+    return float(value)
+
+
+def _ids(sample: Sample) -> torch.Tensor:
+    try:
+        ids = torch.tensor(sample.tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _error(RolloutError, sample, f"tokens are no list of ids: {error}", "set sample.tokens") from error
+    if ids.dtype != torch.int64 or ids.dim() != 1 or bool((ids < 0).any()):
+        raise _error(
+            RolloutError, sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0"
+        )
+    return ids
+
+
+def _column(lists: list[list[Any]]) -> torch.Tensor:
+    return torch.cat([torch.tensor(values, dtype=torch.float32) for values in lists])
+
+
+def _error(kind: type[InstepError], sample: Sample, what: str, remedy: str) -> InstepError:
+    return kind(what, where=f"group {sample.group_index}, sample {sample.index}", remedy=remedy)

@@ -1,0 +1,193 @@
+"""Which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure Python, decided once."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+
+from instep.errors import ConfigError
+from instep.types import Schedule
+
+
+def plan_steps(
+    execution_ids: Sequence[Hashable | None],
+    total_lengths: Sequence[int],
+    *,
+    dp_size: int,
+    num_steps: int | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    max_tokens_per_gpu: int | None = None,
+    balance_data: bool = False,
+    micro_batch_multiple: int = 1,
+) -> Schedule:
+    """Divide a rollout's samples into steps of equally many executions, and those over ranks and micro-batches.
+
+    Executions (samples of one `execution_ids` entry; None stands for one of its own) stay whole, in the order they are
+    first seen. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt + response tokens
+    (times the context-parallel size, if the caller says so); a sample beyond that stands alone. All ranks of a step get
+    equally many micro-batches, a multiple of `micro_batch_multiple`: the largest are split until that holds. Ranks take
+    micro-batches in turn, or (`balance_data`) so that their tokens are about equal (Karmarkar-Karp).
+
+    Args:
+        execution_ids, total_lengths: one entry per sample.
+        num_steps, global_batch_size: exactly one of them: steps per rollout, or executions per step.
+        micro_batch_size, max_tokens_per_gpu: exactly one of them.
+
+    Returns:
+        steps -> ranks -> micro-batches -> indices of samples; each sample occurs once.
+
+    Raises:
+        ConfigError: the executions do not divide into steps, or a step's samples over the ranks.
+    """
+    if (num_steps is None) == (global_batch_size is None) or (micro_batch_size is None) == (max_tokens_per_gpu is None):
+        raise ConfigError(
+            "exactly one of num_steps and global_batch_size, and one of micro_batch_size and max_tokens_per_gpu",
+            where="schedule",
+            remedy="give --global-batch-size or --num-steps-per-rollout; --use-dynamic-batch-size takes "
+            "--max-tokens-per-gpu instead of --micro-batch-size",
+        )
+    if len(execution_ids) != len(total_lengths):
+        raise ValueError(f"{len(execution_ids)} execution ids for {len(total_lengths)} lengths")
+    executions: dict[Hashable, list[int]] = {}
+    for i, execution in enumerate(execution_ids):
+        executions.setdefault(("sample", i) if execution is None else ("id", execution), []).append(i)
+    size = _executions_per_step(len(executions), num_steps, global_batch_size)
+    groups = list(executions.values())
+    schedule = []
+    for start in range(0, len(groups), size):
+        step = groups[start : start + size]
+        samples = [i for group in step for i in group]
+        unit = dp_size * micro_batch_multiple
+        if micro_batch_size is not None:
+            bins = [samples[i : i + micro_batch_size] for i in range(0, len(samples), micro_batch_size)]
+        else:
+            bins = first_fit(samples, total_lengths, max_tokens_per_gpu or 0)
+        bins = _fill_up(bins, total_lengths, unit, fan_out=len(samples) > len(step))
+        schedule.append(_deal(bins, total_lengths, dp_size, balance_data))
+    return schedule
+
+
+def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:
+    """The step of each sample; -1 for one that the schedule leaves out."""
+    out = [-1] * num_samples
+    for step, ranks in enumerate(schedule):
+        for micro_batches in ranks:
+            for indices in micro_batches:
+                for i in indices:
+                    out[i] = step
+    return out
+
+
+def first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each sample goes into the first bin with room for its tokens, in order; one beyond `capacity` stands alone."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in samples:
+        for b, left in enumerate(room):
+            if lengths[i] <= left:
+                bins[b].append(i)
+                room[b] -= lengths[i]
+                break
+        else:
+            bins.append([i])
+            room.append(capacity - lengths[i])
+    return bins
+
+
+def balanced_partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices in `num_parts` parts of equally many, with sums as equal as the differencing method makes them.
+
+    Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced k-way form: begin with
+    tuples of items of about equal weight, one per part; merge the two tuples of largest spread, heavy onto light.
+
+    Raises:
+        ValueError: the number of weights is no multiple of `num_parts`.
+    """
+    if len(weights) % num_parts:
+        raise ValueError(f"{len(weights)} items do not divide into {num_parts} parts")
+    order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
+    heap = []
+    for serial, start in enumerate(range(0, len(order), num_parts)):
+        parts = [(weights[i], [i]) for i in order[start : start + num_parts]]
+        heap.append((parts[0][0] - parts[-1][0], serial, parts))  # parts ascend: minus the spread
+    heapq.heapify(heap)
+    serial = len(heap)
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda part: part[0])
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], serial, merged))
+        serial += 1
+    return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+
+
+def _executions_per_step(count: int, num_steps: int | None, global_batch_size: int | None) -> int:
+    if not count:
+        raise ConfigError("there are no samples to train on", where="schedule")
+    size, left = divmod(count, num_steps) if num_steps else (global_batch_size or 0, count % (global_batch_size or 1))
+    if left or not size:
+        flag = "--num-steps-per-rollout" if num_steps else "--global-batch-size"
+        given = num_steps or global_batch_size
+        below = max((d for d in range(1, (given or 1) + 1) if count % d == 0), default=1)
+        above = min((d for d in range(given or 1, count + 1) if count % d == 0), default=count)
+        raise ConfigError(
+            f"{count} executions of a rollout do not divide by {flag} {given}",
+            where=flag,
+            remedy=f"use {below}{f' or {above}' if above != below else ''}, or change --rollout-batch-size or "
+            "--n-samples-per-prompt",
+        )
+    return size
+
+
+def _fill_up(bins: list[list[int]], lengths: Sequence[int], unit: int, *, fan_out: bool) -> list[list[int]]:
+    """As few more bins as make their number a multiple of `unit`."""
+    num_samples = sum(map(len, bins))
+    target = -(-len(bins) // unit) * unit
+    if target > num_samples and fan_out and num_samples >= unit:
+        # fan-out gives any number of samples; when even single ones do not come out, the smallest share a bin
+        return _join_smallest(bins, lengths, num_samples // unit * unit)
+    if target > num_samples:
+        below = num_samples // unit * unit
+        raise ConfigError(
+            f"{num_samples} samples of a step cannot make {target} micro-batches (a multiple of {unit}: data-parallel "
+            "ranks times micro-batches that a pipeline needs)",
+            where="--global-batch-size",
+            remedy=f"use {f'{below} or ' if below else ''}{below + unit} samples per step, larger micro-batches, or "
+            "fewer data-parallel ranks",
+        )
+
+    def tokens(members: list[int]) -> int:
+        return sum(lengths[i] for i in members)
+
+    while len(bins) < target:
+        largest = max((b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: (tokens(bins[b]), -b))
+        bins[largest : largest + 1] = _halves(bins[largest], lengths)
+    return bins
+
+
+def _halves(members: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Two parts of about equal tokens: the longest first, each to the lighter part. Both keep the order."""
+    halves: list[list[int]] = [[], []]
+    sums = [0, 0]
+    for i in sorted(members, key=lambda i: (-lengths[i], i)):
+        lighter = sums.index(min(sums)) if all(halves) else halves.index([])
+        halves[lighter].append(i)
+        sums[lighter] += lengths[i]
+    return [sorted(half, key=members.index) for half in halves]
+
+
+def _join_smallest(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
+    bins = sorted(bins, key=lambda members: sum(lengths[i] for i in members))
+    while len(bins) > target:
+        smallest = bins.pop(0)
+        bins[0] = smallest + bins[0]
+        bins.sort(key=lambda members: sum(lengths[i] for i in members))
+    return bins
+
+
+def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int, balance: bool) -> list[list[list[int]]]:
+    if not balance:
+        return [bins[rank::dp_size] for rank in range(dp_size)]
+    parts = balanced_partition([sum(lengths[i] for i in members) for members in bins], dp_size)
+    return [[bins[b] for b in part] for part in parts]

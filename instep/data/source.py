@@ -1,0 +1,219 @@
+"""Where prompts come from: a data set that is read round and round, and a buffer of groups that were handed back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.data.dataset import Dataset, load_dataset
+from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
+from instep.hooks import load_function
+from instep.types import Group, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RolloutDataSourceWithBuffer:
+    """Groups of `args.n_samples_per_prompt` fresh samples; groups handed back come out first.
+
+    Each epoch passes over the whole data set, in file order or (`rollout_shuffle`) in an order drawn from
+    `rollout_seed + epoch` alone. A state is the cursor (a few numbers) and the buffered groups; the same state gives
+    the same samples again. Safe to call from several threads.
+
+    Args:
+        args: reads `prompt_data, input_key, label_key, metadata_key, tool_key, apply_chat_template,
+            apply_chat_template_kwargs, rollout_max_prompt_len, skip_bad_rows, rollout_global_dataset, rollout_shuffle,
+            rollout_seed, n_samples_per_prompt, buffer_filter_path, hf_checkpoint`.
+        tokenizer: read from `args.hf_checkpoint` if it is needed and not given.
+
+    Raises:
+        ConfigError, DataError: as `load_dataset`.
+    """
+
+    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase | None = None):
+        self.args = args
+        self.dataset = _load(args, tokenizer) if args.rollout_global_dataset else None
+        self.buffer: list[Group] = []
+        self._take = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+        self._epoch = self._offset = self._next_group = self._next_sample = 0
+        self._order: list[int] = []
+        self._lock = threading.RLock()
+        self._begin_epoch(0)
+
+    def __len__(self) -> int:
+        """Number of prompts of the data set; 0 without one."""
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def get_samples(self, num_groups: int) -> list[Group]:
+        """The next groups: buffered ones first, then fresh ones, over as many epochs as it takes.
+
+        Raises:
+            ConfigError: without a data set, when the buffer does not hold enough.
+            RolloutError: the buffer filter returned something else than at most `num_groups` groups.
+        """
+        with self._lock:
+            groups = self._take(self.args, None, self.buffer, num_groups) if self.buffer else []
+            if not isinstance(groups, list) or len(groups) > num_groups:
+                raise RolloutError(
+                    f"the buffer filter returned {_describe(groups)} for {num_groups} groups",
+                    where=f"--buffer-filter-path {self.args.buffer_filter_path}",
+                    remedy="return a list of at most that many groups, taken out of the buffer it was given",
+                )
+            groups = [_checked_group(g) for g in groups]
+            return groups + [self._fresh_group() for _ in range(num_groups - len(groups))]
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Hand groups back (aborted ones, say); they come out before fresh ones, in this order."""
+        checked = [_checked_group(g) for g in groups]
+        with self._lock:
+            self.buffer.extend(checked)
+
+    def cursor(self) -> dict[str, Any]:
+        """The state without the buffer: cheap enough to take before every group."""
+        with self._lock:
+            return {
+                "epoch": self._epoch,
+                "offset": self._offset,
+                "next_group": self._next_group,
+                "next_sample": self._next_sample,
+                "num_records": len(self),
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor and buffered groups, ready for JSON as far as the samples' own metadata is."""
+        with self._lock:
+            buffer = [[copy.deepcopy(s.to_dict()) for s in group] for group in self.buffer]
+            return {**self.cursor(), "buffer": buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a `state_dict()`, or to a `cursor()`, which stands for an empty buffer.
+
+        Raises:
+            DataError: the data set has another number of usable rows than when the state was taken.
+        """
+        if state["num_records"] != len(self):
+            raise DataError(
+                f"the data set has {len(self)} usable prompts, but {state['num_records']} when the state was saved",
+                where=str(self.args.prompt_data),
+                remedy="resume with the same data file, slice and limits; or start a run of its own with other data",
+            )
+        with self._lock:
+            self._begin_epoch(state["epoch"])
+            self._offset = state["offset"]
+            self._next_group, self._next_sample = state["next_group"], state["next_sample"]
+            self.buffer = [[Sample.from_dict(copy.deepcopy(s)) for s in g] for g in state.get("buffer", [])]
+
+    def save(self, path: str | Path) -> None:
+        """Write the state as JSON; the file is there whole or not at all.
+
+        Raises:
+            CheckpointError: a sample's metadata is not JSON, or the file cannot be written.
+        """
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("w") as file:
+                json.dump(self.state_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except TypeError as error:
+            raise CheckpointError(
+                f"the buffered samples cannot be saved: {error}",
+                where=str(path),
+                remedy="keep metadata to numbers, text, lists and objects",
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write the data source: {error.strerror}", where=str(path)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load(self, path: str | Path) -> None:
+        """Go back to what `save` wrote.
+
+        Raises:
+            CheckpointError: no such file, or not written by `save`.
+        """
+        try:
+            self.load_state_dict(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise CheckpointError(f"cannot read the data source: {error.strerror}", where=str(path)) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"not a saved data source: {error}", where=str(path)) from error
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._offset, self._order = epoch, 0, list(range(len(self)))
+        if self.args.rollout_shuffle:
+            random.Random(self.args.rollout_seed + epoch).shuffle(self._order)
+
+    def _fresh_group(self) -> Group:
+        if self.dataset is None:
+            raise ConfigError(
+                "there is no data set to take prompts from and the buffer is empty",
+                where="--disable-rollout-global-dataset",
+                remedy="give --prompt-data, or a rollout function that makes its own samples",
+            )
+        if self._offset >= len(self._order):
+            self._begin_epoch(self._epoch + 1)
+        record = self.dataset[self._order[self._offset]]
+        self._offset += 1
+        group_index, self._next_group = self._next_group, self._next_group + 1
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            prompt, label, metadata = copy.deepcopy((record.prompt, record.label, record.metadata))
+            sample = Sample(group_index=group_index, index=self._next_sample, prompt=prompt, label=label)
+            sample.metadata = metadata
+            self._next_sample += 1
+            group.append(sample)
+        return group
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
+    """The default buffer filter: first in, first out. A filter takes what it returns out of `buffer` itself."""
+    taken = buffer[:num_groups]
+    del buffer[:num_groups]
+    return taken
+
+
+def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
+    if not args.prompt_data:
+        raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
+    if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+    return load_dataset(
+        args.prompt_data,
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        tokenizer=tokenizer,
+        max_prompt_len=args.rollout_max_prompt_len,
+        skip_bad_rows=args.skip_bad_rows,
+    )
+
+
+def _checked_group(group: Any) -> Group:
+    if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
+        raise RolloutError(
+            f"a group must be a list of samples, not {_describe(group)}", remedy="hand back whole groups, flat"
+        )
+    if len({s.group_index for s in group}) != 1:
+        raise RolloutError(
+            f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group",
+            remedy="hand samples back in the groups they came in",
+        )
+    return group
+
+
+def _describe(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

@@ -1,0 +1,123 @@
+"""Evaluation on several data sets at once, each with settings of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from instep.data.dataset import Dataset, load_dataset
+from instep.errors import ConfigError, RolloutError
+from instep.rollout import runtime
+from instep.rollout.execute import Execution, new_execution, run_group
+from instep.rollout.outputs import reward_value
+from instep.rollout.rewards.dispatch import BUILT_IN
+from instep.rollout.tokens import tokenizer_of
+from instep.types import Group, RolloutFnEvalOutput, Sample, Status
+
+if TYPE_CHECKING:
+    from instep.arguments import EvalDataset
+
+_loaded: dict[tuple[Any, ...], Dataset] = {}
+
+
+def _load(args: Any, dataset: EvalDataset) -> Dataset:
+    """The rows of a data set; read once per process."""
+    options = {
+        "input_key": dataset.input_key,
+        "label_key": dataset.label_key,
+        "tool_key": dataset.tool_key,
+        "metadata_key": dataset.metadata_key,
+        "apply_chat_template": args.apply_chat_template,
+        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+        "max_prompt_len": dataset.max_prompt_len,
+        "skip_bad_rows": args.skip_bad_rows,
+    }
+    key = (dataset.path, str(args.hf_checkpoint), repr(options))
+    if key not in _loaded:
+        _loaded[key] = load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options)
+    return _loaded[key]
+
+
+def _sampling_params(args: Any, dataset: EvalDataset) -> dict[str, Any]:
+    params = {
+        "temperature": dataset.temperature,
+        "top_p": dataset.top_p,
+        "top_k": dataset.top_k,
+        "max_new_tokens": dataset.max_response_len,
+        "min_new_tokens": dataset.min_new_tokens,
+        "stop": dataset.stop,
+        "stop_token_ids": dataset.stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+    }
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _groups(args: Any, dataset: EvalDataset) -> list[Group]:
+    """Samples for every row; `n_samples_per_eval_prompt` of them each."""
+    n = dataset.n_samples_per_eval_prompt
+    rule = {"rm_type": dataset.rm_type} if dataset.rm_type else {}
+    reward_path = dataset.custom_rm_path
+    if reward_path == args.custom_rm_path and dataset.rm_type != args.rm_type:
+        reward_path = BUILT_IN  # the set's own rm_type counts more than the run's --custom-rm-path
+    return [
+        [
+            Sample(
+                group_index=row,
+                index=row * n + i,
+                prompt=record.prompt,
+                label=record.label,
+                metadata={**rule, **record.metadata, **dataset.metadata_overrides},
+                generate_function_path=dataset.custom_generate_function_path,
+                custom_rm_path=reward_path,
+            )
+            for i in range(n)
+        ]
+        for row, record in enumerate(_load(args, dataset))
+    ]
+
+
+def evaluate(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+    """Generate and reward every row of every set; by name `rewards` (floats), `truncated` and `samples`, in row order.
+
+    Sampling seeds do not depend on `rollout_id`, so that two evaluations differ by the policy alone.
+
+    Raises:
+        ConfigError: there is no evaluation set.
+        EngineError, RewardError, RolloutError: the evaluation is ended at once.
+    """
+    work = [(d, _groups(args, d)) for d in args.eval_datasets]
+    if not work:
+        raise ConfigError("there is no evaluation set", where="--eval-prompt-data", remedy="give NAME FILE pairs")
+    return runtime.run(_evaluate(args, rollout_id, work), timeout=args.rollout_timeout)
+
+
+async def _evaluate(args: Any, rollout_id: int, work: list[tuple[EvalDataset, list[Group]]]) -> RolloutFnEvalOutput:
+    shared = new_execution(args, rollout_id, evaluation=True)
+    progress = [0, sum(len(groups) for _, groups in work)]
+    results = await runtime.gather([_one_set(shared, d, groups, progress) for d, groups in work])
+    return RolloutFnEvalOutput({d.name: result for (d, _), result in zip(work, results, strict=True)})
+
+
+async def _one_set(shared: Execution, dataset: EvalDataset, groups: list[Group], progress: list[int]) -> dict[str, Any]:
+    execution = dataclasses.replace(
+        shared,
+        reward_key=dataset.reward_key,
+        max_context_len=dataset.max_context_len,
+        seed_tag=f"eval/{dataset.name}/",
+    )
+    params = _sampling_params(shared.args, dataset)
+
+    async def one(group: Group) -> Group:
+        done = await run_group(execution, group, params)
+        progress[0] += 1
+        runtime.report_progress(progress[0], progress[1], evaluation=dataset.name)
+        return done
+
+    samples = [s for group in await runtime.gather([one(g) for g in groups]) for s in group]
+    if any(s.status is Status.ABORTED for s in samples):
+        raise RolloutError("samples of the evaluation were aborted", where=dataset.name, remedy="run it again")
+    return {
+        "rewards": [reward_value(s, dataset.reward_key) for s in samples],
+        "truncated": [s.status is Status.TRUNCATED for s in samples],
+        "samples": samples,
+    }

@@ -1,0 +1,121 @@
+"""Answers out of responses, and whether they are right. Pure text; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40})(/\d{1,40})?")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\{|\{|\}")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none. One pass."""
+    open_braces: list[tuple[bool, int]] = []
+    best: tuple[int, int] | None = None
+    for token in _BRACE.finditer(text):
+        if token[0] != "}":
+            open_braces.append((len(token[0]) > 1, token.end()))
+        elif open_braces:
+            boxed, start = open_braces.pop()
+            if boxed and (best is None or start > best[0]):
+                best = (start, token.start())
+    return None if best is None else text[best[0] : best[1]].strip()
+
+
+def normalize(answer: str) -> str:
+    """An answer without what does not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
+    out = answer.strip().strip("$").strip()
+    out = _WRAPPED.sub(r"\1", out)
+    for old, new in (("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\ ", ""), ("\\$", ""), ("\\%", "")):
+        out = out.replace(old, new)
+    out = out.replace("dfrac", "frac").replace("tfrac", "frac").replace("^\\circ", "").replace("^{\\circ}", "")
+    out = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", out)
+    out = re.sub(r"\s+", "", out)
+    return out.rstrip(".%")
+
+
+def as_exact_number(text: str) -> Fraction | None:
+    """A plain integer, decimal or fraction (`3/4`, `\\frac{3}{4}`) as an exact number."""
+    text = _FRACTION.sub(r"\1\2/\3", text)
+    if not _NUMBER.fullmatch(text):
+        return None
+    numerator, _, denominator = text.partition("/")
+    if denominator and not int(denominator):
+        return None
+    return Fraction(numerator) / Fraction(denominator or 1)
+
+
+def quick_equal(answer: str, label: str) -> bool | None:
+    """Whether two answers agree, as far as text and exact numbers tell; None if only algebra can."""
+    a, b = normalize(answer), normalize(label)
+    if a == b:
+        return bool(a)
+    x, y = as_exact_number(a), as_exact_number(b)
+    if x is not None and y is not None:
+        return x == y
+    return False if not a or not b else None
+
+
+def after_thinking(response: str) -> str | None:
+    """What follows `</think>` or `###Response`; None without either (the deepscaler format)."""
+    for mark in ("</think>", "###Response"):
+        if mark in response:
+            return response.rsplit(mark, 1)[1]
+    return None
+
+
+def dapo(response: str, label: Any) -> dict[str, Any]:
+    """DAPO's grader (arXiv 2503.14476): the last `Answer:` line of the last 300 characters; score +1 or -1."""
+    lines = re.findall(r"(?i)answer *: *([^\n]+)", response[-300:])
+    pred = (last_boxed(lines[-1]) or lines[-1]).strip() if lines else "[INVALID]"
+    right = bool(lines) and quick_equal(pred, str(label)) is True
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": normalize(pred)}
+
+
+def f1(response: str, label: Any) -> float:
+    """Token F1 as in SQuAD (arXiv 1606.05250): lower case, without punctuation and articles; best over the labels."""
+    labels = label if isinstance(label, list) else [label]
+    return max((_f1(_words(response), _words(str(x))) for x in labels), default=0.0)
+
+
+def _words(text: str) -> list[str]:
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in text.split() if word not in ("a", "an", "the")]
+
+
+def _f1(prediction: list[str], truth: list[str]) -> float:
+    common = sum((Counter(prediction) & Counter(truth)).values())
+    if not common:
+        return float(not prediction and not truth)
+    precision, recall = common / len(prediction), common / len(truth)
+    return 2 * precision * recall / (precision + recall)
+
+
+def gpqa(response: str, label: Any, metadata: dict[str, Any]) -> float:
+    """Multiple choice: the last letter that is boxed, or stands alone after "answer", or alone on the last line.
+
+    `label` is a letter, or the text of an option; then `metadata["choices"]` (list, or dict by letter) has the texts.
+    """
+    text = after_thinking(response) or response
+    choices = metadata.get("choices") or []
+    options = choices if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices, strict=False))
+    wanted = str(metadata.get("correct_letter") or label).strip()
+    if len(wanted) != 1:
+        wanted = next((k for k, v in options.items() if normalize(str(v)) == normalize(wanted)), wanted)
+    boxed = last_boxed(text)
+    if boxed is not None and (found := re.fullmatch(r"\(?([A-Za-z])\)?\.?", normalize(boxed))):
+        return float(found[1].upper() == wanted.upper())
+    letter = r"\(?\*{0,2}\(?([A-Z])\)?(?![A-Za-z'])"
+    stated = re.findall(rf"(?i:answer|option|choice)\s{{0,3}}(?i:is|:)?\s{{0,3}}{letter}", text)
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    alone = re.fullmatch(rf"{letter}\*{{0,2}}\.?", lines[-1]) if lines else None
+    if stated or alone:
+        return float((stated[-1] if stated else alone[1]).upper() == wanted.upper())  # type: ignore[index]
+    said = boxed if boxed is not None else (lines[-1] if lines else "")
+    return float(bool(options) and normalize(said).lower() == normalize(str(options.get(wanted, ""))).lower() != "")

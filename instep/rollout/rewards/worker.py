@@ -1,0 +1,54 @@
+"""A reward worker: one JSON job per line of stdin, two lines of stdout per job (`started`, then the result).
+
+Started as `python -m instep.rollout.rewards.worker`; it imports nothing heavy before a job needs it, and ends with
+its parent, whatever it is computing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from typing import Any
+
+PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
+
+
+def algebra_equal(answer: str, label: str) -> bool:
+    """Whether two answers are equal as mathematics, by math-verify (sympy)."""
+    from math_verify import parse, verify
+
+    gold = parse(f"${label}$", parsing_timeout=PARSE_SECONDS)
+    target = parse(f"${answer}$", parsing_timeout=PARSE_SECONDS)
+    return bool(gold and target and verify(gold, target, timeout_seconds=PARSE_SECONDS))
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)  # math-verify reports each expression that it gives up on
+    jobs: queue.Queue[str] = queue.Queue()
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not look like an answer
+
+    def read() -> None:
+        for line in sys.stdin:
+            jobs.put(line)
+        os._exit(0)  # the parent is gone or wants no more
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        job: dict[str, Any] = json.loads(jobs.get())
+        try:
+            import math_verify  # noqa: F401  # before the clock of the job starts
+
+            print(json.dumps({"started": True}), file=out)
+            result: dict[str, Any] = {"equal": algebra_equal(job["answer"], job["label"])}
+        except Exception as error:  # a process border: the parent names function and sample
+            result = {"error": repr(error)}
+        print(json.dumps(result), file=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The rollout function of supervised fine-tuning: conversations from the data source, nothing is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.data.chat import response_length, tokenize_conversation
+from instep.errors import DataError, RolloutError
+from instep.rollout.eval import evaluate
+from instep.rollout.tokens import tokenizer_of
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """`--rollout-batch-size` conversations as groups of one, with tokens and loss mask; the reward is 0.
+
+    Raises:
+        DataError: a row whose prompt is no conversation with an assistant turn to train on.
+    """
+    if evaluation:
+        return evaluate(args, rollout_id)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    if not groups:
+        raise RolloutError("the data source has no more conversations", remedy="add data, or fewer --num-rollout")
+    return RolloutFnTrainOutput([[_tokenized(args, group[0])] for group in groups])
+
+
+def _tokenized(args: Any, sample: Sample) -> Sample:
+    where = f"group {sample.group_index}"
+    if not isinstance(sample.prompt, list):
+        raise DataError(
+            "the prompt is text, not a conversation",
+            where=f"{where}: {sample.prompt[:80]!r}",
+            remedy="give a list of messages, and leave out --apply-chat-template for sft",
+        )
+    ids, mask = tokenize_conversation(
+        sample.prompt,
+        tokenizer_of(args),
+        sample.metadata.get("tools"),
+        loss_mask_type=args.loss_mask_type,
+        template_kwargs=args.apply_chat_template_kwargs,
+        where=where,
+    )
+    sample.tokens, sample.response_length = ids, response_length(mask)
+    sample.loss_mask = mask[-sample.response_length :]
+    sample.execution_id = f"{sample.group_index}.0.{sample.attempt}"
+    sample.reward, sample.status = 0.0, Status.COMPLETED
+    return sample

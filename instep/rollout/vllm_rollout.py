@@ -1,0 +1,208 @@
+"""The default rollout function and generate function, for every engine that speaks vLLM's HTTP routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+from instep.errors import RolloutError
+from instep.hooks import load_function
+from instep.rollout import runtime
+from instep.rollout.client import abort_all, complete, get_model_url, to_vllm
+from instep.rollout.eval import evaluate
+from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
+from instep.rollout.filters import FilterOutput, as_filter_output
+from instep.rollout.outputs import flatten
+from instep.rollout.tokens import decode, prompt_ids, trim_stop
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+
+__all__ = ["generate", "generate_rollout", "get_model_url"]
+
+ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
+MAX_FILTERED_ROUNDS = 50  # as many times the rollout's groups may be filtered out before it is an error
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate the response of `sample`, or the rest of it when it already has one (a partial rollout).
+
+    `max_new_tokens` is the budget of the whole response; EOS and stop tokens stay in `tokens`, a stop string is cut
+    from `response` only.
+
+    Raises:
+        EngineError: the engine refused the request, or did not answer.
+    """
+    params = to_vllm(sampling_params)
+    before = sample.response_length
+    sample.tokens = sample.tokens or prompt_ids(args, sample)
+    if "max_tokens" in params:
+        params["max_tokens"] -= before
+        if params["max_tokens"] <= 0:
+            sample.status = Status.TRUNCATED
+            return sample
+    if before:
+        if "seed" in params:  # else the rest would repeat the random numbers of the beginning
+            params["seed"] = sampling_seed(params["seed"], before)
+        if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+            sample.loss_mask = [0] * before
+    out = await complete(
+        get_model_url(args), str(args.hf_checkpoint), sample.tokens, params, timeout=args.rollout_timeout
+    )
+    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
+    sample.status = out.status
+    if sample.response_length:
+        skip = bool(params.get("skip_special_tokens", True))
+        text = await decode(args, sample.tokens[-sample.response_length :], skip_special_tokens=skip)
+        sample.response = trim_stop(text, out.stop_reason if isinstance(out.stop_reason, str) else None)
+    return sample
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Generate until `--rollout-batch-size` groups stand, or evaluate all evaluation sets. Blocks.
+
+    Groups come back in the order of their `group_index`. Those that were taken but are not returned are given to
+    `data_source.add_samples` (partial rollouts) or `data_source.drop(groups, reason)`.
+
+    Raises:
+        EngineError, RewardError, RolloutError: the rollout is ended at once.
+    """
+    if evaluation:
+        return evaluate(args, rollout_id)
+    return runtime.run(_Rollout(args, rollout_id, data_source).run(), timeout=args.rollout_timeout)
+
+
+class _Rollout:
+    """The state of one training rollout."""
+
+    def __init__(self, args: Any, rollout_id: int, data_source: Any):
+        self.args, self.data_source = args, data_source
+        self.execution: Execution = new_execution(args, rollout_id)
+        self.params = train_sampling_params(args)
+        self.target = int(args.rollout_batch_size)
+        self.pending: dict[asyncio.Task[Group], Group] = {}
+        self.kept: list[Group] = []
+        self.finished: list[Group] = []  # all that were generated to their end, filtered ones too
+        self.counts: Counter[str] = Counter()
+        self.deadline = time.monotonic() + 0.95 * args.rollout_timeout  # before the caller's, who knows less
+
+    async def run(self) -> RolloutFnTrainOutput:
+        try:
+            while len(self.kept) < self.target:
+                self._refill()
+                for task in await self._wait():
+                    await self._settle(self.pending.pop(task), task.result())
+                self._report()
+            await self._end_the_rest()
+        finally:
+            await runtime.cancel_tasks(list(self.pending))
+        return await self._output()
+
+    def _refill(self) -> None:
+        while len(self.kept) + len(self.pending) < self.target:
+            wanted = self.args.over_sampling_batch_size or self.target
+            groups = self.data_source.get_samples(wanted)
+            if not groups:
+                raise RolloutError("the data source has no more groups", remedy="add data, or fewer --num-rollout")
+            for group in groups:
+                task = asyncio.create_task(run_group(self.execution, group, dict(self.params)))
+                self.pending[task] = group
+
+    async def _wait(self) -> list[asyncio.Task[Group]]:
+        """Groups that are done now, by group index."""
+        left = self.deadline - time.monotonic()
+        done, _ = await asyncio.wait(self.pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return sorted(done, key=lambda task: _order(self.pending[task]))
+        raise RolloutError(
+            f"{len(self.kept)} of {self.target} groups stand after {self.args.rollout_timeout:.0f} s, "
+            f"{len(self.pending)} are under way, {self.counts['filtered']} were filtered out",
+            where="--rollout-timeout",
+            remedy="see the engines' logs, and whether a custom generate function waits without a bound",
+        )
+
+    async def _settle(self, issued: Group, group: Group) -> None:
+        """Keep one group, or give it away."""
+        if any(s.status is Status.ABORTED for s in group):
+            self._give_back(issued, group)
+            return
+        self.finished.append(group)
+        if len(self.kept) >= self.target:
+            self._give_back(issued, group, reason="surplus")
+            return
+        verdict = await self._verdict(group)
+        if verdict.keep:
+            self.kept.append(group)
+            return
+        self.counts["filtered"] += 1
+        self.counts[f"filtered/{verdict.reason}"] += 1
+        self.data_source.drop([group], f"filtered:{verdict.reason}")
+        if self.counts["filtered"] > MAX_FILTERED_ROUNDS * self.target:
+            raise RolloutError(
+                f"{self.counts['filtered']} groups were filtered out and {len(self.kept)} of {self.target} kept: "
+                + ", ".join(f"{n} {k.partition('/')[2]}" for k, n in self.counts.items() if "/" in k),
+                where=f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path}",
+                remedy="the task may be solved or far too hard: change the data, the reward or the filter",
+            )
+
+    async def _verdict(self, group: Group) -> FilterOutput:
+        path = self.args.dynamic_sampling_filter_path
+        if path is None:
+            return FilterOutput(True)
+        out = await call_hook(path, f"group {group[0].group_index}", load_function(path), self.args, group)
+        return as_filter_output(out, path)
+
+    def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:
+        self.counts[reason] += 1
+        # Siblings of a fan-out cannot be continued; what was issued can, and is the same objects otherwise.
+        whole = len(issued) == len(group) and all(a is b for a, b in zip(issued, group, strict=True))
+        if self.args.partial_rollout and whole:
+            self.data_source.add_samples([group])
+        else:
+            self.data_source.drop([group], reason)
+
+    async def _end_the_rest(self) -> None:
+        """Abort what runs on every engine until all of it has answered; in `ABORT_SECONDS`, else cancel it."""
+        self.execution.aborted = True
+        deadline = time.monotonic() + ABORT_SECONDS
+        while self.pending and time.monotonic() < deadline:
+            # Again and again: a request may have been under way to an engine when the abort arrived there.
+            await abort_all(self.args.rollout_engine_urls)
+            done, _ = await asyncio.wait(self.pending, timeout=0.2)
+            for task in sorted(done, key=lambda task: _order(self.pending[task])):
+                await self._settle(self.pending.pop(task), task.result())
+        if self.pending:
+            await runtime.cancel_tasks(list(self.pending))
+            for group in self.pending.values():
+                self.counts["cancelled"] += 1
+                self.data_source.drop([group], "aborted")
+            self.pending.clear()
+
+    def _report(self) -> None:
+        runtime.report_progress(
+            len(self.kept),
+            self.target,
+            num_pending=len(self.pending),
+            num_filtered=self.counts["filtered"],
+            num_tokens=self.execution.num_tokens,
+        )
+
+    async def _output(self) -> RolloutFnTrainOutput:
+        args, groups = self.args, sorted(self.kept, key=_order)
+        if args.rollout_sample_filter_path:
+            path = args.rollout_sample_filter_path
+            await call_hook(path, "all groups", load_function(path), args, groups)
+        if args.rollout_all_samples_process_path:
+            path = args.rollout_all_samples_process_path
+            everything = sorted(self.finished, key=_order)
+            await call_hook(path, "all groups", load_function(path), args, everything, self.data_source)
+        metrics = {f"rollout/num_groups_{k}": float(n) for k, n in self.counts.items()}
+        metrics["rollout/num_tokens_generated"] = float(self.execution.num_tokens)
+        return RolloutFnTrainOutput(groups, metrics)
+
+
+def _order(group: Group) -> tuple[int, int]:
+    first = next(flatten(group))
+    return (first.group_index or 0, first.index or 0)

@@ -1,0 +1,220 @@
+"""The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and FSDP2 over several.
+
+Precision (one table for all backends): master weights, gradients and moments are float32. On one float32 rank the
+masters are the model's own parameters; else FSDP2 shards them, casts a layer's to `dtype` to compute with it, and
+reduces gradients in float32 (on one bf16 rank, too).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from instep.errors import CheckpointError
+from instep.training import packing
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, StepResult, TokenOutputs
+from instep.training.hf.model import Policy
+from instep.training.hf.weights import HfWeightSource, load_hf, named_weights
+from instep.types import TokenBatch
+
+
+class HfBackend:
+    """`TrainBackend` over transformers. `torch.distributed` is initialised by the caller, also for one rank.
+
+    Args:
+        args: `adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad, recompute_granularity`.
+        hf_config: the model's configuration. `load_hf` or `load` must follow: weights start undefined.
+        device: this rank's.
+        dtype: what forward and backward compute in, and what engines serve.
+        with_optimizer: False for a policy that is only scored (a reference).
+
+    Raises:
+        ConfigError: the model is not decoder-only, or cannot be run packed (seen at the first forward).
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        hf_config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        with_optimizer: bool = True,
+    ):
+        self.args, self.dtype = args, dtype
+        self._sharded = dist.get_world_size() > 1 or (dtype is not torch.float32 and with_optimizer)
+        stored = torch.float32 if with_optimizer else dtype
+        self.policy = Policy(hf_config, stored, recompute=args.recompute_granularity == "full")
+        if self._sharded:
+            _shard(self.policy, device, dtype)
+        self.policy.to(device)
+        group = dist.group.WORLD
+        self.parallel = ParallelInfo(
+            dist.get_rank(),
+            dist.get_world_size(),
+            dist.get_rank(),
+            dist.get_world_size(),
+            dp_group=group,
+            device=device,
+        )
+        self._checked = False
+        self.optimizer = _adamw(self.policy, args) if with_optimizer else None
+
+    def _forward(self, batch: TokenBatch, entropy: bool) -> TokenOutputs:
+        cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
+        temperature = torch.as_tensor(
+            batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device
+        )
+        log_probs, entropies = self.policy(
+            batch.tokens,
+            packing.position_ids(batch),
+            cu_seqlens,
+            max_seqlen,
+            packing.response_positions(batch),
+            packing.response_targets(batch),
+            packing.expand_to_tokens(batch, temperature),
+            with_entropy=entropy,
+            check=not self._checked,
+        )
+        self._checked = True
+        return TokenOutputs(log_probs, entropies)
+
+    @torch.no_grad()
+    def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
+        outputs = []
+        for batch in micro_batches:
+            out = self._forward(batch.to(self.parallel.device), entropy)
+            outputs.append(TokenOutputs(out.log_probs.cpu(), None if out.entropy is None else out.entropy.cpu()))
+        return outputs
+
+    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput]:
+        results = []
+        for batch in micro_batches:
+            batch = batch.to(self.parallel.device)
+            result = loss_fn(batch, self._forward(batch, entropy=True))
+            result.loss.backward()
+            result.loss = result.loss.detach()
+            results.append(result)
+        return results
+
+    @torch.no_grad()
+    def optimizer_step(self, lr: float) -> StepResult:
+        assert self.optimizer is not None, "this policy was built without an optimizer"
+        grads = [_local(p.grad) for p in self.policy.parameters() if p.grad is not None]
+        norm = self._global_norm(grads)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if self.args.clip_grad > 0 and norm > self.args.clip_grad:
+                torch._foreach_mul_(grads, self.args.clip_grad / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(norm, skipped)
+
+    def _global_norm(self, grads: list[Tensor]) -> float:
+        if not grads:
+            return 0.0
+        square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if self._sharded:
+            dist.all_reduce(square, group=self.parallel.dp_group)
+        return float(square.sqrt())
+
+    def publish(self, version: str) -> None:
+        """Nothing to do: `weight_source` reads the live weights."""
+
+    def weight_source(self) -> HfWeightSource:
+        return HfWeightSource(self.policy.model, self.dtype)
+
+    def load_hf(self, path: Path) -> None:
+        load_hf(self.policy.model, Path(path))
+
+    def _state(self, optimizer: bool) -> dict[str, Any]:
+        """Everything that `save` writes, by name; loading writes into the same tensors."""
+        weights = named_weights(self.policy.model)
+        state: dict[str, Any] = {"model": {name: w.detach() for name, w in weights.items()}}
+        if optimizer and self.optimizer is not None:
+            moments = {name: self.optimizer.state[w] for name, w in weights.items() if w in self.optimizer.state}
+            state["optimizer"] = moments
+        return state
+
+    def save(self, path: Path) -> None:
+        try:
+            dcp.save(self._state(optimizer=True), checkpoint_id=path)
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(
+                f"cannot write: {error}", where=str(path), remedy="free space, or --save to another disk"
+            ) from error
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        try:
+            dcp.load(self._state(optimizer), checkpoint_id=path)
+        except (OSError, CheckpointException) as error:
+            remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
+            raise CheckpointError(f"cannot read: {error}", where=str(path), remedy=remedy) from error
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.parallel.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.parallel.device.type == "cpu":
+            return
+        self.policy.to(device)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({k: v.to(device) for k, v in state.items()})
+        torch.cuda.empty_cache()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
+    """FSDP2 over all ranks: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = set(policy.model._no_split_modules or ())
+    for module in policy.model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+
+
+def _adamw(policy: nn.Module, args: Any) -> torch.optim.AdamW:
+    """Decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters. Moments exist from the start,
+    so that a checkpoint has them before the first step and memory holds no surprise."""
+    decayed, plain = [], []
+    for name, p in policy.named_parameters():
+        (plain if p.ndim <= 1 or name.endswith(".bias") else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=0.0,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        fused=True,
+    )
+    for p in policy.parameters():
+        step = torch.zeros((), device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer

@@ -1,0 +1,157 @@
+"""Any decoder-only `AutoModelForCausalLM` as a policy over packed sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from instep.checkpoints.hf_export import check_causal_lm
+from instep.errors import ConfigError
+from instep.training.log_probs import log_probs_and_entropy
+from instep.training.packed_attention import packed_attention
+
+ATTENTION = "instep_packed"
+_LOGIT_ELEMENTS = 2**28  # float32 logits of a chunk: 1 GiB
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packed_cu_seqlens: Tensor | None = None,
+    packed_max_seqlen: int = 0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,  # among them dropout: the engine has none, so that the policy has none
+) -> tuple[Tensor, None]:
+    """transformers' interface: `[1, heads, num_tokens, head_dim]` in, `[1, num_tokens, heads, head_dim]` out."""
+    windowed = sliding_window is not None and sliding_window < packed_max_seqlen
+    if packed_cu_seqlens is None or softcap is not None or s_aux is not None or windowed:
+        reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}"
+        _refuse(type(module).__name__, f"its attention is not plain causal attention over packed segments ({reason})")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = packed_attention(q, k, v, cu_seqlens=packed_cu_seqlens, max_seqlen=packed_max_seqlen, scale=scaling)
+    return out[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def _refuse(name: str, why: str) -> None:
+    raise ConfigError(
+        f"{name} cannot be trained packed: {why}",
+        where="train backend hf",
+        remedy="use a decoder-only model with plain causal attention (Qwen2/3, Llama, ...) or another --train-backend",
+    )
+
+
+class Policy(nn.Module):
+    """The model, asked for log-probs of response tokens only; logits stand for one chunk at a time.
+
+    One root module around it all, so that FSDP2's hooks see one forward per micro-batch.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, recompute: bool):
+        super().__init__()
+        check_causal_lm(config.to_dict(), where="hf_config")
+        try:
+            with no_init_weights():  # `load_hf` follows; untouched memory costs nothing
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(
+                str(error), where="hf_config", remedy="use a decoder-only model of transformers"
+            ) from error
+        model.tie_weights()
+        self.model: PreTrainedModel = model
+        self.vocab_size: int = config.get_text_config().vocab_size
+        # Dropout stays off: the engine, whose distribution this must be, has none.
+        self.model.eval()
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()
+            for module in self.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """`[num_tokens, hidden]`."""
+        kwargs = _inputs(tokens, position_ids, cu_seqlens, max_seqlen)
+        return self.model.base_model(**kwargs).last_hidden_state[0]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        positions: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        with_entropy: bool,
+        check: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (and entropy) of `targets`, float32 `[num_response_tokens]`; `check` runs `check_packing` first."""
+        if check:
+            self.check_packing(tokens.device)
+        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)[positions]
+        head = partial(self._log_probs, with_entropy=with_entropy)
+        chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
+        if hidden.shape[0] <= chunk:
+            return head(hidden, targets, temperature)
+        parts = [
+            checkpoint(head, *inputs, use_reentrant=False)
+            for inputs in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if with_entropy else None
+
+    def _log_probs(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.model.get_output_embeddings()(hidden)
+        return log_probs_and_entropy(
+            logits, targets, temperature, vocab_size=self.vocab_size, with_entropy=with_entropy
+        )
+
+    @torch.no_grad()
+    def check_packing(self, device: torch.device) -> None:
+        """Refuse a model whose logits are more than its output embedding, or that sees across packed segments.
+
+        Raises:
+            ConfigError: e.g. logit soft-capping or scaling, state-space layers.
+        """
+        name, length = type(self.model).__name__, 8
+        segment = torch.arange(length, device=device)
+        inputs = _inputs(
+            (segment % self.vocab_size).repeat(2), segment.repeat(2), segment.new_tensor([0, 8, 16]).int(), length
+        )
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        logits = self.model(**inputs).logits
+        if not torch.equal(self.model.get_output_embeddings()(hidden).float(), logits.float()):
+            _refuse(name, "its logits are more than its output embedding (soft-capping, scaling or the like)")
+        first, second = hidden[0].float().split(length)
+        tolerance = 1e-3 if hidden.dtype is torch.float32 else 5e-2
+        if (first - second).abs().max() > tolerance * first.abs().max():
+            _refuse(name, "a segment's hidden states depend on the segment before it (state-space layers, ALiBi, ...)")
+
+
+def _inputs(tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    return dict(
+        input_ids=tokens[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        packed_cu_seqlens=cu_seqlens,
+        packed_max_seqlen=max_seqlen,
+    )

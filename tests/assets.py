@@ -1,0 +1,81 @@
+"""A tiny Qwen3 checkpoint with a character tokenizer, and tiny data, made on the fly."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+CHARACTERS = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz\\{}:"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128) -> Path:
+    """A random Qwen3 (hidden 64) whose vocabulary is single characters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    vocab = {token: i for i, token in enumerate([*specials, *CHARACTERS, "\n"])}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=tied,
+        eos_token_id=vocab["<|im_end|>"],
+        pad_token_id=vocab["<|endoftext|>"],
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(1 + 0.1 * torch.randn_like(parameter) if "norm" in name else 0.08 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def make_prompts(path: Path, num: int, *, seed: int = 0) -> Path:
+    """`a+b=?` in the seeds' jsonl format."""
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for i in range(num):
+            a, b = rng.randrange(50), rng.randrange(50)
+            row = {
+                "prompt": [{"role": "user", "content": f"{a}+{b}=?"}],
+                "label": str(a + b),
+                "metadata": {"row": i},
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def make_conversations(path: Path, num: int, *, seed: int = 0) -> Path:
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for _ in range(num):
+            a, b = rng.randrange(50), rng.randrange(50)
+            messages = [
+                {"role": "user", "content": f"{a}+{b}=?"},
+                {"role": "assistant", "content": f"\\boxed{{{a + b}}}", "step_loss_mask": 1},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path

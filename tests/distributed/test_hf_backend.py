@@ -1,0 +1,405 @@
+"""The `hf` backend on one rank and on two (FSDP2) against plain transformers and torch, written independently here."""
+
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen3Config
+
+from instep.checkpoints.hf_export import check_hf_checkpoint, export_hf
+from instep.errors import CheckpointError, ConfigError
+from instep.training.backend import LossOutput
+from instep.training.hf.backend import HfBackend
+from instep.types import TokenBatch
+from tests.distributed.helpers import RankPool
+
+ARGS = SimpleNamespace(
+    adam_beta1=0.9, adam_beta2=0.98, adam_eps=1e-8, weight_decay=0.1, clip_grad=0.5, recompute_granularity=None
+)
+LRS = [1e-3, 2e-3, 5e-4]
+VOCAB = 61
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[Run]:
+    """`run_ranks(fn, world_size, *args)` on processes that this module's tests share."""
+    pools: dict[int, RankPool] = {}
+
+    def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        if world_size not in pools or pools[world_size].closed:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size].run(fn, *args)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+def make_checkpoint(folder: Path, *, tied: bool) -> Path:
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():  # biases and norms that are not at their neutral value
+        if p.ndim == 1:
+            torch.nn.init.normal_(p, mean=1.0, std=0.2)
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("hf"), tied=request.param)
+
+
+@pytest.fixture(scope="module")
+def tied_checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def make_batch(seed: int) -> TokenBatch:
+    """Eight samples, 4 to 30 tokens, of different temperatures; one response is a single token."""
+    g = torch.Generator().manual_seed(seed)
+    response = torch.randint(1, 20, (8,), generator=g)
+    response[0] = 1
+    total = response + torch.randint(3, 11, (8,), generator=g)
+    batch = TokenBatch(torch.randint(0, VOCAB, (int(total.sum()),), generator=g), total, response)
+    batch.token_columns["loss_weights"] = torch.rand(int(response.sum()), generator=g) / 10
+    batch.token_columns["advantages"] = torch.randn(int(response.sum()), generator=g)
+    batch.sample_columns["temperature"] = torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 0.9, 1.0])
+    return batch
+
+
+def micro_batches(batch: TokenBatch, rank: int, world_size: int) -> list[TokenBatch]:
+    mine = list(range(8))[rank::world_size]
+    return [batch.select(mine[: len(mine) // 2]), batch.select(mine[len(mine) // 2 :])]
+
+
+def loss_fn(batch, outputs) -> LossOutput:
+    weights, advantages = batch.token_columns["loss_weights"], batch.token_columns["advantages"]
+    loss = -(weights * (advantages * outputs.log_probs + 0.01 * outputs.entropy)).sum()
+    return LossOutput(loss, sums={"loss": loss.detach()})
+
+
+def make_backend(path: Path, load: bool = True, **kw) -> HfBackend:
+    args = SimpleNamespace(**{**vars(ARGS), **kw})
+    backend = HfBackend(
+        args, hf_config=AutoConfig.from_pretrained(path), device=torch.device("cpu"), dtype=torch.float32
+    )
+    if load:
+        backend.load_hf(path)
+    return backend
+
+
+def train(backend: HfBackend, steps: range) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    out = []
+    for step in steps:
+        parts = micro_batches(make_batch(step), backend.parallel.dp_rank, backend.parallel.dp_size)
+        loss = sum(r.sums["loss"] for r in backend.forward_backward(parts, loss_fn))
+        dist.all_reduce(loss)
+        out.append((float(loss), backend.optimizer_step(LRS[step]).grad_norm))
+    return out
+
+
+def weights_of(backend: HfBackend) -> dict[str, torch.Tensor] | None:
+    out = {spec.name: t if t is None else t.clone() for spec, t in backend.weight_source()}
+    return out if backend.weight_source().emits else None
+
+
+# --- the oracle: plain transformers, sample by sample, and torch's AdamW -------------------------------------------
+
+
+def oracle_log_probs(model, batch: TokenBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    log_probs, entropies = [], []
+    samples = zip(
+        batch.tokens.split(batch.total_lengths.tolist()),
+        batch.response_lengths.tolist(),
+        batch.sample_columns["temperature"].tolist(),
+        strict=True,
+    )
+    for tokens, response_length, temperature in samples:
+        logits = model(tokens[None]).logits[0, -response_length - 1 : -1] / temperature
+        log_p = logits.log_softmax(-1)
+        log_probs.append(log_p.gather(1, tokens[-response_length:, None])[:, 0])
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    return log_probs, entropies
+
+
+def oracle_training(path: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98),
+                                  eps=1e-8, weight_decay=0.1)  # fmt: skip
+    out = []
+    for step, lr in enumerate(LRS):
+        batch = make_batch(step)
+        log_probs, entropies = (torch.cat(x) for x in oracle_log_probs(model, batch))
+        columns = batch.token_columns
+        loss = -(columns["loss_weights"] * (columns["advantages"] * log_probs + 0.01 * entropies)).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((float(loss.detach()), float(norm)))
+    return out, {name: p.detach() for name, p in model.named_parameters()}
+
+
+# --- tests --------------------------------------------------------------------------------------------------------
+
+
+def _log_probs_rank(path):
+    backend = make_backend(path)
+    batch = make_batch(0)
+    return backend.forward_only(micro_batches(batch, 0, 1), entropy=True), backend.forward_only([batch])[0].log_probs
+
+
+def test_log_probs_equal_unpacked_transformers(run_ranks, checkpoint):
+    outputs, whole = run_ranks(_log_probs_rank, 1, checkpoint)[0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        log_probs, entropies = (torch.cat(x) for x in oracle_log_probs(model, make_batch(0)))
+    assert log_probs.std() > 0.5
+    torch.testing.assert_close(torch.cat([o.log_probs for o in outputs]), log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([o.entropy for o in outputs]), entropies, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole, log_probs, rtol=1e-5, atol=1e-5)
+
+
+def _chunked_rank(path):
+    from instep.training.hf import model
+
+    results = []
+    whole = model._LOGIT_ELEMENTS
+    for elements in (VOCAB * 7, whole):
+        model._LOGIT_ELEMENTS = elements
+        backend = make_backend(path, recompute_granularity="full" if elements < whole else None)
+        loss = backend.forward_backward([make_batch(0)], loss_fn)[0].loss
+        results.append((loss, [p.grad.clone() for p in backend.policy.parameters()]))
+    return results
+
+
+def test_chunks_of_logits_and_recomputation_change_nothing(run_ranks, tied_checkpoint):
+    (chunked_loss, chunked_grads), (loss, grads) = run_ranks(_chunked_rank, 1, tied_checkpoint)[0]
+    torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=1e-6)
+    for grad, chunked in zip(grads, chunked_grads, strict=True):
+        torch.testing.assert_close(chunked, grad, rtol=1e-4, atol=1e-6)
+
+
+def _train_rank(path, recompute):
+    backend = make_backend(path, recompute_granularity=recompute)
+    return train(backend, range(3)), weights_of(backend)
+
+
+@pytest.mark.parametrize("world_size, recompute", [(1, None), (2, None), (2, "full")])
+def test_three_steps_equal_plain_transformers_and_adamw(run_ranks, checkpoint, world_size, recompute):
+    expected_steps, expected = oracle_training(checkpoint)
+    assert expected_steps[0][1] > ARGS.clip_grad, "the test is to clip"
+    results = run_ranks(_train_rank, world_size, checkpoint, recompute)
+    for steps, _ in results:
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
+    weights = results[0][1]
+    assert weights.keys() == expected.keys() and all(w is None for _, w in results[1:])
+    for name, weight in expected.items():
+        assert (weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def _skip_rank(path):
+    backend = make_backend(path)
+    before = weights_of(backend)
+    batch = make_batch(0)
+    batch.token_columns["loss_weights"][0] = torch.inf if backend.parallel.rank == 0 else 1.0
+    backend.forward_backward([batch], loss_fn)
+    result = backend.optimizer_step(1e-3)
+    return result.skipped, before, weights_of(backend), train(backend, range(1))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(run_ranks, tied_checkpoint):
+    results = run_ranks(_skip_rank, 2, tied_checkpoint)
+    assert all(skipped for skipped, *_ in results)
+    _, before, after, next_step = results[0]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(
+        torch.tensor(next_step), torch.tensor(oracle_training(tied_checkpoint)[0][:1]), rtol=1e-5, atol=0
+    )
+
+
+def _save_rank(path, folder):
+    backend = make_backend(path)
+    train(backend, range(1))
+    if backend.parallel.rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    backend.save(folder)
+    return train(backend, range(1, 3)), weights_of(backend)
+
+
+def _load_rank(path, folder):
+    backend = make_backend(path, load=False)
+    backend.load(folder)
+    return train(backend, range(1, 3)), weights_of(backend)
+
+
+@pytest.mark.parametrize("saved_by, loaded_by", [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_a_saved_run_goes_on_as_if_never_stopped(run_ranks, tied_checkpoint, tmp_path, saved_by, loaded_by):
+    steps, weights = run_ranks(_save_rank, saved_by, tied_checkpoint, tmp_path / "save")[0]
+    loaded_steps, loaded = run_ranks(_load_rank, loaded_by, tied_checkpoint, tmp_path / "save")[0]
+    if saved_by == loaded_by:
+        assert loaded_steps == steps and all(torch.equal(loaded[name], weights[name]) for name in weights)
+    torch.testing.assert_close(torch.tensor(loaded_steps), torch.tensor(steps), rtol=1e-5, atol=0)
+    for name, weight in weights.items():
+        assert (loaded[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def _export_rank(path, dst, shard_bytes):
+    from instep.checkpoints import hf_export
+
+    backend = make_backend(path)
+    train(backend, range(1))
+    hf_export.MAX_SHARD_BYTES, before = shard_bytes, hf_export.MAX_SHARD_BYTES
+    export_hf(backend.weight_source(), path, dst)
+    hf_export.MAX_SHARD_BYTES = before
+    dist.barrier()
+    again = make_backend(path, load=False)
+    again.load_hf(dst)
+    return weights_of(backend), weights_of(again), backend.forward_only([make_batch(0)])[0].log_probs
+
+
+@pytest.mark.parametrize("world_size, shard_bytes", [(1, 5 * 10**9), (2, 20_000)])
+def test_an_export_loads_into_plain_transformers_bit_for_bit(run_ranks, checkpoint, tmp_path, world_size, shard_bytes):
+    dst = tmp_path / "export"
+    live, loaded, log_probs = run_ranks(_export_rank, world_size, checkpoint, dst, shard_bytes)[0]
+    original = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(dst)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, live[name]) and torch.equal(loaded[name], live[name])
+        assert not torch.equal(tensor, original[name]), "the step was to move it"
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.cat(oracle_log_probs(model, make_batch(0))[0]), log_probs, rtol=1e-5, atol=1e-5
+        )
+    assert (dst / "chat_template.jinja").read_text() == "{{ messages }}" and (dst / "tokenizer_config.json").exists()
+    assert len(list(dst.glob("*.safetensors"))) == (1 if shard_bytes > 10**6 else len(set(read_index(dst).values())))
+    assert check_hf_checkpoint(dst)["model_type"] == "qwen3"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    return index
+
+
+def test_a_full_disk_leaves_the_last_export_and_no_litter(tied_checkpoint, tmp_path):
+    weights = AutoModelForCausalLM.from_pretrained(tied_checkpoint).state_dict()
+    specs = [SimpleNamespace(name=n, shape=tuple(w.shape), dtype=w.dtype) for n, w in weights.items()]
+
+    class Source(list):
+        emits = True
+
+    source = Source((spec, weights[spec.name]) for spec in specs[:-1])
+    source.specs = specs[:-1]
+    export_hf(source, tied_checkpoint, tmp_path / "hf")
+    before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # every file over 10 kB fails to grow
+    try:
+        with pytest.raises(CheckpointError, match="cannot write"):
+            export_hf(source, tied_checkpoint, tmp_path / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def _bf16_rank(path):
+    args, config = ARGS, AutoConfig.from_pretrained(path)
+    backend = HfBackend(args, hf_config=config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    backend.load_hf(path)
+    log_probs = backend.forward_only([make_batch(0)])[0].log_probs
+    steps = train(backend, range(3))
+    return log_probs, steps, {p.dtype for p in backend.policy.parameters()}, weights_of(backend)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_computes_in_bf16_over_fp32_masters(run_ranks, tied_checkpoint, world_size):
+    log_probs, steps, stored, weights = run_ranks(_bf16_rank, world_size, tied_checkpoint)[0]
+    model = AutoModelForCausalLM.from_pretrained(tied_checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        exact = torch.cat(oracle_log_probs(model, make_batch(0))[0])
+    assert 1e-4 < (log_probs - exact).abs().mean() < 0.05 and log_probs.dtype is torch.float32
+    torch.testing.assert_close(
+        torch.tensor(steps), torch.tensor(oracle_training(tied_checkpoint)[0]), rtol=0.1, atol=0.02
+    )
+    assert stored == {torch.float32} and {w.dtype for w in weights.values()} == {torch.bfloat16}
+
+
+def _refusal_rank(config):
+    backend = HfBackend(ARGS, hf_config=config, device=torch.device("cpu"), dtype=torch.float32)
+    for p in backend.policy.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    try:
+        backend.forward_only([make_batch(0)])
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_models_that_cannot_be_run_packed_are_refused(run_ranks):
+    from transformers import CohereConfig, MambaConfig
+
+    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    gemma = Gemma2Config(**small, num_key_value_heads=2, head_dim=8)
+    assert "softcap" in run_ranks(_refusal_rank, 1, gemma)[0]
+    cohere = CohereConfig(**small, logit_scale=0.25)
+    assert "more than its output embedding" in run_ranks(_refusal_rank, 1, cohere)[0]
+    mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    assert "depend on the segment before it" in run_ranks(_refusal_rank, 1, mamba)[0]
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (None, "config.json is missing"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "encoder-only"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+            "encoder-dec",
+        ),
+        ({"architectures": ["Qwen3Model"], "model_type": "qwen3"}, "not a causal language model"),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "weights are missing: model.safetensors"),
+    ],
+)
+def test_folders_that_are_no_causal_lm_checkpoint(tmp_path, config, message):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        check_hf_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(run_ranks, tied_checkpoint, tmp_path):
+    message = run_ranks(_wrong_shape_rank, 1, tied_checkpoint)[0]
+    assert "model.embed_tokens.weight" in message and "[61, 32]" in message and "[62, 32]" in message
+
+
+def _wrong_shape_rank(path):
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size = 62
+    backend = HfBackend(ARGS, hf_config=config, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(CheckpointError) as error:
+        backend.load_hf(path)
+    return str(error.value)

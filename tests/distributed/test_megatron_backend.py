@@ -1,0 +1,367 @@
+"""The megatron backend over gloo against plain transformers + torch.optim.AdamW, which is the oracle throughout.
+
+All two-rank layouts run in one pair of processes, one after another, and all one-rank ones in one more; they write what
+they computed, and the tests below compare it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from instep.errors import CheckpointError, InstepError
+from instep.training.backend import LossOutput, TokenOutputs
+from instep.types import TokenBatch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# eps is large, because Adam blows rounding noise of vanishing gradients up to full steps
+LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-4, 1.0
+NUMBERS = dict(
+    vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-6,
+)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=32)  # fmt: skip
+MODELS: dict[str, PretrainedConfig] = {
+    "untied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=False),
+    "tied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**NUMBERS, tie_word_embeddings=True),
+    "llama": LlamaConfig(**NUMBERS, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+}
+# name: (ranks, model, arguments)
+LAYOUTS = {
+    "one": (1, "untied", {}),
+    "one-tied": (1, "tied", {}),
+    "one-qwen2": (1, "qwen2", {}),
+    "one-llama": (1, "llama", {}),
+    "one-recompute": (
+        1, "untied", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
+    "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
+    "tp2-qwen2": (2, "qwen2", dict(tensor_model_parallel_size=2)),
+    "tp2-sp": (2, "untied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2-sp-tied": (2, "tied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "dp2": (2, "untied", {}),
+    "dp2-dist-opt": (2, "untied", dict(use_distributed_optimizer=True)),
+    "pp2": (2, "untied", dict(pipeline_model_parallel_size=2)),
+    "pp2-tied": (2, "tied", dict(pipeline_model_parallel_size=2)),
+}  # fmt: skip
+# saved by -> loaded by
+RESUMES = [
+    ("tp2", "one"), ("dp2-dist-opt", "one"), ("dp2-dist-opt", "pp2"), ("pp2", "dp2-dist-opt"),
+    ("dp2-dist-opt", "tp2"), ("dp2", "dp2"), ("dp2-dist-opt", "dp2-dist-opt"), ("pp2-tied", "one-tied"),
+]  # fmt: skip
+
+
+def make_args(**changes) -> SimpleNamespace:
+    base = dict(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False,
+        use_distributed_optimizer=False, recompute_granularity=None, recompute_method=None,
+        recompute_num_layers=None, lr=LR, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+        adam_eps=EPS, clip_grad=CLIP, seed=1, megatron_overrides={}, num_layers=None, hidden_size=None,
+    )  # fmt: skip
+    return SimpleNamespace(**(base | changes))
+
+
+def micro_batches(step: int) -> list[TokenBatch]:
+    """Four micro-batches of two samples of different lengths, and weights of either sign."""
+    g = torch.Generator().manual_seed(100 + step)
+    batches = []
+    for _ in range(4):
+        responses = torch.randint(1, 12, (2,), generator=g)
+        totals = responses + torch.randint(1, 9, (2,), generator=g)
+        weights = torch.randn(int(responses.sum()), generator=g) / 30
+        batches.append(
+            TokenBatch(
+                torch.randint(0, 100, (int(totals.sum()),), generator=g),
+                totals,
+                responses,
+                {"loss_weights": weights},
+                {"temperature": torch.tensor([1.0, 0.7])},
+            )  # fmt: skip
+        )
+    return batches
+
+
+def weighted_loss(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+    w = batch.token_columns["loss_weights"]
+    loss = -(w * outputs.log_probs).sum() - 0.3 * (w.abs() * outputs.entropy).sum()
+    return LossOutput(loss, {"tokens": torch.tensor(float(w.numel()))}, {"top": outputs.log_probs.detach().max()})
+
+
+# The oracle
+
+
+def oracle_outputs(model: torch.nn.Module, batch: TokenBatch) -> TokenOutputs:
+    """Sample by sample, no packing, plain log-softmax."""
+    log_probs, entropies = [], []
+    for tokens, n, t in zip(
+        batch.tokens.split(batch.total_lengths.tolist()), batch.response_lengths, batch.sample_columns["temperature"],
+        strict=True,
+    ):  # fmt: skip
+        logits = model(tokens[None]).logits[0, -n - 1 : -1] / t
+        log_p = torch.log_softmax(logits, -1)
+        log_probs.append(log_p.gather(1, tokens[-n:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return TokenOutputs(torch.cat(log_probs), torch.cat(entropies))
+
+
+def oracle(folder: Path) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    with torch.no_grad():
+        scores = [oracle_outputs(model, b) for b in micro_batches(0)]
+    losses, norms, weights = [], [], []
+    for step in range(5):
+        loss = sum(weighted_loss(b, oracle_outputs(model, b)).loss for b in micro_batches(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params, CLIP)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (step + 1)
+        optimizer.step()
+        losses.append(float(loss))
+        weights.append({k: v.clone() for k, v in model.state_dict().items()})
+    names = {n for n, _ in model.named_parameters()}  # tied weights once
+    return dict(scores=scores, losses=losses, norms=norms, weights=[{n: w[n] for n in names} for w in weights])
+
+
+# What runs in the processes
+
+
+def export(backend) -> dict[str, torch.Tensor]:
+    source = backend.weight_source()
+    out = {}
+    for (spec, tensor), want in zip(source, source.specs, strict=True):
+        assert spec == want and (tensor is not None) == source.emits
+        if tensor is not None:
+            assert tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype and tensor.is_contiguous()
+            assert spec.name not in out
+            out[spec.name] = tensor.clone()
+    return out
+
+
+def train(backend, steps: range) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    p = backend.parallel
+    for step in steps:
+        share = 4 // p.dp_size
+        mine = micro_batches(step)[p.dp_rank * share : (p.dp_rank + 1) * share]
+        out = backend.forward_backward(mine, weighted_loss)
+        assert (out is None) == (not p.is_last_stage)
+        loss = torch.zeros(2)
+        if p.is_output_rank:
+            loss = sum(torch.stack([o.loss, o.sums["tokens"]]) for o in out)
+        dist.all_reduce(loss)
+        assert loss[1] == sum(int(b.response_lengths.sum()) for b in micro_batches(step))
+        result = backend.optimizer_step(LR / (step + 1))
+        assert not result.skipped
+        losses.append(float(loss[0]))
+        norms.append(result.grad_norm)
+    return losses, norms
+
+
+def make_backend(root: Path, layout: str, **kwargs):
+    from megatron.core import parallel_state
+
+    from instep.training.megatron.backend import MegatronBackend
+
+    parallel_state.destroy_model_parallel()
+    _, model, changes = LAYOUTS[layout]
+    config = AutoConfig.from_pretrained(root / model)
+    backend = MegatronBackend(
+        make_args(**changes), hf_config=config, device=torch.device("cpu"), dtype=torch.float32, **kwargs
+    )
+    return backend, root / model
+
+
+def run_layout(root: Path, name: str) -> dict:
+    backend, hf = make_backend(root, name)
+    backend.load_hf(hf)
+    p = backend.parallel
+    share = 4 // p.dp_size
+    scores = backend.forward_only(micro_batches(0)[p.dp_rank * share : (p.dp_rank + 1) * share], entropy=True)
+    result = dict(parallel=(p.dp_rank, p.is_last_stage, p.is_output_rank), scores=scores, exported=export(backend))
+    result["losses"], result["norms"] = train(backend, range(3))
+    result["weights"] = export(backend)
+    if any(saved == name for saved, _ in RESUMES):
+        folder = root / f"checkpoint-{name}"
+        folder.mkdir(exist_ok=True)
+        backend.save(folder)
+    return result
+
+
+def run_resume(root: Path, saved: str, name: str) -> dict:
+    backend, _ = make_backend(root, name)
+    backend.load(root / f"checkpoint-{saved}")
+    losses, norms = train(backend, range(3, 5))
+    return dict(losses=losses, norms=norms, weights=export(backend))
+
+
+def run_edges(root: Path) -> dict:
+    """Behaviour beyond numbers, on one rank."""
+    from megatron.core.transformer.moe import moe_utils
+
+    backend, hf = make_backend(root, "one")
+    backend.load_hf(hf)
+    before = export(backend)
+    bad = micro_batches(0)[0]
+    bad.token_columns["loss_weights"][0] = math.nan
+    backend.forward_backward([bad], weighted_loss)
+    result = backend.optimizer_step(LR)
+    after = export(backend)
+    edges = {
+        "skipped": result.skipped and math.isnan(result.grad_norm),
+        "unchanged": all(torch.equal(before[k], after[k]) for k in before),
+        "then_trains": train(backend, range(0, 1)),
+        "type_outside": torch.zeros(1).type(),
+        "te_general_gemm": moe_utils.te_general_gemm,
+    }
+    backend.forward_backward(micro_batches(0), weighted_loss)
+    edges["twice"] = refusal(lambda: backend.forward_backward(micro_batches(0), weighted_loss))
+    backend.optimizer_step(0.0)
+    edges["no_checkpoint"] = refusal(lambda: backend.load(root))
+    edges["wrong_checkpoint"] = refusal(lambda: backend.load_hf(root / "tied"))
+    reference, hf = make_backend(root, "one", with_optimizer=False)
+    reference.load_hf(hf)
+    edges["reference"] = reference.forward_only(micro_batches(0))
+    return edges
+
+
+def refusal(call) -> InstepError:
+    try:
+        call()
+    except InstepError as error:
+        return copy.copy(error)
+    raise AssertionError("not refused")
+
+
+def processes(rank: int, size: int, port: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    from instep.training.megatron import cpu_platform
+
+    cpu_platform.install()  # before the first import of megatron.core
+    results: dict = {name: run_layout(root, name) for name, (ranks, *_) in LAYOUTS.items() if ranks == size}
+    results |= {(a, b): run_resume(root, a, b) for a, b in RESUMES if LAYOUTS[b][0] == size}
+    if size == 1:
+        results["edges"] = run_edges(root)
+    torch.save(results, root / f"results-{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> dict:
+    """Results by layout: one dictionary per rank; and the oracle's by model."""
+    root = tmp_path_factory.mktemp("megatron")
+    for name, config in MODELS.items():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn_like(p) * 0.1 + (1 if p.ndim == 1 and p.numel() in (16, 64) else 0))
+        model.save_pretrained(root / name, max_shard_size="100KB" if name == "untied" else "1GB")
+    results: dict = {name: oracle(root / name) for name in MODELS}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for size in (2, 1):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        mp.spawn(processes, args=(size, port, root), nprocs=size)
+        ranks = [torch.load(root / f"results-{size}-{r}.pt", weights_only=False) for r in range(size)]
+        results |= {(key, "ranks"): [r[key] for r in ranks] for key in ranks[0]}
+    return results
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-3)) / tolerance
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_and_entropy_are_those_of_transformers(computed, name):
+    ranks, want = computed[name, "ranks"], computed[LAYOUTS[name][1]]["scores"]
+    by_dp = {}
+    for rank in ranks:
+        dp_rank, last, _ = rank["parallel"]
+        assert (rank["scores"] is None) == (not last)
+        if last:
+            by_dp.setdefault(dp_rank, []).append(rank["scores"])
+    assert sum(rank["parallel"][2] for rank in ranks) == len(by_dp)
+    for copies in by_dp.values():  # every tensor-parallel rank holds the same
+        for a, b in zip(copies[0], copies[-1], strict=True):
+            assert torch.equal(a.log_probs, b.log_probs)
+    got = [out for dp_rank in sorted(by_dp) for out in by_dp[dp_rank][0]]
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.log_probs, w.log_probs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(g.entropy, w.entropy, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_steps_are_those_of_transformers_with_adamw(computed, name):
+    want = computed[LAYOUTS[name][1]]
+    for rank in computed[name, "ranks"]:
+        assert rank["losses"] == pytest.approx(want["losses"][:3], rel=1e-5)
+        assert rank["norms"] == pytest.approx(want["norms"][:3], rel=1e-5)
+    assert min(want["norms"]) > CLIP, "the clip must act"
+    got = computed[name, "ranks"][0]["weights"]
+    assert set(got) == set(want["weights"][2])
+    for key, tensor in want["weights"][2].items():
+        assert close(got[key], tensor, 1e-5) <= 1, key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_export_after_load_is_bit_equal(computed, name, tmp_path_factory):
+    model = LAYOUTS[name][1]
+    torch.manual_seed(7)
+    saved = AutoModelForCausalLM.from_config(MODELS[model], dtype=torch.float32)
+    with torch.no_grad():
+        for p in saved.parameters():
+            p.copy_(torch.randn_like(p) * 0.1 + (1 if p.ndim == 1 and p.numel() in (16, 64) else 0))
+    want = dict(saved.named_parameters())
+    first, *others = [rank["exported"] for rank in computed[name, "ranks"]]
+    assert set(first) == set(want) and not any(others)
+    assert all(torch.equal(first[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize(("saved", "name"), RESUMES)
+def test_a_checkpoint_goes_on_under_another_layout(computed, saved, name):
+    want = computed[LAYOUTS[name][1]]
+    for rank in computed[(saved, name), "ranks"]:
+        assert rank["losses"] == pytest.approx(want["losses"][3:], rel=2e-5)
+        assert rank["norms"] == pytest.approx(want["norms"][3:], rel=2e-5)
+    got = computed[(saved, name), "ranks"][0]["weights"]
+    for key, tensor in want["weights"][4].items():
+        assert close(got[key], tensor, 2e-5) <= 1, key
+
+
+def test_edges(computed):
+    (edges,) = computed["edges", "ranks"]
+    want = computed["untied"]
+    assert edges["skipped"] and edges["unchanged"]
+    losses, norms = edges["then_trains"]
+    assert losses == pytest.approx(want["losses"][:1], rel=1e-5) and norms == pytest.approx(want["norms"][:1], rel=1e-5)
+    assert edges["type_outside"] == "torch.FloatTensor", "the platform's lie must stay inside its scope"
+    assert "twice" in str(edges["twice"])
+    assert isinstance(edges["no_checkpoint"], CheckpointError)
+    assert isinstance(edges["wrong_checkpoint"], CheckpointError) and "lm_head.weight" in str(edges["wrong_checkpoint"])
+    for got, expected in zip(edges["reference"], want["scores"], strict=True):
+        torch.testing.assert_close(got.log_probs, expected.log_probs, atol=1e-5, rtol=1e-5)
+        assert got.entropy is None

@@ -1,0 +1,47 @@
+"""Running `instep` as a user does, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+
+
+def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
+    """A small GRPO run: 2 rollouts of 4 prompts x 4 samples. Later flags win over earlier ones."""
+    defaults = {
+        "--hf-checkpoint": tiny / "hf",
+        "--prompt-data": tiny / "train.jsonl",
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rm-type": "math",
+        "--rollout-batch-size": 4,
+        "--n-samples-per-prompt": 4,
+        "--rollout-max-response-len": 16,
+        "--num-rollout": 2,
+        "--lr": 1e-3,
+        "--lr-decay-style": "constant",
+        "--train-backend": "hf",
+        "--actor-num-gpus-per-node": 1,
+        "--num-threads": 2,
+        "--device": "cpu",
+        "--run-dir": run_dir,
+    }
+    given = {flag for flag in more if flag.startswith("--")}
+    out = [str(x) for flag, value in defaults.items() if flag not in given for x in (flag, value)]
+    return ["train", *out, "--apply-chat-template", *more]
+
+
+def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "instep.cli", *arguments]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def run(arguments: list[str], timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "instep.cli", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)

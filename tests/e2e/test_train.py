@@ -1,0 +1,108 @@
+"""`instep train` and `instep sft` as a user runs them: real engine, real workers, real files."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.e2e.commands import grpo_arguments, run
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """One run on one rank of the hf backend, with evaluation and checkpoints."""
+    run_dir = tmp_path_factory.mktemp("run")
+    more = ["--eval-prompt-data", "held-out", str(tiny / "eval.jsonl"), "--eval-interval", "2", "--use-tensorboard"]
+    more += ["--save", str(run_dir / "ckpt"), "--save-interval", "1", "--save-hf", str(run_dir / "hf")]
+    more += ["--global-batch-size", "8", "--use-kl-loss", "--kl-loss-coef", "0.01", "--entropy-coef", "0.001"]
+    done = run(grpo_arguments(tiny, run_dir, *more))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir
+
+
+def test_the_run_writes_what_the_readme_promises(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    for name in ("eval_reward_before", "eval_reward_after", "wall_seconds", "peak_pss_bytes", "num_steps", "versions"):
+        assert name in summary
+    assert summary["num_steps"] == 4 and summary["sync_probe_max_abs_diff"] <= 1e-5
+    for name in ("metrics.jsonl", "samples.jsonl", "report.html", "hf/model.safetensors", "hf/tokenizer.json"):
+        assert (finished / name).stat().st_size > 0
+    assert list((finished / "tensorboard").iterdir())
+    assert (finished / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_metrics_are_complete_and_consistent(finished):
+    steps = [r for r in rows(finished / "metrics.jsonl") if "train/loss" in r]
+    assert [r["step"] for r in steps] == [0, 1]
+    names = "rollout/reward_mean rollout/response_length_mean rollout/truncated_ratio train/entropy train/pg_clipfrac "
+    names += "train/kl_loss train/log_prob_gap_mean train/log_prob_gap_max train/engine_kl train/grad_norm "
+    names += "perf/rollout_seconds perf/train_seconds perf/sync_seconds perf/rollout_tokens_per_second "
+    names += "perf/train_tokens_per_second perf/pss_bytes sync/version sync/probe_max_abs_diff"
+    for row in steps:
+        for name in names.split():
+            assert name in row and math.isfinite(row[name]), name
+        assert row["train/log_prob_gap_max"] < 1e-4  # fp32: trainer and engine compute the same policy
+        assert 0 < row["train/entropy"] < math.log(60)
+    assert [r["sync/version"] for r in steps] == [2, 3]  # one session before the first rollout
+    assert abs(steps[0]["train/kl_loss"]) < 1e-3 < steps[1]["train/kl_loss"] * 1e6
+
+
+def test_every_token_carries_the_version_that_made_it(finished):
+    samples = [r for r in rows(finished / "samples.jsonl") if r["split"] == "train"]
+    assert {v for r in samples if r["rollout_id"] == 0 for v in r["weight_versions"]} == {"1"}
+    assert {v for r in samples if r["rollout_id"] == 1 for v in r["weight_versions"]} == {"2"}
+
+
+def test_the_exported_checkpoint_is_the_trained_policy(finished, tiny):
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(tiny / "hf").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(finished / "hf").state_dict()
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[k], after[k]) for k in before if "norm" not in k)
+    assert all(torch.allclose(before[k], after[k], atol=0.02) for k in before)
+
+
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, backend):
+    """3 rollouts at once, and 2 and then 1 more with the same command: the same weights and counters."""
+    common = ["--train-backend", backend, "--save-interval", "1", "--global-batch-size", "16", "--lr", "1e-3"]
+    whole = tmp_path / "whole"
+    done = run(grpo_arguments(tiny, whole, *common, "--num-rollout", "3", "--save-hf", str(whole / "hf")))
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = tmp_path / "parts"
+    ckpt = ["--save", str(parts / "ckpt"), "--load", str(parts / "ckpt"), "--save-hf", str(parts / "hf")]
+    for num_rollout in ("2", "3"):
+        done = run(grpo_arguments(tiny, parts, *common, *ckpt, "--num-rollout", num_rollout))
+        assert done.returncode == 0, done.stderr[-3000:]
+    steps = [r for r in rows(parts / "metrics.jsonl") if "train/loss" in r]
+    expected = [r for r in rows(whole / "metrics.jsonl") if "train/loss" in r]
+    assert [r["step"] for r in steps] == [0, 1, 2]
+    for got, want in zip(steps, expected, strict=True):
+        assert got["rollout/reward_mean"] == want["rollout/reward_mean"]
+        assert got["rollout/response_length_mean"] == want["rollout/response_length_mean"]
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
+        assert got["sync/version"] == want["sync/version"] + (got["step"] == 2)  # a resume proves its weights anew
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(d / "hf" / "model.safetensors") for d in (parts, whole))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sft_learns_and_exports(tiny, tmp_path):
+    arguments = ["sft", "--hf-checkpoint", str(tiny / "hf"), "--prompt-data", str(tiny / "sft.jsonl")]
+    arguments += ["--input-key", "messages", "--rollout-batch-size", "64", "--global-batch-size", "16"]
+    arguments += ["--num-rollout", "6", "--lr", "3e-3", "--lr-decay-style", "constant", "--train-backend", "hf"]
+    arguments += ["--actor-num-gpus-per-node", "1", "--num-threads", "2", "--micro-batch-size", "16"]
+    arguments += ["--run-dir", str(tmp_path / "sft"), "--save-hf", str(tmp_path / "hf"), "--device", "cpu"]
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [r["train/loss"] for r in rows(tmp_path / "sft" / "metrics.jsonl") if "train/loss" in r]
+    assert len(losses) == 6 and losses[-1] < 0.6 * losses[0]
+    assert (tmp_path / "hf" / "model.safetensors").exists()

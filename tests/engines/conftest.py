@@ -1,0 +1,179 @@
+"""Real engines on tiny checkpoints that are made here: one process per engine kind and model, for the whole session."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ENGINE_KINDS = ["embedded"]
+MAX_MODEL_LEN = 1024
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|pad|>", "<|im_end|>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["add the two numbers and show each step", "3 + 4 = 7, carry 1"] * 8, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
+    """A Qwen3 of 2 layers with peaked, position-dependent predictions, saved with its tokenizer; returned in float32."""
+    tokenizer = train_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def engine_environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
+    assert kind == "embedded", kind
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "num_threads": 1, **flags}
+    extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]
+
+
+@dataclass
+class Engine:
+    """A running engine as a client sees it, and the same model in this process (`hf`)."""
+
+    kind: str
+    url: str
+    path: Path
+    hf: Qwen3ForCausalLM
+    process: subprocess.Popen[bytes]
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(40))
+
+    def call(
+        self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
+    ) -> tuple[int, Any]:
+        """HTTP status and decoded JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.url + route, data if method == "POST" else None, headers or {})
+        request.method = method
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                text = reply.read()
+                return reply.status, json.loads(text) if text else None
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def ok(self, route: str, body: Any = None, **kwargs: Any) -> Any:
+        status, reply = self.call(route, body, **kwargs)
+        assert status == 200, (route, status, reply)
+        return reply
+
+    def generate(self, token_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
+        """The first choice of `/inference/v1/generate`."""
+        return self.ok("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling_params})["choices"][0]
+
+    def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
+        return self.pool.submit(self.generate, token_ids, **sampling_params)
+
+    def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
+        body = {"token_ids": token_ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        entries = self.ok("/inference/v1/generate", body)["prompt_logprobs"]
+        assert entries[0] is None
+        return [e[str(t)]["logprob"] for e, t in zip(entries[1:], token_ids[1:], strict=True)]
+
+
+@contextlib.contextmanager
+def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path) -> Iterator[Engine]:
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            engine_command(kind, path, port), stdout=output, stderr=output, env=engine_environment()
+        )
+    engine = Engine(kind, f"http://127.0.0.1:{port}", path, hf, process)
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            with contextlib.suppress(OSError):
+                if engine.call("/health", method="GET", timeout=2)[0] == 200:
+                    break
+            time.sleep(0.1)
+        yield engine
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        engine.pool.shutdown(wait=False)
+
+
+@pytest.fixture(scope="session", params=[(k, m) for k in ENGINE_KINDS for m in ("tied", "untied")], ids="-".join)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    kind, model = request.param
+    folder = tmp_path_factory.mktemp(f"{kind}-{model}")
+    hf = make_checkpoint(folder / "model", tied=model == "tied")
+    with run_engine(kind, folder / "model", hf, folder / "log") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _leave_engine_clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves the shared engine paused."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        engine.ok("/abort_requests")
+        engine.ok("/resume")

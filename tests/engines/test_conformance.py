@@ -1,0 +1,493 @@
+"""What instep's client relies on, whatever engine answers (design, section 4)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.conftest import MAX_MODEL_LEN, Engine, engine_command, engine_environment, free_port
+from transformers import AutoTokenizer
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+EOS = 1
+
+
+def oracle(engine: Engine, tokens: list[int]) -> torch.Tensor:
+    """Float32 logits `[len(tokens), vocab]` of a plain forward pass."""
+    with torch.no_grad():
+        return engine.hf(torch.tensor([tokens])).logits[0].float()
+
+
+def expected_log_probs(engine: Engine, choice: dict[str, Any], temperature: float = 1.0) -> list[float]:
+    tokens = PROMPT + choice["token_ids"]
+    log_probs = (oracle(engine, tokens) / temperature).log_softmax(-1)
+    return [float(log_probs[i - 1, tokens[i]]) for i in range(len(PROMPT), len(tokens))]
+
+
+def returned_log_probs(choice: dict[str, Any]) -> list[float]:
+    content = choice["logprobs"]["content"]
+    assert [c["token_id"] for c in content] == choice["token_ids"]
+    return [c["logprob"] for c in content]
+
+
+def partial(engine: Engine, end: str, **params: Any) -> dict[str, Any]:
+    """A long response that the route `end` interrupted midway; tried again if the machine was too quick or too slow."""
+    for wait in (0.2, 0.1, 0.4, 0.05, 1.0):
+        future = engine.submit(PROMPT, ignore_eos=True, logprobs=0, **params)
+        time.sleep(wait)
+        engine.ok(end)
+        choice = future.result(timeout=60)
+        if 0 < len(choice["token_ids"]) < MAX_MODEL_LEN - len(PROMPT):
+            return choice
+        engine.ok("/resume")
+    raise AssertionError("never interrupted midway")
+
+
+# -- log-probs ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_log_probs_equal_a_plain_forward(engine: Engine) -> None:
+    tokens = [(7 * i * i + 3) % 290 + 3 for i in range(60)]
+    want = oracle(engine, tokens).log_softmax(-1)
+    got = engine.prompt_log_probs(tokens)
+    assert len(got) == 59
+    assert max(abs(got[i] - float(want[i, tokens[i + 1]])) for i in range(59)) < 1e-5
+
+
+def test_prompt_log_probs_carry_rank_and_top(engine: Engine) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
+    entry = engine.ok("/inference/v1/generate", body)["prompt_logprobs"][3]
+    row = oracle(engine, PROMPT)[2].log_softmax(-1)
+    best = row.argsort(descending=True).tolist()
+    assert entry[str(PROMPT[3])]["rank"] == best.index(PROMPT[3]) + 1
+    assert {str(t) for t in best[:2]} <= set(entry)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+def test_sampled_log_probs_are_those_at_the_sampling_temperature(engine: Engine, temperature: float) -> None:
+    choice = engine.generate(PROMPT, max_tokens=80, temperature=temperature, logprobs=0, seed=5, ignore_eos=True)
+    want = expected_log_probs(engine, choice, temperature)
+    assert max(abs(a - b) for a, b in zip(returned_log_probs(choice), want, strict=True)) < 1e-5
+    assert all(c["top_logprobs"] == [] for c in choice["logprobs"]["content"])
+
+
+def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_one(engine: Engine) -> None:
+    choice = engine.generate(PROMPT, max_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
+    tokens = PROMPT + choice["token_ids"]
+    assert choice["token_ids"] == oracle(engine, tokens).argmax(-1)[len(PROMPT) - 1 : -1].tolist()
+    want = expected_log_probs(engine, choice)
+    assert max(abs(a - b) for a, b in zip(returned_log_probs(choice), want, strict=True)) < 1e-5
+    assert {c["rank"] for c in choice["logprobs"]["content"]} == {1}
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.5}])
+def test_truncated_sampling_is_renormalised(engine: Engine, limits: dict[str, float]) -> None:
+    """Against a scalar oracle; tokens outside the kept set never appear."""
+    choice = engine.generate(PROMPT, max_tokens=60, temperature=0.8, logprobs=0, ignore_eos=True, seed=3, **limits)
+    tokens = PROMPT + choice["token_ids"]
+    probs = (oracle(engine, tokens) / 0.8).double().softmax(-1).tolist()
+    for i, got in enumerate(returned_log_probs(choice), len(PROMPT)):
+        row = sorted(enumerate(probs[i - 1]), key=lambda x: -x[1])
+        row = [x for x in row if x[1] >= limits.get("min_p", 0) * row[0][1]][: int(limits.get("top_k", 300))]
+        total, kept, before = sum(p for _, p in row), {}, 0.0
+        for token, p in row:
+            if before < limits.get("top_p", 1.0):
+                kept[token] = p
+            before += p / total
+        assert tokens[i] in kept
+        assert got == pytest.approx(math.log(kept[tokens[i]] / sum(kept.values())), abs=1e-4)
+
+
+def test_top_log_probs(engine: Engine) -> None:
+    choice = engine.generate(PROMPT, max_tokens=5, logprobs=3, seed=1, ignore_eos=True)
+    log_probs = oracle(engine, PROMPT + choice["token_ids"]).log_softmax(-1)
+    for i, content in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
+        values, ids = log_probs[i].topk(3)
+        assert [t["token_id"] for t in content["top_logprobs"]] == ids.tolist()
+        assert [t["logprob"] for t in content["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-5)
+        assert content["rank"] == int((log_probs[i] > log_probs[i, content["token_id"]]).sum()) + 1
+
+
+def test_tokens_follow_the_distribution(engine: Engine) -> None:
+    """First tokens of 1024 seeds against the model's probabilities: chi-squared over the likely tokens."""
+    probs = oracle(engine, PROMPT)[-1].softmax(-1)
+    counts = torch.zeros_like(probs)
+    for start in range(0, 1024, 64):
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "n": 64, "seed": 1000 + start}}
+        for choice in engine.ok("/inference/v1/generate", body)["choices"]:
+            counts[choice["token_ids"][0]] += 1
+    likely = probs * 1024 > 5
+    want, got = probs[likely] * 1024, counts[likely]
+    degrees = int(likely.sum())
+    assert float(((got - want) ** 2 / want).sum()) < degrees + 5 * math.sqrt(2 * degrees)
+
+
+# -- where a response ends -----------------------------------------------------------------------------------------------
+
+
+def test_eos_is_kept_and_default_length_fills_the_context(engine: Engine) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"n": 32, "seed": 1, "temperature": 1.5}}
+    reply = engine.ok("/inference/v1/generate", body)
+    stopped = [c for c in reply["choices"] if c["finish_reason"] == "stop"]
+    assert stopped
+    for choice in stopped:
+        assert choice["token_ids"].index(EOS) == len(choice["token_ids"]) - 1
+        assert choice["stop_reason"] is None
+    for choice in reply["choices"]:
+        if choice["finish_reason"] == "length":
+            assert len(choice["token_ids"]) == MAX_MODEL_LEN - len(PROMPT) and EOS not in choice["token_ids"]
+    assert reply["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in reply["choices"])
+
+
+def test_ignore_eos_runs_to_the_end_of_the_context(engine: Engine) -> None:
+    choice = engine.generate(PROMPT, ignore_eos=True, temperature=1.5, seed=1)
+    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == MAX_MODEL_LEN - len(PROMPT)
+
+
+def test_max_tokens_beyond_the_context_is_capped(engine: Engine) -> None:
+    prompt = [5] * (MAX_MODEL_LEN - 3)
+    choice = engine.generate(prompt, max_tokens=50, ignore_eos=True)
+    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 3
+
+
+def test_stop_token_ids(engine: Engine) -> None:
+    free = engine.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)["token_ids"]
+    choice = engine.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True, stop_token_ids=[free[4]])
+    assert choice["token_ids"] == free[: free.index(free[4]) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", free[4])
+
+
+def test_stop_strings_stay_in_the_tokens_and_leave_the_text(engine: Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(engine.path)
+    params = {"max_tokens": 60, "ignore_eos": True, "seed": 11}
+    free = engine.generate(PROMPT, **params)["token_ids"]
+    stop = next(s for i in range(20, 55) if "\ufffd" not in (s := tokenizer.decode(free[i : i + 3])) and len(s) > 2)
+    choice = engine.generate(PROMPT, stop=[stop, "never to be seen"], **params)
+    kept = choice["token_ids"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert kept == free[: len(kept)] and stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
+    body = {"prompt": PROMPT, "stop": stop, "return_token_ids": True, **params}
+    completion = engine.ok("/v1/completions", body)["choices"][0]
+    assert completion["token_ids"] == kept
+    assert completion["text"] == tokenizer.decode(kept, skip_special_tokens=True).split(stop)[0]
+
+
+def test_min_tokens(engine: Engine) -> None:
+    free = engine.generate(PROMPT, max_tokens=1, temperature=0)["token_ids"]
+    stops = [free[0], EOS]
+    choice = engine.generate(PROMPT, max_tokens=40, temperature=0, min_tokens=6, stop_token_ids=stops, logprobs=0)
+    assert len(choice["token_ids"]) >= 6 and not set(choice["token_ids"][:6]) & set(stops)
+    row = oracle(engine, PROMPT)[-1]
+    row[stops] = -torch.inf
+    assert returned_log_probs(choice)[0] == pytest.approx(float(row.log_softmax(-1).max()), abs=1e-5)
+
+
+# -- many at once --------------------------------------------------------------------------------------------------------
+
+
+def test_n_responses_of_one_prompt(engine: Engine) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"n": 6, "max_tokens": 20, "seed": 9}, "return_token_ids": True}
+    first, second = (engine.ok("/inference/v1/generate", body) for _ in range(2))
+    tokens = [c["token_ids"] for c in first["choices"]]
+    assert [c["index"] for c in first["choices"]] == list(range(6)) and len(set(map(tuple, tokens))) == 6
+    assert tokens == [c["token_ids"] for c in second["choices"]]
+    assert first["prompt_token_ids"] == PROMPT and first["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:
+    prompts = [[40 + i, *PROMPT[: 1 + i % 5]] for i in range(16)]
+    params = [{"max_tokens": 20 + 5 * i, "temperature": 0.7 + 0.05 * i, "seed": 100 + i} for i in range(16)]
+    params[3] |= {"top_k": 7}
+    params[5] |= {"temperature": 0}
+    alone = [engine.generate(p, ignore_eos=True, **kw)["token_ids"] for p, kw in zip(prompts, params, strict=True)]
+    futures = [engine.submit(p, ignore_eos=True, **kw) for p, kw in zip(prompts, params, strict=True)]
+    together = [f.result(timeout=60)["token_ids"] for f in futures]
+    assert together == alone
+    assert [len(t) for t in alone] == [20 + 5 * i for i in range(16)]
+
+
+def test_without_a_seed_responses_differ(engine: Engine) -> None:
+    assert engine.generate(PROMPT, max_tokens=20)["token_ids"] != engine.generate(PROMPT, max_tokens=20)["token_ids"]
+
+
+def test_more_requests_than_slots(engine: Engine) -> None:
+    body = {"prompt": [[50 + i] for i in range(5)], "n": 30, "max_tokens": 4, "ignore_eos": True, "seed": 2}
+    reply = engine.ok("/v1/completions", body | {"return_token_ids": True})
+    choices = reply["choices"]
+    assert [c["index"] for c in choices] == list(range(150))
+    assert [c["prompt_token_ids"] for c in choices] == [[50 + i] for i in range(5) for _ in range(30)]
+    assert all(len(c["token_ids"]) == 4 for c in choices)
+
+
+# -- pauses and aborts ---------------------------------------------------------------------------------------------------
+
+
+def test_pause_abort_returns_what_there_is(engine: Engine) -> None:
+    choice = partial(engine, "/pause?mode=abort")
+    assert choice["finish_reason"] == "abort" and choice["stop_reason"] is None
+    want = expected_log_probs(engine, choice)
+    assert max(abs(a - b) for a, b in zip(returned_log_probs(choice), want, strict=True)) < 1e-5
+    (span,) = choice["weight_versions"]
+    assert (span["start"], span["end"]) == (0, len(choice["token_ids"]))
+
+
+def test_requests_wait_while_paused(engine: Engine) -> None:
+    engine.ok("/pause")
+    assert engine.ok("/is_paused", method="GET") == {"is_paused": True}
+    future = engine.submit(PROMPT, max_tokens=3, ignore_eos=True)
+    time.sleep(0.3)
+    assert not future.done()
+    engine.ok("/resume")
+    assert len(future.result(timeout=20)["token_ids"]) == 3
+    assert engine.ok("/is_paused", method="GET") == {"is_paused": False}
+
+
+@pytest.mark.parametrize("clear_cache", ["true", "false"])
+def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str) -> None:
+    """Version changes under the pause; the tokens are those of an uninterrupted run (weights are the same)."""
+    before = engine.ok("/weight_info", method="GET")["weight_version"]
+    free = engine.generate(PROMPT, ignore_eos=True, seed=4)["token_ids"]
+    for wait in (0.2, 0.1, 0.4, 0.05, 1.0):
+        future = engine.submit(PROMPT, ignore_eos=True, seed=4)
+        time.sleep(wait)
+        engine.ok(f"/pause?mode=keep&clear_cache={clear_cache}")
+        frozen = not future.done()
+        time.sleep(0.2)
+        assert future.done() != frozen
+        engine.ok("/update_weight_version", {"new_version": "next"})
+        engine.ok("/resume")
+        choice = future.result(timeout=60)
+        engine.ok("/update_weight_version", {"new_version": before})
+        if len(choice["weight_versions"]) == 2:
+            break
+    first, second = choice["weight_versions"]
+    assert (first["version"], second["version"]) == (before, "next")
+    assert first["start"] == 0 and first["end"] == second["start"] > 0 and second["end"] == len(free)
+    assert choice["token_ids"] == free
+
+
+def test_pause_wait_drains_and_holds_newcomers(engine: Engine) -> None:
+    running = engine.submit(PROMPT, ignore_eos=True)
+    time.sleep(0.1)
+    pause = engine.pool.submit(engine.ok, "/pause?mode=wait")
+    time.sleep(0.1)
+    late = engine.submit(PROMPT, max_tokens=2, ignore_eos=True)
+    pause.result(timeout=60)
+    assert running.result(timeout=1)["finish_reason"] == "length"
+    time.sleep(0.1)
+    assert not late.done()
+    engine.ok("/resume")
+    assert len(late.result(timeout=20)["token_ids"]) == 2
+
+
+def test_abort_by_id_ends_that_request_only(engine: Engine) -> None:
+    engine.ok("/pause?mode=keep")
+    bodies = [
+        {"token_ids": PROMPT, "request_id": name, "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
+        for name in ("one", "two")
+    ]
+    futures = [engine.pool.submit(engine.ok, "/inference/v1/generate", body) for body in bodies]
+    time.sleep(0.3)
+    engine.ok("/abort_requests", {"request_ids": ["generate-tokens-one"]})
+    aborted = futures[0].result(timeout=10)
+    assert aborted["request_id"] == "generate-tokens-one"
+    assert aborted["choices"][0]["finish_reason"] == "abort" and aborted["choices"][0]["token_ids"] == []
+    assert not futures[1].done()
+    engine.ok("/resume")
+    assert futures[1].result(timeout=10)["choices"][0]["finish_reason"] == "length"
+
+
+def test_abort_all(engine: Engine) -> None:
+    choice = partial(engine, "/abort_requests")
+    assert choice["finish_reason"] == "abort" and len(returned_log_probs(choice)) == len(choice["token_ids"])
+
+
+def test_the_header_names_a_request(engine: Engine) -> None:
+    body = {"token_ids": PROMPT, "request_id": "body", "sampling_params": {"max_tokens": 1}}
+    reply = engine.ok("/inference/v1/generate", body, headers={"x-request-id": "header"})
+    assert reply["request_id"] == "generate-tokens-header"
+
+
+def test_a_client_that_leaves_is_forgotten(engine: Engine) -> None:
+    engine.ok("/pause?mode=keep")
+    host = engine.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=10)
+    connection.request("POST", "/inference/v1/generate", json.dumps({"token_ids": PROMPT}))
+    time.sleep(0.3)
+    connection.close()
+    time.sleep(0.3)
+    assert engine.ok("/abort_requests")["aborted"] == 0
+
+
+def test_prefix_cache_reset(engine: Engine) -> None:
+    assert engine.ok("/reset_prefix_cache")["success"] is True
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"token_ids": []}, "prompt"),
+        ({}, "token_ids"),
+        ({"token_ids": "text"}, "token_ids"),
+        ({"token_ids": [1, 2.5]}, "token_ids"),
+        ({"token_ids": [5] * MAX_MODEL_LEN}, str(MAX_MODEL_LEN)),
+        ({"token_ids": [100000]}, "vocabulary"),
+        ({"token_ids": [-1]}, "vocabulary"),
+        ({"token_ids": [5], "stream": True}, "stream"),
+        ({"token_ids": [5], "sampling_parms": {}}, "sampling_params"),
+        ({"token_ids": [5], "sampling_params": {"max_token": 3}}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"max_tokens": "3"}}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"token_ids": [5], "sampling_params": {"temperature": float("nan")}}, "temperature"),
+        ({"token_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"token_ids": [5], "sampling_params": {"n": 65}}, "n"),
+        ({"token_ids": [5], "sampling_params": {"min_tokens": 5, "max_tokens": 2}}, "min_tokens"),
+        ({"token_ids": [5], "sampling_params": {"stop": [3]}}, "stop"),
+        ({"token_ids": [5], "sampling_params": {"stop_token_ids": [9999]}}, "stop_token_ids"),
+        ({"token_ids": [5], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
+        ({"token_ids": [5], "sampling_params": 3}, "sampling"),
+        (b"{", "JSON"),
+        (b"[]", "JSON"),
+    ],
+)
+def test_bad_requests_get_a_named_400(engine: Engine, body: Any, word: str) -> None:
+    status, reply = engine.call("/inference/v1/generate", body)
+    assert status == 400 and word in reply["error"]["message"], reply
+
+
+def test_neutral_parameters_of_vllm_are_taken(engine: Engine) -> None:
+    params = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "top_k": -1, "stop": None, "logprobs": None}
+    reply = engine.ok("/inference/v1/generate", {"token_ids": [5], "stream": False, "sampling_params": params | {"max_tokens": 1}})
+    assert reply["choices"][0]["logprobs"] is None
+
+
+def test_another_model_is_404(engine: Engine) -> None:
+    for route, prompt in (("/inference/v1/generate", {"token_ids": [5]}), ("/v1/completions", {"prompt": [5]})):
+        status, reply = engine.call(route, {"model": "another", **prompt})
+        assert status == 404 and "another" in reply["error"]["message"]
+    assert engine.call("/no_such_route")[0] == 404
+    body = {"model": str(engine.path), "token_ids": [5], "sampling_params": {"max_tokens": 1}}
+    assert engine.ok("/inference/v1/generate", body)["model"] == str(engine.path)
+
+
+# -- OpenAI's routes -----------------------------------------------------------------------------------------------------
+
+
+def test_completions(engine: Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(engine.path)
+    body = {"prompt": "3 + 4 =", "temperature": 0, "logprobs": 2, "prompt_logprobs": 0, "return_token_ids": True}
+    choice = engine.ok("/v1/completions", body)["choices"][0]
+    prompt = tokenizer.encode("3 + 4 =")
+    assert choice["prompt_token_ids"] == prompt and 1 <= len(choice["token_ids"]) <= 16
+    assert choice["text"] == tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    want = oracle(engine, prompt + choice["token_ids"]).log_softmax(-1).amax(-1)[len(prompt) - 1 : -1]
+    assert choice["logprobs"]["token_log_probs" if False else "token_logprobs"] == pytest.approx(want.tolist(), abs=1e-5)
+    assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"]) and len(choice["prompt_logprobs"]) == len(prompt)
+
+
+def test_chat_completions(engine: Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(engine.path)
+    messages = [{"role": "user", "content": "3 + 4 ="}]
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, "return_token_ids": True}
+    reply = engine.ok("/v1/chat/completions", body)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert reply["prompt_token_ids"] == prompt
+    choice = reply["choices"][0]
+    assert choice["token_ids"] == engine.generate(prompt, max_tokens=8, temperature=0)["token_ids"]
+    assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert engine.call("/v1/chat/completions", {"messages": []})[0] == 400
+
+
+def test_models_and_version(engine: Engine) -> None:
+    (model,) = engine.ok("/v1/models", method="GET")["data"]
+    assert (model["id"], model["max_model_len"]) == (str(engine.path), MAX_MODEL_LEN)
+    assert engine.ok("/get_world_size", method="GET") == {"world_size": 1}
+    assert engine.ok("/version", method="GET")["version"]
+
+
+# -- the embedded engine's process ---------------------------------------------------------------------------------------
+
+
+def start(command: list[str], **kwargs: Any) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=engine_environment(), **kwargs)
+
+
+def refused(command: list[str]) -> str:
+    process = start(command)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and len(err.strip().splitlines()) == 1 and not out, (process.returncode, out, err)
+    return err
+
+
+def test_refused_starts_say_one_line_and_exit_2(engine: Engine, tmp_path: Any) -> None:
+    begin = time.monotonic()
+    taken = int(engine.url.rsplit(":", 1)[1])
+    assert str(taken) in refused(engine_command("embedded", engine.path, taken))
+    assert "no checkpoint" in refused(engine_command("embedded", tmp_path, free_port()))
+    for config in (
+        {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert config["architectures"][0] in refused(engine_command("embedded", tmp_path, free_port()))
+    assert time.monotonic() - begin < 10  # nothing heavy was loaded
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(engine: Engine, tmp_path: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text((engine.path / name).read_text())
+    tensors = load_file(engine.path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    process = start(engine_command("embedded", tmp_path, free_port()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "model.norm.weight" in err.strip().splitlines()[-1]
+
+
+def wait_until_serving(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None and "ready at" in process.stdout.readline()
+
+
+def test_sigterm_ends_it_within_two_seconds(engine: Engine) -> None:
+    process = start(engine_command("embedded", engine.path, 0))
+    wait_until_serving(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=2) == 0
+
+
+def test_it_dies_with_its_parent_and_with_its_lifeline(engine: Engine) -> None:
+    read, write = os.pipe()
+    command = engine_command("embedded", engine.path, 0)
+    environment = engine_environment() | {"INSTEP_LIFELINE_FD": str(read)}
+    lined = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, pass_fds=[read])
+    os.close(read)
+    code = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(60)"
+    parent = start([sys.executable, "-c", code])
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_until_serving(parent)
+    wait_until_serving(lined)
+    parent.kill()
+    os.close(write)
+    assert lined.wait(timeout=2) == 1
+    deadline = time.monotonic() + 2
+    while os.path.exists(f"/proc/{child}") and "Z" not in open(f"/proc/{child}/stat").read().rsplit(")", 1)[1][:3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

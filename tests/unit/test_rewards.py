@@ -1,0 +1,345 @@
+"""Built-in rewards against answers worked out by hand, and every way in which a reward function can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from instep.errors import ConfigError, RewardError
+from instep.rollout import runtime
+from instep.rollout.rewards import text
+from instep.rollout.rewards.dispatch import apply_rewards, compute_reward
+from instep.rollout.rewards.pool import shared_pool
+from instep.types import Sample
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Any:
+    yield
+    runtime.shutdown()
+
+
+def arguments(**changed: Any) -> Any:
+    values = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False, reward_timeout=20.0, rollout_seed=1)
+    return SimpleNamespace(**{**values, **changed})
+
+
+def reward(response: str, label: Any, **changed: Any) -> Any:
+    metadata = changed.pop("metadata", {})
+    sample = Sample(group_index=3, index=7, response=response, label=label, metadata=metadata)
+    return runtime.run(compute_reward(arguments(**changed), sample), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"so \boxed{3}", "3"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2", "1"),  # cut off by the length limit
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"{ \boxed{ 5 }", "5"),
+        (r"\fbox{7}", "7"),
+        ("no box {3}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(response: str, expected: str | None) -> None:
+    assert text.last_boxed(response) == expected
+
+
+def test_hostile_responses_are_read_in_linear_time() -> None:
+    start = time.perf_counter()
+    text.last_boxed("\\boxed{" * 50_000)
+    text.normalize("{" * 50_000 + " " * 50_000)
+    text.gpqa("answer" + " " * 200_000 + "answer", "A", {})
+    text.dapo("Answer:" * 100_000, "1")
+    assert text.as_exact_number("9" * 100_000) is None
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "expected"),
+    [
+        ("34", "34", True),
+        (" 34. ", "34", True),
+        ("$34$", "34", True),
+        ("1,234", "1234", True),
+        ("12,34", "1234", None),  # no thousands
+        ("0.5", "1/2", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"-\dfrac{3}{4}", "-0.75", True),
+        ("34", "35", False),
+        ("34.0", 34.0, True),
+        ("1/0", "3", None),
+        ("", "3", False),
+        (r"\text{Tuesday}", "Tuesday", True),
+        ("x+1", "1+x", None),
+        ("0.30000000000000004", "0.3", False),  # exact, not floating point
+    ],
+)
+def test_quick_equal(answer: str, label: Any, expected: bool | None) -> None:
+    assert text.quick_equal(answer, str(label)) is expected
+
+
+def test_math_reward() -> None:
+    assert reward(r"thus \boxed{34}", "34") == 1.0
+    assert reward(r"thus \boxed{34}", 34) == 1.0
+    assert reward(r"thus \boxed{35}", "34") == 0.0
+    assert reward("thus 34", "34") == 0.0  # not boxed
+    assert reward(r"\boxed{5}", ["4", "5"]) == 1.0
+    assert reward(r"\boxed{5}", r"the answer is \boxed{5}") == 1.0
+
+
+def test_math_reward_knows_algebra() -> None:
+    assert reward(r"\boxed{2\sqrt{2}}", r"\sqrt{8}") == 1.0
+    assert reward(r"\boxed{x=5}", "5") == 1.0
+    assert reward(r"\boxed{3\sqrt{2}}", r"\sqrt{8}") == 0.0
+
+
+def test_other_rules() -> None:
+    thought = r"<think>\boxed{1}</think> so \boxed{2}"
+    assert reward(thought, "2", rm_type="deepscaler") == 1.0
+    assert reward(r"\boxed{2}", "2", rm_type="deepscaler") == 0.0  # never left its thoughts
+    assert reward("bla\nAnswer: 34", "34", rm_type="dapo") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert reward("Answer: 34\nAnswer: 35", "34", rm_type="dapo") == {"score": -1.0, "acc": False, "pred": "35"}
+    assert reward("no line", "34", rm_type="dapo")["score"] == -1.0
+    # 2 common words, 3 said, 2 wanted: precision 2/3, recall 1, F1 = 4/5
+    assert reward("The red big House!", "a red house", rm_type="f1") == pytest.approx(0.8)
+    assert reward(r"x \boxed{red house}", "a red house", rm_type="boxed_f1") == 1.0
+    assert reward(r"x \boxed{3}", "3", rm_type="f1", metadata={"rm_type": "math"}) == 1.0
+    twice = [reward("", "", rm_type="random") for _ in range(2)]
+    assert twice[0] == twice[1] and twice[0] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"so \boxed{C}", "C", 1.0),
+        ("The answer is (B).", "B", 1.0),
+        ("The answer is (B). No: the answer is D", "B", 0.0),
+        ("Answer can be found easily\nA", "A", 1.0),  # slime reads "can" as C
+        ("the answer can be anything", "C", 0.0),
+        (r"\boxed{blue}", "B", 1.0),
+        ("C", "green", 1.0),  # the label may be the option's text
+    ],
+)
+def test_gpqa(response: str, label: str, expected: float) -> None:
+    assert text.gpqa(response, label, {"choices": ["red", "blue", "green", "black"]}) == expected
+
+
+def test_remote_reward() -> None:
+    seen: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"reward": 0.25})
+
+    async def serve() -> Any:
+        app = web.Application()
+        app.add_routes([web.post("/", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        sample = Sample(prompt="1+1=", response="2", label="2")
+        value = await compute_reward(arguments(rm_type="remote_rm", rm_url=url), sample)
+        await runner.cleanup()
+        return value
+
+    assert runtime.run(serve(), timeout=20) == 0.25
+    assert seen == [{"prompt": "1+1=", "response": "2", "label": "2"}]
+
+
+def test_no_reward_an_unknown_one_and_no_label() -> None:
+    with pytest.raises(ConfigError, match="no reward is chosen"):
+        reward("", "1", rm_type=None)
+    with pytest.raises(ConfigError, match="unknown reward 'maths'"):
+        reward("", "1", rm_type="maths")
+    with pytest.raises(RewardError, match="no label") as caught:
+        reward(r"\boxed{1}", None)
+    assert "group 3, sample 7" in caught.value.where
+
+
+# ---- the worker processes -------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_hangs_is_replaced() -> None:
+    async def scenario() -> tuple[set[int], set[int], bool]:
+        pool = shared_pool()
+        assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
+        first = {w.pid for w in pool._all}
+        for pid in first:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RewardError, match="took more than 0.5 s") as caught:
+            await pool.equal(r"\sqrt{9}", "3", timeout=0.5, where="group 1, sample 2")
+        assert "group 1, sample 2" in caught.value.where
+        again = await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
+        return first, {w.pid for w in pool._all}, again
+
+    first, second, again = runtime.run(scenario(), timeout=60)
+    assert again and len(first) == 1 and not first & second
+    assert _gone(first.pop())
+
+
+def test_workers_are_light_and_die_with_their_parent() -> None:
+    script = (
+        "import asyncio, time\n"
+        "from instep.rollout.rewards.pool import RewardPool\n"
+        "async def main():\n"
+        "    pool = RewardPool()\n"
+        "    assert await pool.equal(r'\\sqrt{4}', '2', timeout=20, where='')\n"
+        "    print(next(iter(pool._all)).pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert _alive(worker)
+        with open(f"/proc/{worker}/maps") as maps:
+            assert "libtorch" not in maps.read()
+        parent.kill()
+    assert _gone(worker)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _gone(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not _alive(pid)
+
+
+# ---- custom functions that fail -------------------------------------------------------------------------------------
+
+
+async def good(args: Any, sample: Sample) -> float:
+    return 0.5
+
+
+def plain(args: Any, sample: Sample) -> float:
+    return 0.75
+
+
+async def dictionary(args: Any, sample: Sample) -> dict[str, float]:
+    return {"score": 2.0, "other": 1.0}
+
+
+async def raises(args: Any, sample: Sample) -> float:
+    raise KeyError("answer")
+
+
+async def nan(args: Any, sample: Sample) -> float:
+    return float("nan")
+
+
+async def nothing(args: Any, sample: Sample) -> None:
+    return None
+
+
+async def words(args: Any, sample: Sample) -> str:
+    return "1.0"
+
+
+async def hangs(args: Any, sample: Sample) -> float:
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # and will not be told to stop
+            await asyncio.sleep(1)
+            return 0.0
+
+
+async def blocks(args: Any, sample: Sample) -> float:
+    time.sleep(3)  # noqa: ASYNC251 - the fault under test
+    return 0.0
+
+
+def blocks_in_a_thread(args: Any, sample: Sample) -> float:
+    time.sleep(3)
+    return 0.0
+
+
+async def per_group(args: Any, samples: list[Sample]) -> list[float]:
+    return [float(s.index or 0) for s in samples]
+
+
+async def too_few(args: Any, samples: list[Sample]) -> list[float]:
+    return [1.0]
+
+
+def apply(name: str, **changed: Any) -> list[Any]:
+    args = arguments(rm_type=None, custom_rm_path=f"{__name__}.{name}", **changed)
+    samples = [Sample(group_index=4, index=i) for i in (8, 9)]
+    runtime.run(apply_rewards(args, samples, args.reward_key), timeout=30)
+    return [s.reward for s in samples]
+
+
+def test_custom_rewards() -> None:
+    assert apply("good") == [0.5, 0.5]
+    assert apply("plain") == [0.75, 0.75]
+    assert apply("dictionary", reward_key="score") == [{"score": 2.0, "other": 1.0}] * 2
+    assert apply("per_group", group_rm=True) == [8.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "changed"),
+    [
+        ("raises", "raised KeyError", {}),
+        ("nan", "nan is no finite number", {}),
+        ("nothing", "None is no finite number", {}),
+        ("words", "'1.0' is no finite number", {}),
+        ("dictionary", "is a dict with", {}),
+        ("dictionary", "has no 'scores'", {"reward_key": "scores"}),
+        ("hangs", "took more than 0.3 s", {"reward_timeout": 0.3}),
+        ("blocks", "took more than 0.3 s", {"reward_timeout": 0.3}),
+        ("blocks_in_a_thread", "took more than 0.3 s", {"reward_timeout": 0.3}),
+    ],
+)
+def test_a_reward_that_fails_is_named(name: str, message: str, changed: dict[str, Any]) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=message) as caught:
+        apply(name, **changed)
+    assert time.monotonic() - start < 2.5
+    assert f"{__name__}.{name}" in caught.value.where
+    assert "group 4, sample" in caught.value.where and caught.value.remedy
+
+
+def test_a_group_reward_of_another_length_is_named() -> None:
+    with pytest.raises(RewardError, match="for a group of 2 samples") as caught:
+        apply("too_few", group_rm=True)
+    assert caught.value.where == f"{__name__}.too_few: group 4"
+
+
+def test_the_loop_is_usable_after_it_was_blocked() -> None:
+    with pytest.raises(RewardError):
+        apply("blocks", reward_timeout=0.3)
+    assert apply("good") == [0.5, 0.5]
+
+
+def test_many_quick_rewards_are_cheap() -> None:
+    args, rng = arguments(), random.Random(0)
+    samples = [Sample(index=i, response=rf"\boxed{{{rng.randrange(9)}}}", label="4") for i in range(2000)]
+    start = time.perf_counter()
+    runtime.run(apply_rewards(args, samples, None), timeout=30)
+    assert time.perf_counter() - start < 2.0
+    assert [s.reward for s in samples] == [float(s.response == r"\boxed{4}") for s in samples]

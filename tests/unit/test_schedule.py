@@ -1,0 +1,133 @@
+"""The schedule: every sample once, whole executions, equal counts, budgets kept, errors with numbers that work."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from instep.data.schedule import balanced_partition, first_fit, plan_steps, steps_of_samples
+from instep.errors import ConfigError
+from instep.types import Schedule
+
+
+def check(schedule: Schedule, ids: list, num_steps: int, dp_size: int, multiple: int = 1) -> None:
+    flat = [i for ranks in schedule for bins in ranks for members in bins for i in members]
+    assert sorted(flat) == list(range(len(ids)))
+    assert len(schedule) == num_steps
+    steps = steps_of_samples(schedule, len(ids))
+    seen: dict = {}
+    for i, execution in enumerate(ids):
+        key = ("only", i) if execution is None else execution
+        assert seen.setdefault(key, steps[i]) == steps[i]
+    sizes = {sum(1 for s in seen.values() if s == step) for step in range(num_steps)}
+    assert len(sizes) == 1
+    for ranks in schedule:
+        assert len(ranks) == dp_size
+        counts = {len(bins) for bins in ranks}
+        assert len(counts) == 1 and counts.pop() % multiple == 0
+        assert all(members for bins in ranks for members in bins)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("balance", [False, True])
+def test_dynamic_schedules(seed: int, balance: bool):
+    rng = random.Random(seed)
+    dp_size, multiple, num_steps = rng.choice([1, 2, 4]), rng.choice([1, 2]), rng.choice([1, 2])
+    num = num_steps * dp_size * multiple * rng.randint(1, 6)
+    lengths = [rng.randint(5, 120) for _ in range(num)]
+    schedule = plan_steps(
+        [None] * num,
+        lengths,
+        dp_size=dp_size,
+        num_steps=num_steps,
+        max_tokens_per_gpu=100,
+        balance_data=balance,
+        micro_batch_multiple=multiple,
+    )
+    check(schedule, [None] * num, num_steps, dp_size, multiple)
+    for members in (m for ranks in schedule for bins in ranks for m in bins):
+        assert sum(lengths[i] for i in members) <= 100 or len(members) == 1
+
+
+def test_first_fit_by_hand():
+    assert first_fit([0, 1, 2, 3, 4], [60, 50, 40, 30, 200], 100) == [[0, 2], [1, 3], [4]]
+
+
+def test_the_largest_bin_is_split_until_all_ranks_have_work():
+    schedule = plan_steps([None] * 4, [10, 20, 30, 40], dp_size=2, num_steps=1, max_tokens_per_gpu=1000)
+    assert schedule == [[[[0, 3]], [[1, 2]]]]
+
+
+def test_static_schedule_by_hand():
+    schedule = plan_steps([None] * 8, [1] * 8, dp_size=2, global_batch_size=4, micro_batch_size=1)
+    assert schedule == [[[[0], [2]], [[1], [3]]], [[[4], [6]], [[5], [7]]]]
+    assert steps_of_samples(schedule, 9) == [0, 0, 0, 0, 1, 1, 1, 1, -1]
+
+
+def test_executions_stay_whole_and_in_first_seen_order():
+    ids = ["a", "b", "a", "c", "d", "c", "b"]
+    schedule = plan_steps(ids, [1] * 7, dp_size=1, global_batch_size=2, micro_batch_size=4)
+    check(schedule, ids, 2, 1)
+    assert schedule[0][0] == [[0, 2, 1, 6]] and schedule[1][0] == [[3, 5, 4]]
+
+
+def test_fan_out_of_any_number_of_samples_can_be_scheduled():
+    for num_siblings in range(1, 8):
+        ids = ["a"] * num_siblings + ["b", "c", "d"]
+        schedule = plan_steps(ids, [200] * len(ids), dp_size=2, num_steps=1, max_tokens_per_gpu=100)
+        check(schedule, ids, 1, 2)
+
+
+def test_balance_makes_ranks_about_equal():
+    rng = random.Random(0)
+    lengths = [int(rng.lognormvariate(5, 1)) + 1 for _ in range(64)]
+    spread = {}
+    for balance in (False, True):
+        (ranks,) = plan_steps([None] * 64, lengths, dp_size=4, num_steps=1, micro_batch_size=2, balance_data=balance)
+        sums = [sum(lengths[i] for members in bins for i in members) for bins in ranks]
+        spread[balance] = max(sums) - min(sums)
+        check([ranks], [None] * 64, 1, 4)
+    assert spread[True] < 0.1 * spread[False]
+
+
+def test_balanced_partition_against_all_partitions():
+    weights = [9, 7, 6, 5, 4, 2]
+    parts = balanced_partition(weights, 2)
+    assert sorted(i for part in parts for i in part) == list(range(6)) and {len(p) for p in parts} == {3}
+    spread = abs(sum(weights[i] for i in parts[0]) - sum(weights[i] for i in parts[1]))
+    best = min(abs(sum(weights) - 2 * sum(c)) for c in itertools.combinations(weights, 3))
+    assert spread == best == 1
+    assert balanced_partition([], 3) == [[], [], []]
+    with pytest.raises(ValueError):
+        balanced_partition([1, 2, 3], 2)
+
+
+@pytest.mark.parametrize(
+    ("num", "kwargs", "numbers"),
+    [
+        (12, {"global_batch_size": 5, "micro_batch_size": 1}, "use 4 or 6"),
+        (12, {"num_steps": 5, "micro_batch_size": 1}, "use 4 or 6"),
+        (3, {"global_batch_size": 8, "micro_batch_size": 1}, "use 3"),
+        (7, {"num_steps": 1, "micro_batch_size": 1}, "use 6 or 8"),
+        (1, {"num_steps": 1, "max_tokens_per_gpu": 10}, "use 2"),
+        (0, {"num_steps": 1, "micro_batch_size": 1}, ""),
+        (4, {"num_steps": 1, "global_batch_size": 4, "micro_batch_size": 1}, "--global-batch-size"),
+        (4, {"num_steps": 1}, "--use-dynamic-batch-size"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_numbers_that_do(num: int, kwargs: dict, numbers: str):
+    with pytest.raises(ConfigError) as error:
+        plan_steps([None] * num, [1] * num, dp_size=2, **kwargs)
+    assert numbers in error.value.remedy
+
+
+def test_the_numbers_of_the_remedy_work():
+    for size in (4, 6):
+        check(
+            plan_steps([None] * 12, [1] * 12, dp_size=2, global_batch_size=size, micro_batch_size=1),
+            [None] * 12,
+            12 // size,
+            2,
+        )
