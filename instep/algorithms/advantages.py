@@ -13,7 +13,7 @@ WHITEN_EPS = 1e-8
 
 def group_advantages(
     rewards: Tensor,
-    group_index: Sequence[int],
+    group_index: Sequence[int] | Tensor,
     *,
     execution_ids: Sequence[Hashable | None] | None = None,
     normalize: bool = True,
@@ -42,7 +42,8 @@ def group_advantages(
         return rewards.clone()
     ids = executions(execution_ids, len(group_index))
     groups: dict[int, dict[Hashable, list[int]]] = {}
-    for i, (group, execution) in enumerate(zip(group_index, ids, strict=True)):
+    group_of = [int(g) for g in group_index]
+    for i, (group, execution) in enumerate(zip(group_of, ids, strict=True)):
         groups.setdefault(group, {}).setdefault(execution, []).append(i)
     values = rewards.double()
     out = torch.empty_like(values)
@@ -66,7 +67,7 @@ def executions(execution_ids: Sequence[Hashable | None] | None, num_samples: int
 
 
 def penalised_rewards(
-    rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Sequence[int], kl_coef: float
+    rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Sequence[int] | Tensor, kl_coef: float
 ) -> Tensor:
     """KL in the reward of an outcome-supervised estimator: r_i - kl_coef * sum_t m_t kl_t, before group normalisation.
 
@@ -84,14 +85,14 @@ def penalised_rewards(
     """
     keep = loss_mask > 0
     masked = torch.where(keep, kl, torch.zeros_like(kl)).double()
-    lengths = list(response_lengths)
+    lengths = [int(n) for n in response_lengths]
     penalty = torch.stack([part.sum() for part in masked.split(lengths)])
     return (rewards.double() - kl_coef * penalty).to(rewards.dtype)
 
 
-def to_tokens(per_sample: Tensor, response_lengths: Sequence[int]) -> Tensor:
+def to_tokens(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
     """`[num_samples]` -> `[num_response_tokens]`: each sample's value at each of its response tokens."""
-    return per_sample.repeat_interleave(torch.as_tensor(list(response_lengths), device=per_sample.device))
+    return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from instep.algorithms.advantages import executions
 
 def loss_weights(
     loss_mask: Tensor,
-    response_lengths: Sequence[int],
+    response_lengths: Sequence[int] | Tensor,
     step_of_sample: Sequence[int],
     execution_ids: Sequence[Hashable | None] | None = None,
     *,
@@ -36,7 +36,7 @@ def loss_weights(
     Raises:
         ValueError: lengths that do not fit, or an execution that is split over steps.
     """
-    lengths = list(response_lengths)
+    lengths = [int(n) for n in response_lengths]
     if len(step_of_sample) != len(lengths) or sum(lengths) != loss_mask.numel():
         raise ValueError(
             f"{loss_mask.numel()} mask entries, {len(step_of_sample)} steps and {len(lengths)} response lengths "

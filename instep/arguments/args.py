@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from instep.arguments.table import GROUPS, find
@@ -24,29 +23,29 @@ _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_ro
 
 @dataclass
 class EvalDataset:
-    """One data set of the evaluation, as `--eval-prompt-data` or `--eval-config` names it.
-
-    What is None comes from the flags: `--eval-*`, and failing those `--rollout-*`.
-    """
+    """One data set of the evaluation. What its entry leaves out is filled in: `--eval-*`, else `--rollout-*`."""
 
     name: str
     path: str
-    rm_type: str | None = None
-    n_samples_per_eval_prompt: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_response_len: int | None = None
-    min_new_tokens: int | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    input_key: str | None = None
-    label_key: str | None = None
-    tool_key: str | None = None
-    metadata_key: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
-    custom_generate_function_path: str | None = None
-    custom_rm_path: str | None = None
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int | None
+    max_prompt_len: int | None
+    max_context_len: int | None
+    min_new_tokens: int | None
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    rm_type: str | None
+    reward_key: str | None
+    custom_rm_path: str | None
+    custom_generate_function_path: str | None
+    metadata_overrides: dict[str, Any]
 
 
 class Args(argparse.Namespace):
@@ -109,9 +108,6 @@ class HookArgs:
 
     def __contains__(self, name: str) -> bool:
         return name in dir(self)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.to_dict())
 
     def __repr__(self) -> str:
         return f"HookArgs({self.to_dict()})"

@@ -50,6 +50,32 @@ def split_slice(path: str) -> tuple[Path, slice | None]:
     return Path(file), slice(start, stop)
 
 
+def eval_defaults(args: Args) -> dict[str, Any]:
+    """What a data set gets where it says nothing itself: the eval flags, else the rollout's."""
+
+    def either(name: str) -> Any:
+        value = getattr(args, f"eval_{name}")
+        return getattr(args, f"rollout_{name}") if value is None else value
+
+    return {
+        "input_key": args.eval_input_key or args.input_key,
+        "label_key": args.eval_label_key or args.label_key,
+        "tool_key": args.eval_tool_key or args.tool_key,
+        "metadata_key": args.metadata_key,
+        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
+        **{n: either(n) for n in ("temperature", "top_p", "top_k")},
+        **{n: either(n) for n in ("max_response_len", "max_prompt_len", "max_context_len")},
+        "min_new_tokens": args.eval_min_new_tokens,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "rm_type": args.rm_type,
+        "reward_key": args.eval_reward_key,
+        "custom_rm_path": args.custom_rm_path,
+        "custom_generate_function_path": args.custom_generate_function_path,
+        "metadata_overrides": {},
+    }
+
+
 def from_flag(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
     """The data sets of `--eval-prompt-data`."""
     words, where = args.eval_prompt_data, "--eval-prompt-data"
@@ -58,7 +84,7 @@ def from_flag(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
     if len(words) % 2:
         return [], [Problem(f"{len(words)} words, but they come in pairs", where, "write NAME FILE [NAME FILE ...]")]
     pairs = list(zip(words[::2], words[1::2], strict=True))
-    datasets = [EvalDataset(name=name, path=path) for name, path in pairs]
+    datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
     return datasets, list(_check(datasets, [where] * len(datasets)))
 
 
@@ -99,7 +125,7 @@ def from_yaml(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
         found = list(_check_entry(own, at))
         problems += found
         if not found:
-            datasets.append(EvalDataset(**own))
+            datasets.append(EvalDataset(**{**eval_defaults(args), **own}))
             places.append(at)
     return datasets, problems + list(_check(datasets, places))
 
@@ -121,8 +147,8 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
 
 def _check(datasets: list[EvalDataset], places: list[str]) -> Iterator[Problem]:
     names = [d.name for d in datasets]
-    for dataset, where in zip(datasets, places, strict=True):
-        if names.count(dataset.name) > 1 and names.index(dataset.name) == datasets.index(dataset):
+    for number, (dataset, where) in enumerate(zip(datasets, places, strict=True)):
+        if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
         for key, low, high in _BOUNDS:
             value = getattr(dataset, key)

@@ -23,7 +23,7 @@ def saving(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.save_hf is not None:
         try:
             args.save_hf.format(rollout_id=0)
-        except (KeyError, IndexError, ValueError):
+        except (KeyError, IndexError, ValueError, AttributeError):
             yield Problem(
                 f"'{args.save_hf}' holds another field than {{rollout_id}}", "--save-hf", "OUT/hf-{rollout_id}"
             )

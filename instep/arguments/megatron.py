@@ -233,7 +233,7 @@ def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder. Raises: OSError, ValueError."""
     config = json_object((path / "config.json").read_text(encoding="utf-8"))
-    return {**config, **config.get("text_config", {})}
+    return {**config, **(config.get("text_config") or {})}
 
 
 def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -32,6 +32,7 @@ MODEL = Group(
             seeds="VSM",
         ),
         *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
+        *refused("follows from the vocabulary", "CM", "--padded-vocab-size", instead="--make-vocab-size-divisible-by"),
         *later("asynchronous saving comes later", "CM", "--async-save"),
         *later("training a part of the weights comes later", "C", "--only-train-params-name-list"),
         *later("training a part of the weights comes later", "C", "--freeze-params-name-list"),

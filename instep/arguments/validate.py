@@ -273,14 +273,10 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command == "sft":
         return
-    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
-        yield Problem(
-            f"{args.rollout_num_gpus} does not divide into engines of {args.rollout_num_gpus_per_engine}",
-            "--rollout-num-gpus",
-            f"use a multiple of {args.rollout_num_gpus_per_engine}",
-        )
-    if args.rollout_num_gpus_per_engine > 1:
-        yield Problem("an embedded engine has one GPU", "--rollout-num-gpus-per-engine", "use 1, and more engines")
+    for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
+        if name in given and getattr(args, name) > 1:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(f"later: more than the one embedded engine {VLLM}", flag, "use 1")
 
 
 def precision(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -80,9 +80,9 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
             shutil.rmtree(final)
         os.rename(partial, final)
         write_text(root / TRACKER, str(iteration))
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(
-            f"the checkpoint of iteration {iteration} could not be written: {error}",
+            f"the checkpoint of iteration {iteration} could not be written: {getattr(error, 'what', error)}",
             where=str(root),
             remedy="free space or fix permissions; the last complete checkpoint is untouched",
         ) from error

@@ -24,7 +24,8 @@ class RolloutDataSourceWithBuffer:
 
     Each epoch passes over the whole data set, in file order or (`rollout_shuffle`) in an order drawn from
     `rollout_seed + epoch` alone. A state is the cursor (a few numbers) and the buffered groups; the same state gives
-    the same samples again. Safe to call from several threads.
+    the same samples again. `sample.extra["where"]` is the file and line of a prompt, for errors. Safe to call from
+    several threads.
 
     Args:
         args: reads `prompt_data, input_key, label_key, metadata_key, tool_key, apply_chat_template,
@@ -34,6 +35,7 @@ class RolloutDataSourceWithBuffer:
 
     Raises:
         ConfigError, DataError: as `load_dataset`.
+        CheckpointError: the tokenizer cannot be loaded.
     """
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase | None = None):
@@ -168,7 +170,7 @@ class RolloutDataSourceWithBuffer:
         for _ in range(self.args.n_samples_per_prompt):
             prompt, label, metadata = copy.deepcopy((record.prompt, record.label, record.metadata))
             sample = Sample(group_index=group_index, index=self._next_sample, prompt=prompt, label=label)
-            sample.metadata = metadata
+            sample.metadata, sample.extra = metadata, {"where": record.where}
             self._next_sample += 1
             group.append(sample)
         return group
@@ -187,7 +189,14 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"no tokenizer could be loaded: {error}",
+                where=f"--hf-checkpoint {args.hf_checkpoint}",
+                remedy="name a Hugging Face checkpoint with a tokenizer",
+            ) from error
     return load_dataset(
         args.prompt_data,
         input_key=args.input_key,

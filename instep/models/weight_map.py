@@ -60,7 +60,9 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
             ),
         ]
         if shape.qkv_bias:
-            biases: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.bias": (q_rows if x == "q" else kv_rows,) for x in "qkv"}
+            biases: dict[str, tuple[int, ...]] = {
+                f"self_attn.{x}_proj.bias": (q_rows if x == "q" else kv_rows,) for x in "qkv"
+            }
             layer.append(("self_attention.linear_qkv.bias", Kind.QKV, biases))
         if shape.qk_norm:
             for x in "qk":

@@ -99,13 +99,14 @@ async def _evaluate(args: Any, rollout_id: int, work: list[tuple[EvalDataset, li
 
 
 async def _one_set(shared: Execution, dataset: EvalDataset, groups: list[Group], progress: list[int]) -> dict[str, Any]:
+    args = shared.args
     execution = dataclasses.replace(
         shared,
-        reward_key=dataset.reward_key,
+        reward_key=dataset.reward_key or args.reward_key,
         max_context_len=dataset.max_context_len,
         seed_tag=f"eval/{dataset.name}/",
     )
-    params = _sampling_params(shared.args, dataset)
+    params = _sampling_params(args, dataset)
 
     async def one(group: Group) -> Group:
         done = await run_group(execution, group, params)
@@ -117,7 +118,7 @@ async def _one_set(shared: Execution, dataset: EvalDataset, groups: list[Group],
     if any(s.status is Status.ABORTED for s in samples):
         raise RolloutError("samples of the evaluation were aborted", where=dataset.name, remedy="run it again")
     return {
-        "rewards": [reward_value(s, dataset.reward_key) for s in samples],
+        "rewards": [reward_value(s, execution.reward_key) for s in samples],
         "truncated": [s.status is Status.TRUNCATED for s in samples],
         "samples": samples,
     }

@@ -222,6 +222,9 @@ async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0)
         task.cancel()
     if left:
         await asyncio.wait(left, timeout=timeout)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen; the first failure is the one that is raised
 
 
 def set_progress_listener(listener: ProgressListener | None) -> None:

@@ -67,6 +67,7 @@ def test_group_advantages_by_index_in_any_order():
     assert got.tolist() == pytest.approx(expected, **TOLERANCE)
     shuffled = group_advantages(tensor([rewards[i] for i in order]), [groups[i] for i in order])
     assert shuffled.tolist() == pytest.approx([expected[i] for i in order], **TOLERANCE)
+    assert torch.equal(group_advantages(tensor(rewards), torch.tensor(groups)), got)
     centred = group_advantages(tensor(rewards), groups, std_normalization=False)
     assert centred.tolist() == pytest.approx(
         [r - statistics.mean(members[g]) for r, g in zip(rewards, groups, strict=True)]
@@ -120,7 +121,8 @@ def test_whitening_ignores_masked_tokens_and_adds_up_over_ranks():
 
 
 def test_to_tokens():
-    assert to_tokens(tensor([1.0, 2.0, 3.0]), [2, 1, 3]).tolist() == [1, 1, 2, 3, 3, 3]
+    for lengths in ([2, 1, 3], torch.tensor([2, 1, 3])):
+        assert to_tokens(tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 2, 3, 3, 3]
 
 
 # --- per-token formulas -------------------------------------------------------------------------------------------
@@ -239,6 +241,8 @@ MASK = [1, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1]  # sample 3, an execu
 def test_loss_weights(per_token: bool):
     losses = numbers(17, 11)
     weights = loss_weights(torch.tensor(MASK).double(), LENGTHS, STEPS, IDS, per_token=per_token)
+    as_tensors = loss_weights(torch.tensor(MASK).double(), torch.tensor(LENGTHS), STEPS, IDS, per_token=per_token)
+    assert torch.equal(as_tensors, weights)
     for step, rows in ((0, slice(0, 8)), (1, slice(8, 17))):
         got = (weights * tensor(losses))[rows].sum().item()
         assert got == pytest.approx(scalar_loss(losses, MASK, step, per_token), **TOLERANCE)

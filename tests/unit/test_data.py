@@ -117,11 +117,11 @@ def test_slices(tmp_path: Path, part: str, kind: str):
 
 
 def test_parquet_messages_and_tools_as_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
 
     data = [{"prompt": [USER, {"role": "assistant", "content": "2", "step_loss_mask": 0}], "label": 1, "tools": "[{}]"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
     (record,) = load_dataset(str(tmp_path / "a.parquet"), **KEYS)
     assert record.messages[0] == USER  # without the other message's keys
     assert record.tools == [{}] and record.metadata == {"tools": [{}]}
@@ -160,6 +160,9 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path: Path, tokeniz
     path = write(tmp_path / "a.jsonl", [{"prompt": t} for t in texts])
     data = load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=10)
     assert [r.prompt for r in data] == ["zq", "zqzq"] and data.num_too_long == 2
+    longest = len(data[1].token_ids(tokenizer))
+    for limit, kept in ((longest, 2), (longest - 1, 1)):
+        assert len(load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=limit)) == kept
     with pytest.raises(DataError, match="all 4 prompts"):
         load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=1)
     with pytest.raises(ConfigError, match="needs a tokenizer"):
@@ -285,6 +288,7 @@ def test_groups_wrap_over_as_many_epochs_as_needed(tmp_path: Path):
     data = source(write(tmp_path / "a.jsonl", rows(3)))
     groups = data.get_samples(8)
     assert labels(groups) == [0, 1, 2, 0, 1, 2, 0, 1] and len(data) == 3
+    assert groups[4][1].extra["where"].endswith("a.jsonl, line 2")
     assert [s.group_index for g in groups for s in g] == [i // 2 for i in range(16)]
     assert [s.index for g in groups for s in g] == list(range(16))
     groups[0][0].metadata["i"] = "changed"
@@ -317,18 +321,21 @@ def test_state_resumes_exactly_with_the_buffer(tmp_path: Path):
     fresh.load(file)
     assert fresh.state_dict() == json.loads(file.read_text())
     expected, got = data.get_samples(9), fresh.get_samples(9)
-    assert got[0][0].tokens == [5, 6] and got[0][0].status is Status.ABORTED and got[0][0].extra == {"note": "kept"}
+    assert got[0][0].tokens == [5, 6] and got[0][0].status is Status.ABORTED
+    assert got[0][0].extra == {"note": "kept", "where": expected[0][0].extra["where"]}
     assert got[1] == expected[1] and got[2:] == expected[2:] and got[2][0].group_index == 7
     without = source(path, rollout_shuffle=True)
     without.load_state_dict(cursor)
     assert without.get_samples(7) == expected[2:]
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.jsonl", file] or len(list(tmp_path.iterdir())) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl", "state.json"}
 
 
 def test_state_does_not_alias_the_samples(tmp_path: Path):
     data = source(write(tmp_path / "a.jsonl", rows(2)))
     data.add_samples(data.get_samples(1))
     state = data.state_dict()
+    data.get_samples(1)[0][0].metadata["i"] = "changed"
+    assert state["buffer"][0][0]["metadata"] == {"i": 0}
     data.load_state_dict(state)
     data.get_samples(1)[0][0].metadata["i"] = "changed"
     assert state["buffer"][0][0]["metadata"] == {"i": 0}
@@ -395,6 +402,15 @@ def test_without_a_data_set(tmp_path: Path):
     data.load_state_dict(data.state_dict())
     with pytest.raises(ConfigError, match="no data to train on"):
         source("")
+
+
+def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    path = write(tmp_path / "a.jsonl", rows(2))
+    with pytest.raises(CheckpointError, match="no tokenizer could be loaded"):
+        source(path, apply_chat_template=True, hf_checkpoint=str(tmp_path))
+    tokenizer.save_pretrained(tmp_path / "hf")
+    data = source(path, apply_chat_template=True, rollout_max_prompt_len=100, hf_checkpoint=str(tmp_path / "hf"))
+    assert str(data.get_samples(1)[0][0].prompt).endswith("question 0<|im_end|>\n<|im_start|>assistant\n")
 
 
 # --- chat ---------------------------------------------------------------------------------------------------------

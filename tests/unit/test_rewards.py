@@ -30,7 +30,8 @@ def _shutdown() -> Any:
 
 
 def arguments(**changed: Any) -> Any:
-    values = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False, reward_timeout=20.0, rollout_seed=1)
+    values: dict[str, Any] = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False)
+    values |= dict(reward_timeout=20.0, reward_num_workers=1, rollout_seed=1)
     return SimpleNamespace(**{**values, **changed})
 
 
@@ -198,7 +199,7 @@ def test_workers_are_light_and_die_with_their_parent() -> None:
         "import asyncio, time\n"
         "from instep.rollout.rewards.pool import RewardPool\n"
         "async def main():\n"
-        "    pool = RewardPool()\n"
+        "    pool = RewardPool(1)\n"
         "    assert await pool.equal(r'\\sqrt{4}', '2', timeout=20, where='')\n"
         "    print(next(iter(pool._all)).pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"

@@ -81,7 +81,7 @@ async def _custom(args: Any, path: str, target: Sample | Group) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await _bounded(runtime.watched(function(args, target), limit, hung), limit, hung)
-        async with shared_pool().threads:
+        async with shared_pool(args.reward_num_workers).threads:
             out = await _bounded(runtime.in_daemon_thread(function, args, target), limit, hung)
         if inspect.isawaitable(out):
             return await _bounded(runtime.watched(_await(out), limit, hung), limit, hung)
@@ -169,7 +169,7 @@ async def _math(args: Any, sample: Sample, answer: str | None) -> float:
             hard.append(label)
     where = f"math reward: {name_of(sample)}"
     for label in hard:
-        if await shared_pool().equal(answer, label, timeout=args.reward_timeout, where=where):
+        if await shared_pool(args.reward_num_workers).equal(answer, label, timeout=args.reward_timeout, where=where):
             return 1.0
     return 0.0
 

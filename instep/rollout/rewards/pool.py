@@ -8,19 +8,19 @@ import sys
 from typing import Any
 
 from instep.errors import RewardError
+from instep.processes import num_usable_cpus
 from instep.rollout import runtime
 
-NUM_WORKERS = 2
 NUM_THREADS = 8
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
 
 
 class RewardPool:
-    """At most `NUM_WORKERS` worker processes, started when they are needed. Lives on one event loop."""
+    """At most `num_workers` worker processes, started when they are needed. Lives on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
-        self._free = asyncio.Semaphore(NUM_WORKERS)
+        self._free = asyncio.Semaphore(num_workers)
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
 
@@ -93,11 +93,11 @@ class RewardPool:
 _pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None
 
 
-def shared_pool() -> RewardPool:
-    """The pool of the running loop."""
+def shared_pool(num_workers: int | None = None) -> RewardPool:
+    """The pool of the running loop; by default with half as many workers as cores, at most 8."""
     global _pool
     loop = asyncio.get_running_loop()
     if _pool is None or _pool[0] is not loop:
-        _pool = (loop, RewardPool())
+        _pool = (loop, RewardPool(num_workers or max(1, min(8, num_usable_cpus() // 2))))
         runtime.at_shutdown(_pool[1].close)
     return _pool[1]

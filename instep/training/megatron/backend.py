@@ -22,7 +22,7 @@ from instep.models.shape import model_shape
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, StepResult, TokenOutputs
 from instep.training.megatron import cpu_platform, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
-from instep.training.megatron.offload import HostCopy
+from instep.training.megatron.offload import HostPool
 from instep.training.megatron.weights import MegatronWeightSource, Placement, load_hf, local_parameters
 from instep.types import TokenBatch
 
@@ -72,7 +72,7 @@ class MegatronBackend:
             self.model.to(device)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
         self._has_gradients = False
-        self._host: HostCopy | None = None
+        self._host = HostPool()
 
     def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[Any, Any]:
         """The model in Megatron's wrappers for bfloat16 and for data parallelism, and its optimizer."""
@@ -249,7 +249,7 @@ class MegatronBackend:
 
     def offload(self) -> None:
         """Move model and optimizer to host memory; gradients are dropped. No-op on a CPU or if already done."""
-        if self.parallel.device.type != "cuda" or self._host is not None:
+        if self.parallel.device.type != "cuda":
             return
         keep: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
         drop: list[Tensor] = []
@@ -259,13 +259,11 @@ class MegatronBackend:
             for master in checkpoint.masters(self.optimizer).values():
                 keep += [master.tensor, *(v for v in master.state.values() if isinstance(v, Tensor))]
             drop += [buffer.grad_data for buffer in self.wrapped.buffers]
-        self._host = HostCopy(keep, drop)
+        self._host.take(keep, drop)
 
     def onload(self) -> None:
         """Undo `offload`."""
-        if self._host is not None:
-            self._host.restore()
-            self._host = None
+        self._host.give_back()
 
 
 def _initialise_parallel(args: Any, num_layers: int, device: torch.device) -> tuple[Placement, ParallelInfo]:

@@ -8,24 +8,51 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
-    """The storages of CUDA tensors, freed on the device until `restore`."""
+class HostPool:
+    """Pinned host memory (kept for the next time: pinning is slow) for the storages of CUDA tensors."""
 
-    def __init__(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()):
-        """Moves the storages of `keep`; frees those of `drop`, which come back as zeros."""
-        self._kept = [(s, s.nbytes(), s.cpu()) for s in _storages(keep)]
-        self._dropped = [(s, s.nbytes()) for s in _storages(drop)]
-        for storage in [entry[0] for entry in self._kept + self._dropped]:
+    def __init__(self) -> None:
+        self._pool = torch.empty(0, dtype=torch.uint8)
+        self._away: list[tuple[torch.UntypedStorage, int, bool]] = []  # storage, bytes, to be restored
+
+    def take(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> None:
+        """Move the storages of `keep` here and free those of `drop` (which come back as zeros). No-op if some are here."""
+        if self._away:
+            return
+        self._away = [(s, s.nbytes(), True) for s in _storages(keep)] + [
+            (s, s.nbytes(), False) for s in _storages(drop)
+        ]
+        total = sum(size for _, size, restored in self._away if restored)
+        if total > self._pool.numel():
+            self._pool = torch.empty(0, dtype=torch.uint8)
+            self._pool = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+        start = 0
+        for storage, size, restored in self._away:
+            if restored:
+                self._pool[start : start + size].copy_(_bytes(storage), non_blocking=True)
+                start += size
+        torch.cuda.synchronize()
+        for storage, _, _ in self._away:
             storage.resize_(0)
         torch.cuda.empty_cache()
 
-    def restore(self) -> None:
-        for storage, size, host in self._kept:
+    def give_back(self) -> None:
+        """Undo `take`."""
+        start = 0
+        for storage, size, restored in self._away:
             storage.resize_(size)
-            storage.copy_(host)
-        for storage, size in self._dropped:
-            storage.resize_(size)
-            storage.fill_(0)
+            if restored:
+                _bytes(storage).copy_(self._pool[start : start + size], non_blocking=True)
+                start += size
+            else:
+                storage.fill_(0)
+        if self._away:
+            torch.cuda.synchronize()
+        self._away = []
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,11 +23,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from instep.training.log_probs import log_probs_and_entropy
 from instep.training.packed_attention import packed_attention
-from instep.training.packing import cu_seqlens, position_ids, response_positions, response_targets
+from instep.training.packing import cu_seqlens, expand_to_tokens, position_ids, response_positions, response_targets
 from instep.types import TokenBatch
 
-# Logits are made and consumed for this many response tokens at a time: 4096 x 152k float32 columns are 2.5 GB.
-HEAD_CHUNK = 4096
+# So many logits are made and consumed at a time: 1 GiB in float32, of which the head needs several copies.
+HEAD_LOGITS = 2**28
 
 
 class Rope:
@@ -50,22 +51,23 @@ class Rope:
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
+@jit_fuser
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedInput(PackedSeqParams):
     """What a micro-batch brings along through Megatron's layers, from the embedding to the log-probs."""
 
-    tokens: Tensor = None  # type: ignore[assignment]  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    positions: Tensor | None = None  # whose logits predict a response token
-    targets: Tensor | None = None
-    temperature: Tensor | None = None
-    with_entropy: bool = False
+    tokens: Tensor  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor  # whose logits predict a response token
+    targets: Tensor
+    temperature: Tensor  # of each response token
+    with_entropy: bool
 
 
 def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, with_entropy: bool) -> PackedInput:
@@ -79,10 +81,7 @@ def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, wi
         positions = torch.cat([positions, torch.arange(padding, device=positions.device)])
         longest = max(longest, padding)
     cos, sin = rope.cos_sin(positions, dtype)
-    temperature = batch.sample_columns.get("temperature")
-    if temperature is None:
-        temperature = torch.ones(batch.num_samples)
-    temperature = torch.as_tensor(temperature, dtype=torch.float32, device=tokens.device)
+    temperature = torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32, device=tokens.device)
     return PackedInput(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -94,7 +93,7 @@ def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, wi
         sin=sin,
         positions=response_positions(batch),
         targets=response_targets(batch),
-        temperature=temperature.repeat_interleave(batch.response_lengths),
+        temperature=expand_to_tokens(batch, temperature),
         with_entropy=with_entropy,
     )
 
@@ -164,10 +163,9 @@ class PolicyModel(GPTModel):
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         hidden = hidden_states[p.positions]
-        chunks = zip(
-            hidden.split(HEAD_CHUNK), p.targets.split(HEAD_CHUNK), p.temperature.split(HEAD_CHUNK), strict=True
-        )
-        if hidden.shape[0] > HEAD_CHUNK and torch.is_grad_enabled():
+        size = max(1, HEAD_LOGITS * config.tensor_model_parallel_size // self.vocab_size)
+        chunks = zip(hidden.split(size), p.targets.split(size), p.temperature.split(size), strict=True)
+        if hidden.shape[0] > size and torch.is_grad_enabled():
             parts = [checkpoint(self._head, *chunk, p.with_entropy, use_reentrant=False) for chunk in chunks]
         else:
             parts = [self._head(*chunk, p.with_entropy) for chunk in chunks]

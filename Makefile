@@ -1,0 +1,44 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test test-full lint format bench clean
+
+BACKEND ?= hf
+DEVICE ?= cpu
+SEED ?=
+OUT ?= runs/quickstart
+PYTEST := .venv/bin/python -m pytest -q --durations=15
+TESTS := tests/unit tests/engines tests/distributed tests/e2e
+
+help:  ## print this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
+	    while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+
+venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
+	@scripts/setup_venv.sh
+
+quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda SEED= OUT=]
+	@BACKEND='$(BACKEND)' DEVICE='$(DEVICE)' SEED='$(SEED)' OUT='$(OUT)' scripts/quickstart.sh
+
+test: venv  ## the tests, fast ones first (at most 15 minutes on 4 cores)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not gpu and not slow' $(TESTS)
+
+test-full: venv  ## all tests that a CPU can run
+	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not gpu' $(TESTS)
+
+lint: venv  ## ruff (rules and format) and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: venv  ## let ruff mend what it can
+	.venv/bin/ruff check --fix-only .
+	.venv/bin/ruff format .
+
+bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
+	@set -e; for file in benchmarks/*.py; do \
+	    [[ -e $$file ]] || { echo "no benchmarks yet"; exit 0; }; \
+	    echo "== $$file"; .venv/bin/python "$$file"; done
+
+clean:  ## remove caches and build outputs (not .venv, not runs/)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

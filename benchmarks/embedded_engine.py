@@ -1,0 +1,172 @@
+"""The embedded engine, through HTTP as a client sees it, against batched `model.generate` of transformers.
+
+    python benchmarks/embedded_engine.py [--device cpu] [--threads 2] [--out FILE]
+
+Same model (random Qwen3 of the quickstart's size), threads, prompts and sampling (temperature 1, no truncation, EOS
+ignored); `generate` also gets away without log-probs. At lengths that vary, `generate` runs until its longest response
+ends, and only the tokens that were asked for count. The two are measured in turn, three times; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import torch
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+PROMPT_LENGTH = 24
+WORKLOADS = {"equal_64": (64, (48, 48)), "varied_64": (64, (8, 96)), "varied_256": (256, (8, 96))}  # requests, lengths
+
+
+def make_model(path: Path) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=192,
+        intermediate_size=576,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def engine(path: Path, device: str, threads: int) -> Iterator[str]:
+    """The URL of a running engine."""
+    command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(path), "--port", "0", "--device", device]
+    command += ["--max-num-seqs", "256", "--num-threads", str(threads)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+async def run_engine(url: str, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds from the first request sent to the last response read."""
+
+    async def one(session: aiohttp.ClientSession, prompt: list[int], length: int) -> int:
+        params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+        async with session.post(f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params}) as r:
+            choice = (await r.json())["choices"][0]
+            return len(choice["logprobs"]["content"])
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        begin = time.perf_counter()
+        got = await asyncio.gather(*(one(session, p, n) for p, n in zip(prompts, lengths, strict=True)))
+        seconds = time.perf_counter() - begin
+    assert got == lengths
+    return seconds
+
+
+def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: list[int]) -> float:
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor(prompts, device=model.device)
+    begin = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max(lengths),
+    ).tolist()
+    seconds = time.perf_counter() - begin
+    assert len(out[0]) == PROMPT_LENGTH + max(lengths)
+    return seconds
+
+
+def measure(args: argparse.Namespace) -> list[dict]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder)).to(args.device)
+        with engine(Path(folder), args.device, args.threads) as url:
+            for name, (count, (low, high)) in WORKLOADS.items():
+                rng = random.Random(0)
+                prompts = [[rng.randrange(2, 300) for _ in range(PROMPT_LENGTH)] for _ in range(count)]
+                lengths = [rng.randint(low, high) for _ in range(count)]
+                times: dict[str, list[float]] = {"engine": [], "generate": []}
+                for repeat in range(args.repeats + 1):
+                    pair = {
+                        "engine": asyncio.run(run_engine(url, prompts, lengths)),
+                        "generate": run_generate(model, prompts, lengths),
+                    }
+                    for key, seconds in pair.items():
+                        times[key] += [seconds] if repeat else []  # the first warms up
+                rate = {key: sum(lengths) / statistics.median(values) for key, values in times.items()}
+                rows.append(
+                    {
+                        "workload": name,
+                        "num_tokens": sum(lengths),
+                        "engine_tokens_per_s": round(rate["engine"]),
+                        "generate_tokens_per_s": round(rate["generate"]),
+                        "ratio": round(rate["engine"] / rate["generate"], 3),
+                        "seconds": {k: [round(x, 4) for x in v] for k, v in times.items()},
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
+    rows = measure(args)
+    result = {
+        "benchmark": "embedded-engine",
+        "device": args.device,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "workload": {
+            "model": "Qwen3, hidden 192, 5 layers, vocabulary 300, float32",
+            "prompt_length": PROMPT_LENGTH,
+            "threads": args.threads,
+            "repeats": args.repeats,
+            "requests_and_new_tokens": {k: [n, list(r)] for k, (n, r) in WORKLOADS.items()},
+        },
+        "rows": rows,
+        "headline": {f"ratio_to_generate_{row['workload']}": row["ratio"] for row in rows},
+    }
+    out = args.out or Path(__file__).parent / "results" / f"embedded-engine-{args.device}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{'workload':<12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}")
+    for row in rows:
+        print(f"{row['workload']:<12}{row['engine_tokens_per_s']:>14}{row['generate_tokens_per_s']:>16}{row['ratio']:>8}")
+
+
+if __name__ == "__main__":
+    main()

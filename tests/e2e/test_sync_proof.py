@@ -1,0 +1,194 @@
+"""A sync that goes wrong stops the run with a SyncError that names the tensor; one that goes right is proven.
+
+The corruption happens where it would: between the trainer's manifest and the engine (the shared-memory file, the
+control message), while real workers and a real engine run.
+"""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.arguments import parse
+from instep.cluster.local import WorkerGroup
+from instep.controller.sync import WeightSync
+from instep.data.batch import build_batch
+from instep.engines.launch import Engine, start_embedded
+from instep.errors import SyncError
+from instep.types import Sample
+from tests.e2e.commands import grpo_arguments
+
+
+@pytest.fixture(scope="module")
+def stack(tiny, tmp_path_factory):
+    """One hf worker, one embedded engine whose own checkpoint is stale, and the session between them."""
+    from tests.assets import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("stack")
+    args = parse(grpo_arguments(tiny, folder)[1:], "train")
+    args.device, args.precision = "cpu", "fp32"
+    workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    engine_args = copy.copy(args)
+    engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
+    engine = start_embedded(engine_args, 0, num_threads=1, log_dir=folder / "logs")
+    try:
+        workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        workers.call("load_weights", tiny / "hf", timeout=60)
+        engine.wait_ready(120)
+        yield args, workers, engine
+    finally:
+        workers.close()
+        engine.stop()
+
+
+@pytest.fixture
+def sync(stack):
+    args, workers, engine = stack
+    session = WeightSync(args, workers, [engine], vocab_size=50, max_len=128)
+    yield session
+    session.close()
+
+
+def train_once(workers, lr):
+    """One optimizer step on a made-up sample, so that all weights change a little."""
+    sample = Sample(
+        group_index=0, index=0, tokens=list(range(5, 37)), response_length=24, reward=1.0, status=Sample.Status.COMPLETED
+    )
+    batch = build_batch([[sample]])
+    batch.token_columns["advantages"] = torch.ones(24)
+    batch.token_columns["loss_weights"] = torch.full((24,), 1 / 24)
+    metrics = workers.call("train", batch, [[[0]]], [lr], timeout=60)[0][0]
+    assert metrics["grad_norm"] > 0 and not metrics["skipped_steps"]
+
+
+def tamper(monkeypatch, change):
+    """Let `change(manifest dict) -> manifest dict` stand between trainer and engine."""
+    original = Engine.post
+
+    def post(self, path, body=None, **kwargs):
+        if path == "/update_weights" and "manifest" in body["update_info"]:
+            body = {"update_info": {**body["update_info"], "manifest": change(body["update_info"]["manifest"])}}
+        return original(self, path, body, **kwargs)
+
+    monkeypatch.setattr(Engine, "post", post)
+
+
+def test_a_stale_checkpoint_of_the_engine_does_not_matter(sync):
+    result = sync.run()
+    assert result.version == 1 and result.probe_max_abs_diff <= 1e-5 and result.num_tensors > 10
+    again = sync.run()
+    assert again.version == 2 and again.probe_max_abs_diff == result.probe_max_abs_diff
+
+
+def test_the_golden_way_gives_the_same_scores(stack, sync):
+    _, workers, engine = stack
+    sync.run("disk")
+    golden = sync._engine_scores(engine)
+    sync.run("shm")
+    assert sync._engine_scores(engine) == golden
+    train_once(workers, 1e-3)
+    sync.run("shm")
+    assert sync._engine_scores(engine) != golden
+
+
+def test_a_dropped_tensor_is_named(sync, monkeypatch):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tamper(monkeypatch, lambda m: {**m, "tensors": [t for t in m["tensors"] if t["name"] != name]})
+    with pytest.raises(SyncError, match=name):
+        sync.run()
+
+
+def test_swapped_bytes_are_named(sync, monkeypatch):
+    """k and v have the same shape; their bytes change places in the shared memory."""
+
+    def swap(manifest):
+        k, v = (next(t for t in manifest["tensors"] if f"layers.0.self_attn.{x}_proj" in t["name"]) for x in "kv")
+        path = Path(manifest["path"])
+        data = bytearray(path.read_bytes())
+        a, b = (slice(t["offset"], t["offset"] + t["nbytes"]) for t in (k, v))
+        data[a], data[b] = data[b], data[a]
+        path.write_bytes(data)
+        return manifest
+
+    tamper(monkeypatch, swap)
+    with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.[kv]_proj\.weight"):
+        sync.run()
+
+
+def test_swapped_names_are_found_by_the_probe_and_named(sync, monkeypatch):
+    """Every digest is right here; only the functional probe can see it, and the comparison of digests names both."""
+
+    def swap(manifest):
+        tensors = [dict(t) for t in manifest["tensors"]]
+        k, v = (next(t for t in tensors if f"layers.0.self_attn.{x}_proj" in t["name"]) for x in "kv")
+        k["name"], v["name"] = v["name"], k["name"]
+        return {**manifest, "tensors": tensors}
+
+    tamper(monkeypatch, swap)
+    with pytest.raises(SyncError, match="log-probs of the probe differ") as caught:
+        sync.run()
+    assert "layers.0.self_attn.k_proj.weight" in str(caught.value)
+    assert "layers.0.self_attn.v_proj.weight" in str(caught.value)
+
+
+def test_one_flipped_low_bit_is_named(sync, monkeypatch):
+    def flip(manifest):
+        record = next(t for t in manifest["tensors"] if t["name"] == "model.norm.weight")
+        with open(manifest["path"], "r+b") as file:
+            file.seek(record["offset"])
+            byte = file.read(1)[0]
+            file.seek(record["offset"])
+            file.write(bytes([byte ^ 1]))
+        return manifest
+
+    tamper(monkeypatch, flip)
+    with pytest.raises(SyncError, match="model.norm.weight"):
+        sync.run()
+
+
+def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, monkeypatch, tmp_path):
+    _, workers, _ = stack
+    kept = {}
+
+    def keep(manifest):
+        kept["file"] = shutil.copy(manifest["path"], tmp_path / "old.bin")
+        return manifest
+
+    with monkeypatch.context() as patch:
+        tamper(patch, keep)
+        sync.run()
+    train_once(workers, 1e-6)
+
+    def replay(manifest):
+        shutil.copy(kept["file"], manifest["path"])
+        return manifest
+
+    with monkeypatch.context() as patch:
+        tamper(patch, replay)
+        with pytest.raises(SyncError, match=r"tensor .*model\.|model\.\S+\.weight"):
+            sync.run()
+    sync.run()  # and a good session afterwards is proven again
+
+
+def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
+    """All control calls answer 200, but the weights stay: the probe must see it even at learning rate 1e-6."""
+    _, workers, _ = stack
+    sync.run()
+    train_once(workers, 1e-6)
+    original = Engine.post
+
+    def post(self, path, body=None, **kwargs):
+        quiet = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+        return {} if path in quiet else original(self, path, body, **kwargs)
+
+    monkeypatch.setattr(Engine, "post", post)
+    with pytest.raises(SyncError) as caught:
+        sync.run()
+    assert "model." in str(caught.value)
+
+
+def test_the_deadline_is_kept(sync):
+    with pytest.raises(SyncError, match="did not end within its time"):
+        sync._transfer("shm", deadline=0.0)
