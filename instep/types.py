@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class VersionSpan:
     end: int
 
 
+_Status = Status  # `Sample.Status` below hides the name inside the class
+
+
 @dataclass
 class Sample:
     """One prompt and one response.
@@ -42,7 +46,7 @@ class Sample:
     `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
     """
 
-    Status: ClassVar[type[Status]] = Status
+    Status: ClassVar[type[_Status]] = _Status
 
     group_index: int | None = None
     index: int | None = None
@@ -57,7 +61,7 @@ class Sample:
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     sampling_params: dict[str, Any] = field(default_factory=dict)  # as sent to the engine
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +89,7 @@ class Sample:
     def aborted(self, value: bool) -> None:
         self._set_flag(Status.ABORTED, value)
 
-    def _set_flag(self, status: Status, value: bool) -> None:
+    def _set_flag(self, status: _Status, value: bool) -> None:
         if value:
             self.status = status
         elif self.status in (Status.PENDING, status):
@@ -118,8 +122,11 @@ class Sample:
             raise ValueError("tokens that are not trainable have no log-probs")
         if self.loss_mask is not None and len(self.loss_mask) != before:
             raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {before} response tokens")
+        if self.rollout_log_probs is not None and len(self.rollout_log_probs) != before:
+            raise ValueError(f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {before} response tokens")
         trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
-        if trainable and n and trained_before and (log_probs is None) != (self.rollout_log_probs is None):
+        mixed = (log_probs is None) != (self.rollout_log_probs is None)
+        if trainable and n and mixed and (trained_before or self.rollout_log_probs is not None):
             raise ValueError("either all trainable parts of a response have log-probs or none has")
         if self.loss_mask is None and not trainable:
             self.loss_mask = [1] * before
@@ -148,7 +155,9 @@ class Sample:
         self.weight_versions, self.status = [], Status.PENDING
 
     def to_dict(self) -> dict[str, Any]:
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        known = {f.name for f in dataclasses.fields(self)}
+        out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
+        out |= {name: value for name, value in vars(self).items() if name not in known}  # set by hooks
         out["status"] = self.status.value
         out["weight_versions"] = [dataclasses.asdict(s) for s in self.weight_versions]
         return {**self.extra, **out}
@@ -158,8 +167,20 @@ class Sample:
         known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         kwargs = {k: v for k, v in data.items() if k in known}
         kwargs["status"] = Status(kwargs.get("status", "pending"))
-        kwargs["weight_versions"] = [VersionSpan(**s) for s in kwargs.get("weight_versions", [])]
-        return cls(**kwargs, extra={k: v for k, v in data.items() if k not in known})
+        spans = kwargs.pop("weight_versions", [])
+        sample = cls(**kwargs)
+        if all(isinstance(s, dict) for s in spans):
+            sample.weight_versions = [VersionSpan(**s) for s in spans]
+        elif len(spans) == 1:  # the seeds keep names only; of several it is not known which tokens are whose
+            sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
+        else:
+            sample.extra["weight_versions"] = spans
+        for name, value in data.items():
+            if name in ("truncated", "aborted"):
+                setattr(sample, name, value)
+            elif name not in known:
+                sample.extra[name] = value
+        return sample
 
 
 Group = list[Sample]

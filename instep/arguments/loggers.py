@@ -1,6 +1,6 @@
 """Where metrics go."""
 
-from instep.arguments.flag import HARDENING, INDEX, Flag, Group, later, negation, switch
+from instep.arguments.flag import HARDENING, INDEX, Flag, Group, later, refused, switch
 
 LOGGERS = Group(
     "Logging",
@@ -16,11 +16,11 @@ LOGGERS = Group(
         Flag("--wandb-group", help="group, and stem of the run's name", seeds="C"),
         Flag("--wandb-project", help="project", seeds="CM"),
         Flag("--wandb-run-id", help="the run to continue", seeds="C"),
-        negation("--disable-wandb-random-suffix", "wandb_random_suffix", "no random suffix of the run's name", "C"),
-        switch("--wandb-always-use-train-step", "the x axis of all metrics is the optimizer step", "C"),
+        *later(HARDENING, "C", "--disable-wandb-random-suffix", "--wandb-always-use-train-step"),
         switch("--use-tensorboard", "write TensorBoard events", "C"),
-        Flag("--tb-project-name", help="their folder; default: the run's", seeds="C"),
-        Flag("--tb-experiment-name", help="a folder in it", seeds="C"),
+        *refused(
+            "the events lie in RUN_DIR/tensorboard", "C", "--tb-project-name", "--tb-experiment-name", instead="--run-dir"
+        ),
         Flag("--num-logged-samples", INDEX, 8, "samples of each rollout that are written to samples.jsonl"),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),

@@ -164,7 +164,7 @@ _INSTEAD = {
     "--tokenizer-model": "--hf-checkpoint",
     "--data-path": "--prompt-data",
     "--train-data-path": "--prompt-data",
-    "--tensorboard-dir": "--use-tensorboard with --tb-project-name",
+    "--tensorboard-dir": "--use-tensorboard with --run-dir",
     "--finetune": "--ref-load, without --load",
     "--pretrained-checkpoint": "--ref-load",
     "--sft": "instep sft",

@@ -1,6 +1,6 @@
 """Generation: sampling, lengths, filters and hooks."""
 
-from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, VLLM, Flag, Group, Number, hook, later, switch
+from instep.arguments.flag import ALGORITHMS, COUNT, FRACTION, INDEX, INT, VLLM, Flag, Group, Number, hook, later, switch
 
 ROLLOUT = Group(
     "Rollout",
@@ -49,12 +49,11 @@ ROLLOUT = Group(
             "f(args, all_groups, data_source): sees dropped groups, too",
             seeds="C",
         ),
-        Flag(
+        *later(
+            ALGORITHMS,
+            "C",
             "--custom-convert-samples-to-train-data-path",
-            hook,
-            None,
-            "f(args, samples) -> columns for the trainer",
-            seeds="C",
+            instead="sample.train_metadata and fields of your own, which reach the trainer",
         ),
         Flag(
             "--custom-rollout-log-function-path",

@@ -305,7 +305,7 @@ def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
-    for prefix, use in (("wandb_", "use_wandb"), ("tb_", "use_tensorboard")):
+    for prefix, use in (("wandb_", "use_wandb"),):
         extra = sorted(
             f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith(prefix)
         )

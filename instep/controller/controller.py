@@ -35,9 +35,6 @@ from instep.training import lr_schedule
 from instep.types import Group
 
 DEFAULT_DATA_SOURCE = "instep.data.source.RolloutDataSourceWithBuffer"
-DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
-DEFAULT_SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
-NUM_LOGGED_SAMPLES = 16  # of each rollout, in samples.jsonl
 
 
 class Controller:
@@ -52,9 +49,8 @@ class Controller:
         self.ledger = Ledger()
         self.data_source = LedgeredDataSource(load_function(args.data_source_path or DEFAULT_DATA_SOURCE)(args), self.ledger)
         self._resolve_num_rollout()
-        rollout_path = args.rollout_function_path or (DEFAULT_ROLLOUT if with_engines else DEFAULT_SFT_ROLLOUT)
-        self._rollout_function = load_function(rollout_path)
-        self._eval_function = load_function(args.eval_function_path or rollout_path)
+        self._rollout_function = load_function(args.rollout_function_path)
+        self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.rollout_id = 0
         self.best: dict[str, float] = {}
         self.evaluations: list[dict[str, float]] = []
@@ -218,6 +214,7 @@ class Controller:
         self.rollout_id = rollout_id
         args = self.args
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
+        started = time.monotonic()
         with self.log.phase("rollout"):
             output = run_watched(
                 lambda: self._rollout_function(self.hook_args, rollout_id, self.data_source, evaluation=False),
@@ -226,13 +223,19 @@ class Controller:
                 what=f"rollout {rollout_id}",
             )
             train_output = as_train_output(output)
+        seconds = time.monotonic() - started
         groups = train_output.samples
         self.ledger.consume(groups)
         self.ledger.drop_outstanding("not returned by the rollout function")
         self.ledger.check()
         self._rollout_metrics = {**rollout_metrics(groups, reward_key=args.reward_key), **train_output.metrics}
+        if args.custom_rollout_log_function_path:
+            samples = [s for g in groups for s in _flat(g)]
+            log = load_function(args.custom_rollout_log_function_path)
+            if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
+                self._rollout_metrics = {}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped)
-        self.log.samples(rollout_id, groups, split="train", limit=NUM_LOGGED_SAMPLES)
+        self.log.samples(rollout_id, groups, split="train", limit=args.num_logged_samples)
         return groups
 
     def train(self, rollout_id: int, groups: list[Group]) -> None:
@@ -272,7 +275,9 @@ class Controller:
             metrics[f"eval/{name}/truncated_ratio"] = sum(map(bool, result["truncated"])) / len(lengths)
             self.log.samples(rollout_id, [[s] for s in result["samples"]], split=f"eval/{name}", limit=8)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
-        self.log.log(rollout_id, metrics)
+        hook = self.args.custom_eval_rollout_log_function_path
+        if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):
+            self.log.log(rollout_id, metrics)
         return metrics
 
     def save(self, rollout_id: int) -> None:

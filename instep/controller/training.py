@@ -14,7 +14,7 @@ from instep.algorithms.kl import approx_kl
 from instep.algorithms.reductions import loss_weights
 from instep.cluster.local import WorkerGroup
 from instep.data.batch import build_batch
-from instep.data.schedule import plan_steps
+from instep.data.schedule import plan_steps, steps_of_samples
 from instep.errors import RolloutError
 from instep.hooks import load_function
 from instep.training.backend import ParallelInfo
@@ -53,7 +53,7 @@ class TrainingRound:
             max_tokens_per_gpu=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
             balance_data=args.balance_data,
         )
-        step_of_sample = _step_of_sample(schedule, batch.num_samples)
+        step_of_sample = steps_of_samples(schedule, batch.num_samples)
         batch.token_columns["loss_weights"] = loss_weights(
             batch.token_columns["loss_mask"],
             batch.response_lengths.tolist(),
@@ -139,17 +139,6 @@ class TrainingRound:
         per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
         results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
         return next(r for r in results if r is not None)
-
-
-def _step_of_sample(schedule: Schedule, num_samples: int) -> list[int]:
-    """The step of each sample; -1 for one that no step uses."""
-    out = [-1] * num_samples
-    for number, step in enumerate(schedule):
-        for rank in step:
-            for micro_batch in rank:
-                for i in micro_batch:
-                    out[i] = number
-    return out
 
 
 def _leaves(group: Any) -> list[Sample]:

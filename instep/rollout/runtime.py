@@ -125,7 +125,7 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
 
 
-def shutdown(timeout: float = 5.0) -> None:
+def shutdown(timeout: float = 2.0) -> None:
     """Cancel what runs, close the session and the reward workers, stop the loop; a later `run` starts a new one."""
     home = _current
     if home is None:
@@ -135,7 +135,7 @@ def shutdown(timeout: float = 5.0) -> None:
     with contextlib.suppress(concurrent.futures.TimeoutError):  # a frozen loop is left behind: it is a daemon
         asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     home.loop.call_soon_threadsafe(home.loop.stop)
-    home.thread.join(timeout)
+    home.thread.join(0.5)
     if not home.thread.is_alive():
         home.loop.close()
 

@@ -21,7 +21,7 @@ from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sampl
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
 ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
-MAX_FILTERED_ROUNDS = 50  # as many times the rollout's groups may be filtered out before it is an error
+MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away before it is an error
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -127,6 +127,7 @@ class _Rollout:
         """Keep one group, or give it away."""
         if any(s.status is Status.ABORTED for s in group):
             self._give_back(issued, group)
+            self._check_waste()
             return
         self.finished.append(group)
         if len(self.kept) >= self.target:
@@ -139,10 +140,14 @@ class _Rollout:
         self.counts["filtered"] += 1
         self.counts[f"filtered/{verdict.reason}"] += 1
         self.data_source.drop([group], f"filtered:{verdict.reason}")
-        if self.counts["filtered"] > MAX_FILTERED_ROUNDS * self.target:
+        self._check_waste()
+
+    def _check_waste(self) -> None:
+        wasted = self.counts["filtered"] + self.counts["aborted"]
+        if not self.execution.aborted and wasted > MAX_WASTED_ROUNDS * self.target:
+            reasons = [f"{n} {k.partition('/')[2] or k}" for k, n in self.counts.items() if k != "filtered"]
             raise RolloutError(
-                f"{self.counts['filtered']} groups were filtered out and {len(self.kept)} of {self.target} kept: "
-                + ", ".join(f"{n} {k.partition('/')[2]}" for k, n in self.counts.items() if "/" in k),
+                f"{wasted} groups were thrown away and {len(self.kept)} of {self.target} kept: {', '.join(reasons)}",
                 where=f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path}",
                 remedy="the task may be solved or far too hard: change the data, the reward or the filter",
             )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, TrainBackend
-from instep.training.losses import PolicyLossConfig, policy_loss_fn, sft_loss_fn
+from instep.training.losses import PolicyLossConfig, finish_metrics, policy_loss_fn, sft_loss_fn
 from instep.types import TokenBatch
 from instep.weights.manifest import BucketManifest
 from instep.weights.shm import publish_shm, source_digests
@@ -166,10 +166,9 @@ class Worker:
         if self.backend.parallel.dp_size > 1:
             dist.all_reduce(total, group=group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return {
-            **dict(zip(sums, total.tolist(), strict=True)),
-            **dict(zip(maxes, largest.tolist()[:-1], strict=True)),
-        }
+        return finish_metrics(
+            dict(zip(sums, total.tolist(), strict=True)), dict(zip(maxes, largest.tolist()[:-1], strict=True))
+        )
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
         """Log-probs of the probe's tokens, float32 `[num_response_tokens]`; all ranks score the same batch."""

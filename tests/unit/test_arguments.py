@@ -113,7 +113,7 @@ SLIME_DEFAULTS = """
 --kl-coef=0.0 --loss-type=policy_loss --kl-loss-type=k1 --advantage-estimator=grpo --use-kl-loss=False
 --kl-loss-coef=0.0 --use-unbiased-kl=False --entropy-coef=0.0 --normalize-advantages=False
 --disable-grpo-std-normalization=True --disable-rewards-normalization=True --use-rollout-logprobs=False
---use-tis=False --tis-clip=2.0 --tis-clip-low=0 --use-wandb=False --disable-wandb-random-suffix=True
+--use-tis=False --tis-clip=2.0 --tis-clip-low=0 --use-wandb=False
 --wandb-always-use-train-step=False --use-tensorboard=False --group-rm=False --loss-mask-type=qwen
 --train-backend=megatron
 """
@@ -504,7 +504,6 @@ CONTRADICTIONS = [
     ),
     ("--wandb-project x", "", "has no effect without --use-wandb"),
     ("--disable-wandb-random-suffix", "", "--disable-wandb-random-suffix"),
-    ("--tb-project-name x", "", "has no effect without --use-tensorboard"),
 ]
 
 

@@ -46,6 +46,8 @@ def configs(
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         sequence_parallel=bool(args.sequence_parallel),
         use_cpu_initialization=not cuda,
+        bias_activation_fusion=cuda,  # by torch.compile: 3 to 6 % faster, 8 GiB less for 24k tokens of a 0.6B model
+        bias_dropout_fusion=cuda,
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,

@@ -1,0 +1,100 @@
+"""The quickstart: make a tiny model and a task, teach it by demonstrations, then let it practise (GRPO).
+
+Three commands in a row, each one that a user could type; this file only starts them, measures all of them together and
+puts one summary at the end. No flag here is special to the task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from instep.controller.run_state import write_json
+from instep.observability.memory import PssSampler
+from instep.observability.report import make_report
+
+HERE = Path(__file__).parent
+console = Console(highlight=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="everything is written below it")
+    parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
+    parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
+    args = parser.parse_args()
+    started = time.monotonic()
+    with PssSampler() as memory:
+        for title, command in stages(args):
+            console.rule(f"[bold]{title}")
+            console.print(shlex.join(["instep" if c == "instep.cli" else c for c in command[2:]]), style="dim")
+            code = subprocess.run(command).returncode
+            if code:
+                return code
+    summarise(args.out, time.monotonic() - started, memory.peak)
+    return 0
+
+
+def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """The three commands."""
+    out, task = args.out, args.out / "task"
+    instep = [sys.executable, "-m", "instep.cli"]
+    common = ["--train-backend", args.backend, "--device", args.device, "--seed", str(args.seed)]
+    common += ["--actor-num-gpus-per-node", "1", "--rollout-seed", str(args.seed)]
+    common += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
+    if args.num_threads:
+        common += ["--num-threads", str(args.num_threads)]
+    sft = ["sft", "--hf-checkpoint", task / "hf", "--prompt-data", task / "sft.jsonl", "--input-key", "messages"]
+    sft += [*SFT, "--run-dir", out / "sft", "--save-hf", out / "sft" / "hf", *common]
+    grpo = ["train", "--hf-checkpoint", out / "sft" / "hf", "--prompt-data", task / "train.jsonl"]
+    grpo += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
+    grpo += ["--eval-prompt-data", "held-out", task / "eval.jsonl", *GRPO]
+    grpo += ["--rollout-backend", "embedded", "--use-tensorboard"]
+    grpo += ["--run-dir", out, "--save-hf", out / "hf", *common]
+    return [
+        ("1/3  a tiny model and a task", [sys.executable, str(HERE / "make_task.py"), "--out", str(task), "--seed", str(args.seed)]),
+        ("2/3  supervised fine-tuning on uneven demonstrations", [*instep, *map(str, sft)]),
+        ("3/3  GRPO", [*instep, *map(str, grpo)]),
+    ]
+
+
+SFT = "--rollout-batch-size 640 --global-batch-size 64 --num-rollout 20 --rollout-shuffle".split()
+SFT += "--lr 4e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0".split()
+GRPO = "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 25 --rollout-shuffle".split()
+GRPO += "--rollout-max-response-len 64 --lr 5e-4 --lr-decay-style constant --weight-decay 0 --eval-interval 100".split()
+
+
+def summarise(out: Path, seconds: float, peak_pss: float) -> None:
+    """The summary of the whole quickstart, in place of that of its last command."""
+    path = out / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["grpo_seconds"] = summary["wall_seconds"]
+    summary["wall_seconds"] = seconds
+    summary["peak_pss_bytes"] = max(peak_pss, summary["peak_pss_bytes"])
+    write_json(path, summary)
+    report = make_report(out)
+    table = Table(title="quickstart", show_header=False)
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    table.add_row("held-out reward before GRPO", f"{summary['eval_reward_before']:.3f}")
+    table.add_row("held-out reward after GRPO", f"{summary['eval_reward_after']:.3f}")
+    table.add_row("optimizer steps (GRPO)", str(summary["num_steps"]))
+    table.add_row("largest trainer-engine difference at a sync", f"{summary['sync_probe_max_abs_diff']:.1e}")
+    table.add_row("seconds, all three stages", f"{seconds:.0f}")
+    table.add_row("memory at its peak (PSS, all processes)", f"{summary['peak_pss_bytes'] / 1e9:.2f} GB")
+    console.print(table)
+    console.print(f"report: {report}\nmodel:  {out / 'hf'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,448 @@
+"""The parts of the rollout side that need no engine: HTTP, the background loop, seeds, outputs, filters, sft."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from instep.errors import ConfigError, DataError, EngineError, RewardError, RolloutError
+from instep.rollout import http, runtime, sft_rollout
+from instep.rollout.client import complete, get_model_url, to_vllm
+from instep.rollout.execute import sampling_seed
+from instep.rollout.filters import as_filter_output, check_reward_nonzero_std
+from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.tokens import trim_stop
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
+from tests.assets import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Iterator[None]:
+    yield
+    runtime.set_progress_listener(None)
+    runtime.shutdown()
+
+
+# ---- HTTP, against a server that misbehaves --------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.post("/x", handler)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/x"
+    finally:
+        await runner.cleanup()
+
+
+def posted(answers: list[Any], **kwargs: Any) -> tuple[Any, int, float]:
+    """`post` to a server that gives these answers (status, text) in turn; None closes the connection instead."""
+    count = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        answer = answers[min(count, len(answers) - 1)]
+        count += 1
+        if answer is None:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        return web.Response(status=answer[0], text=answer[1])
+
+    async def scenario() -> Any:
+        async with serving(handler) as url:
+            try:
+                return await http.post(url, {"a": 1}, **kwargs)
+            except EngineError as error:
+                assert error.where == url and error.remedy
+                return error
+
+    start = time.monotonic()
+    return runtime.run(scenario(), timeout=30), count, time.monotonic() - start
+
+
+def test_post_tries_again_after_a_server_error() -> None:
+    answer, count, seconds = posted([(503, "warming up"), None, (200, '{"ok": 1}')])
+    assert answer == {"ok": 1} and count == 3
+    assert seconds >= 0.6  # 0.2 + 0.4 of pause
+
+
+def test_post_gives_up_after_its_retries_with_the_servers_words() -> None:
+    error, count, _ = posted([(500, '{"error": {"message": "out of memory"}}')], max_retries=2)
+    assert count == 3 and isinstance(error, EngineError)
+    assert error.what == "3 attempts failed, the last with 500: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"error": {"message": "no such model"}}', "no such model"),
+        ('{"detail": "no such model"}', "no such model"),
+        ('{"error": "no such model"}', "no such model"),
+        ("no such model", "no such model"),
+    ],
+)
+def test_post_takes_a_refusal_as_final(body: str, words: str) -> None:
+    error, count, seconds = posted([(404, body)])
+    assert count == 1 and seconds < 1
+    assert isinstance(error, EngineError) and error.what == f"the request was refused with 404: {words}"
+
+
+@pytest.mark.parametrize("body", ["<html>", "[1]", "3"])
+def test_post_wants_an_object(body: str) -> None:
+    error, count, _ = posted([(200, body)])
+    assert count == 1 and isinstance(error, EngineError) and "is no JSON object" in error.what
+
+
+def test_post_of_an_empty_answer_and_from_a_foreign_loop() -> None:
+    assert posted([(200, "")])[0] == {}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"got": await request.json()})
+
+    async def own_loop() -> Any:  # a hook that brings its own event loop
+        async with serving(handler) as url:
+            return await http.post(url, {"a": 1})
+
+    assert asyncio.run(own_loop()) == {"got": {"a": 1}}
+
+
+def test_an_answer_whose_parts_do_not_fit_is_refused() -> None:
+    def completion(choice: dict[str, Any]) -> Any:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return web.json_response({"choices": [choice]} if choice else {"other": 1})
+
+        async def scenario() -> Any:
+            async with serving(handler) as url:
+                return await complete(url, "m", [1, 2], {"max_tokens": 2})
+
+        return runtime.run(scenario(), timeout=20)
+
+    content = [{"logprob": -0.5}, {"logprob": -1.5}]
+    good = {"token_ids": [7, 8], "logprobs": {"content": content}, "finish_reason": "length", "stop_reason": None}
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    out = completion({**good, "weight_versions": spans})
+    assert (out.token_ids, out.log_probs, out.status) == ([7, 8], [-0.5, -1.5], Status.TRUNCATED)
+    assert out.weight_versions == [VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]
+    assert completion(good).weight_versions == []  # an engine that does not say
+    for reason, status in (("stop", "completed"), ("abort", "aborted"), ("cancelled", "aborted")):
+        assert completion({**good, "finish_reason": reason}).status == Status(status)
+    with pytest.raises(EngineError, match="2 tokens came with 1 log-probs"):
+        completion({**good, "logprobs": {"content": content[:1]}})
+    with pytest.raises(EngineError, match="do not cover 2 tokens"):
+        completion({**good, "weight_versions": spans[:1]})
+    with pytest.raises(EngineError, match=r"of another form: KeyError\('choices'\); it has \['other'\]"):
+        completion({})
+
+
+# ---- the background loop ---------------------------------------------------------------------------------------------
+
+
+def test_run_returns_raises_and_is_bounded() -> None:
+    async def value() -> int:
+        return 3
+
+    async def fails() -> None:
+        raise RewardError("bad")
+
+    assert runtime.run(value()) == 3
+    with pytest.raises(RewardError, match="bad"):
+        runtime.run(fails())
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="not done after 0 s"):
+        runtime.run(asyncio.sleep(30), timeout=0.2)
+    assert time.monotonic() - start < 1.5
+
+
+def test_run_on_its_own_thread_is_refused_instead_of_hanging() -> None:
+    async def nested() -> None:
+        runtime.run(asyncio.sleep(0))
+
+    with pytest.raises(RolloutError, match="own thread"):
+        runtime.run(nested(), timeout=10)
+
+
+@pytest.mark.parametrize("error", [None, EngineError("engine 3 died")])
+def test_cancel_all_reaches_every_caller(error: EngineError | None) -> None:
+    cancelled, failures = [], []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    def caller() -> None:
+        try:
+            runtime.run(long())
+        except EngineError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=caller) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    runtime.cancel_all(error)
+    for thread in threads:
+        thread.join(5)
+    assert time.monotonic() - start < 1
+    assert [f.what for f in failures] == [error.what if error else "the rollout was cancelled"] * 3
+    runtime.run(asyncio.sleep(0), timeout=5)  # the loop goes on
+    assert len(cancelled) == 3
+
+
+def test_shutdown_can_be_repeated_and_the_loop_comes_back() -> None:
+    closed = []
+
+    async def closer() -> None:
+        closed.append(1)
+
+    runtime.run(asyncio.sleep(0))
+    runtime.at_shutdown(closer)
+    runtime.shutdown()
+    runtime.shutdown()
+    assert closed == [1]
+    runtime.run(asyncio.sleep(0), timeout=5)
+    assert closed == [1]
+
+
+def test_a_watched_coroutine_behaves_as_any_other() -> None:
+    async def inner() -> int:
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.sleep(5), 0.01)
+        with pytest.raises(KeyError):
+            await raising()
+        return 4
+
+    async def raising() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    async def outer() -> int:
+        return await runtime.watched(inner(), 5, RewardError("blocked"))
+
+    assert runtime.run(outer(), timeout=10) == 4
+
+    async def cancelled() -> str:
+        task = asyncio.ensure_future(runtime.watched(asyncio.sleep(60), 5, RewardError("blocked")))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return "cancelled"
+        return "not"
+
+    assert runtime.run(cancelled(), timeout=10) == "cancelled"
+
+
+def test_gather_cancels_the_others_at_the_first_failure() -> None:
+    events = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("ended")
+
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise RewardError("bad")
+
+    async def both() -> None:
+        try:
+            await runtime.gather([long(), fails(), long()])
+        finally:
+            events.append("left")
+
+    with pytest.raises(RewardError):
+        runtime.run(both(), timeout=10)
+    assert events == ["ended", "ended", "left"]
+
+
+# ---- seeds, parameters, URLs, texts ----------------------------------------------------------------------------------
+
+
+def test_sampling_seeds_are_the_same_in_every_process_and_all_different() -> None:
+    code = "from instep.rollout.execute import sampling_seed as s; print(s(42, 0, 0, 0), s(42, 7, 3, 1))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert [int(x) for x in other] == [sampling_seed(42, 0, 0, 0), sampling_seed(42, 7, 3, 1)]
+    seeds = {sampling_seed(r, g, i, a) for r in (1, 2) for g in range(50) for i in range(8) for a in (0, 1)}
+    assert len(seeds) == 1600 and all(0 <= s < 2**63 for s in seeds)
+    assert sampling_seed(1, 11) != sampling_seed(11, 1)
+
+
+def test_names_of_sampling_parameters() -> None:
+    given = {"max_new_tokens": 5, "temperature": 0.5, "stop": None, "min_new_tokens": 2, "top_k": -1}
+    assert to_vllm(given) == {"max_tokens": 5, "temperature": 0.5, "min_tokens": 2, "top_k": -1}
+    assert to_vllm({"max_new_tokens": 5, "max_tokens": 5}) == {"max_tokens": 5}
+    with pytest.raises(RolloutError, match="contradicts"):
+        to_vllm({"max_new_tokens": 5, "max_tokens": 6})
+
+
+def test_urls() -> None:
+    routers = {"actor": ("10.0.0.1", 1), "ref": ("fe80::1", 2)}
+    args = SimpleNamespace(vllm_router_ip="10.0.0.1", vllm_router_port=1, vllm_model_routers=routers)
+    assert get_model_url(args) == "http://10.0.0.1:1/inference/v1/generate"
+    assert get_model_url(args, "ref", "/health") == "http://[fe80::1]:2/health"
+    with pytest.raises(ConfigError, match="no model 'critic'"):
+        get_model_url(args, "critic")
+
+
+def test_stop_strings_are_trimmed_at_their_first_place() -> None:
+    assert trim_stop("a END b END", "END") == "a "
+    assert trim_stop("abc", None) == trim_stop("abc", "x") == "abc"
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def done(group: int, index: int, **changed: Any) -> Sample:
+    sample = Sample(group_index=group, index=index, tokens=[1, 2, 3], response_length=2, reward=1.0)
+    sample.status = Status.COMPLETED
+    for name, value in changed.items():
+        setattr(sample, name, value)
+    return sample
+
+
+def test_train_outputs_in_every_form() -> None:
+    plain = as_train_output([[done(0, 0), done(0, 1)], [done(1, 2)]])
+    assert [len(g) for g in plain.samples] == [2, 1]
+    assert len({s.execution_id for g in plain.samples for s in g}) == 3
+    nested = as_train_output(RolloutFnTrainOutput([[[done(0, 0), done(0, 0)], done(0, 1)]], {"m": 1.0}))
+    ids = [s.execution_id for s in nested.samples[0]]
+    assert ids[0] == ids[1] != ids[2] and nested.metrics == {"m": 1.0}
+    named = as_train_output([[[done(0, 0, execution_id="a"), done(0, 0)]]])
+    assert [s.execution_id for s in named.samples[0]] == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "returned NoneType"),
+        ([[]], r"a group is \[\]"),
+        ([done(0, 0)], "a group is Sample"),
+        ([["text"]], "holds str, not Sample"),
+        ([[done(0, 0)], [done(0, 1)]], "given twice"),
+        ([[done(0, 0), done(1, 1)]], "mixed"),
+        ([[done(None, 0)]], "missing"),  # type: ignore[arg-type]
+        ([[[done(0, 0, execution_id="a"), done(0, 0, execution_id="b")]]], "several execution ids"),
+        ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
+        ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
+        ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),
+        ([[done(0, 0, response_length=3)]], "response_length 3 with 3 tokens"),
+        ([[done(0, 0, status=Status.PENDING)]], "still PENDING"),
+        ([[done(0, 0, weight_versions=[VersionSpan("1", 0, 3)])]], "reach 3 of 2"),
+    ],
+)
+def test_bad_train_outputs_are_refused(output: Any, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        as_train_output(output)
+
+
+def test_eval_outputs() -> None:
+    full = {"rewards": [0.5], "truncated": [False], "samples": [done(0, 0)]}
+    assert as_eval_output({"a": full}).data["a"]["rewards"] == [0.5]
+    derived = as_eval_output(RolloutFnEvalOutput({"a": {"samples": [done(0, 0), done(1, 1, truncated=True)]}})).data[
+        "a"
+    ]
+    assert derived["rewards"] == [1.0, 1.0] and derived["truncated"] == [False, True]
+    with pytest.raises(RolloutError, match="has no rewards"):
+        as_eval_output({"a": {"samples": []}})
+    with pytest.raises(RolloutError, match="nan is no finite number"):
+        as_eval_output({"a": {**full, "rewards": [float("nan")]}})
+    with pytest.raises(RolloutError, match="returned list"):
+        as_eval_output([full])
+
+
+def test_the_spread_filter_counts_executions() -> None:
+    args = SimpleNamespace(reward_key=None)
+
+    def verdict(*rewards: tuple[str, float]) -> Any:
+        return check_reward_nonzero_std(args, [done(0, 0, execution_id=e, reward=r) for e, r in rewards])
+
+    assert verdict(("a", 1.0), ("b", 0.0)).keep
+    assert not verdict(("a", 1.0), ("b", 1.0)).keep
+    assert verdict(("a", 1.0), ("b", 1.0)).reason == "zero_std_1.0"
+    assert verdict(("a", 0.1), ("b", 0.1 + 1e-9)).keep
+    # Siblings differ, their executions do not: (1 + 0) / 2 = 0.5.
+    assert not verdict(("a", 1.0), ("a", 0.0), ("b", 0.5)).keep
+    keyed = SimpleNamespace(reward_key="x")
+    assert check_reward_nonzero_std(keyed, [done(0, 0, reward={"x": 1}), done(0, 1, reward={"x": 2})]).keep
+    with pytest.raises(RewardError, match="is a dict"):
+        check_reward_nonzero_std(args, [done(0, 0, reward={"x": 1})])
+
+
+def test_what_filters_may_return() -> None:
+    assert as_filter_output(True, "m.f").keep
+    assert as_filter_output(False, "m.f").reason == "f"
+    assert as_filter_output(SimpleNamespace(keep=False, reason="dull"), "m.f").reason == "dull"
+    with pytest.raises(RolloutError, match="the filter returned None"):
+        as_filter_output(None, "m.f")
+
+
+# ---- sft -------------------------------------------------------------------------------------------------------------
+
+
+class Conversations:
+    """A data source of fixed groups."""
+
+    def __init__(self, prompts: list[Any]):
+        self.groups = [[Sample(group_index=i, index=i, prompt=p)] for i, p in enumerate(prompts)]
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        taken, self.groups = self.groups[:num_groups], self.groups[num_groups:]
+        return taken
+
+
+def test_sft_rollout(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", layers=1)
+    args = SimpleNamespace(
+        hf_checkpoint=str(checkpoint), rollout_batch_size=2, loss_mask_type="qwen", apply_chat_template_kwargs={}
+    )
+
+    def talk(*turns: tuple[str, str, int]) -> list[dict[str, Any]]:
+        return [{"role": role, "content": text, "step_loss_mask": mask} for role, text, mask in turns]
+
+    source = Conversations(
+        [
+            talk(("user", "1+1=?", 1), ("assistant", "2", 1)),
+            talk(("user", "a", 1), ("assistant", "b", 0), ("user", "c", 1), ("assistant", "de", 1)),
+            "no conversation",
+        ]
+    )
+    output = as_train_output(sft_rollout.generate_rollout(args, 0, source))
+    first, second = (group[0] for group in output.samples)
+    tokenizer = sft_rollout.tokenizer_of(args)
+
+    def trained(sample: Sample) -> str:
+        ids = sample.tokens[-sample.response_length :]
+        assert sample.loss_mask is not None and len(ids) == len(sample.loss_mask) and sample.loss_mask[0] == 1
+        return tokenizer.decode([i for i, m in zip(ids, sample.loss_mask, strict=True) if m])
+
+    assert trained(first) == "2<|im_end|>" and trained(second) == "de<|im_end|>"
+    assert first.reward == 0.0 and first.status is Status.COMPLETED
+    assert tokenizer.decode(first.tokens).startswith("<|im_start|>user\n1+1=?<|im_end|>")
+    with pytest.raises(DataError, match="the prompt is text") as caught:
+        sft_rollout.generate_rollout(args, 1, source)
+    assert "group 2" in caught.value.where
+    with pytest.raises(RolloutError, match="no more conversations"):
+        sft_rollout.generate_rollout(args, 2, source)
