@@ -31,7 +31,13 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PROMPT_LENGTH = 24
-WORKLOADS = {"equal_64": (64, (48, 48)), "varied_64": (64, (8, 96)), "varied_256": (256, (8, 96))}  # requests, lengths
+# Requests, of one prompt each (the samples of a group), least and greatest number of new tokens.
+WORKLOADS = {
+    "equal_64": (64, 1, 48, 48),
+    "varied_64": (64, 1, 8, 96),
+    "varied_64_groups_of_8": (64, 8, 8, 96),
+    "varied_256_groups_of_8": (256, 8, 8, 96),
+}
 
 
 def make_model(path: Path) -> Qwen3ForCausalLM:
@@ -70,19 +76,20 @@ def engine(path: Path, device: str, threads: int) -> Iterator[str]:
         process.wait(timeout=10)
 
 
-async def run_engine(url: str, prompts: list[list[int]], lengths: list[int]) -> float:
+async def run_engine(session: aiohttp.ClientSession, url: str, prompts: list[list[int]], lengths: list[int]) -> float:
     """Seconds from the first request sent to the last response read."""
 
-    async def one(session: aiohttp.ClientSession, prompt: list[int], length: int) -> int:
+    async def one(prompt: list[int], length: int) -> int:
         params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-        async with session.post(f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params}) as r:
+        async with session.post(
+            f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params}
+        ) as r:
             choice = (await r.json())["choices"][0]
             return len(choice["logprobs"]["content"])
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        begin = time.perf_counter()
-        got = await asyncio.gather(*(one(session, p, n) for p, n in zip(prompts, lengths, strict=True)))
-        seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    got = await asyncio.gather(*(one(p, n) for p, n in zip(prompts, lengths, strict=True)))
+    seconds = time.perf_counter() - begin
     assert got == lengths
     return seconds
 
@@ -105,35 +112,51 @@ def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: lis
     return seconds
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
+async def measure(args: argparse.Namespace) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder)).to(args.device)
+        connector = aiohttp.TCPConnector(limit=0)  # one session throughout, as a rollout has
         with engine(Path(folder), args.device, args.threads) as url:
-            for name, (count, (low, high)) in WORKLOADS.items():
-                rng = random.Random(0)
-                prompts = [[rng.randrange(2, 300) for _ in range(PROMPT_LENGTH)] for _ in range(count)]
-                lengths = [rng.randint(low, high) for _ in range(count)]
-                times: dict[str, list[float]] = {"engine": [], "generate": []}
-                for repeat in range(args.repeats + 1):
-                    pair = {
-                        "engine": asyncio.run(run_engine(url, prompts, lengths)),
-                        "generate": run_generate(model, prompts, lengths),
-                    }
-                    for key, seconds in pair.items():
-                        times[key] += [seconds] if repeat else []  # the first warms up
-                rate = {key: sum(lengths) / statistics.median(values) for key, values in times.items()}
-                rows.append(
-                    {
-                        "workload": name,
-                        "num_tokens": sum(lengths),
-                        "engine_tokens_per_s": round(rate["engine"]),
-                        "generate_tokens_per_s": round(rate["generate"]),
-                        "ratio": round(rate["engine"] / rate["generate"], 3),
-                        "seconds": {k: [round(x, 4) for x in v] for k, v in times.items()},
-                    }
-                )
+            async with aiohttp.ClientSession(connector=connector) as session:
+                for name, workload in WORKLOADS.items():
+                    rows.append(await compare(session, url, model, name, *workload, args.repeats))
     return rows
+
+
+async def compare(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: Qwen3ForCausalLM,
+    name: str,
+    count: int,
+    group: int,
+    low: int,
+    high: int,
+    repeats: int,
+) -> dict:
+    """One row: both ways in turn, `repeats` times after a warm-up."""
+    rng = random.Random(0)
+    distinct = [[rng.randrange(2, 300) for _ in range(PROMPT_LENGTH)] for _ in range(count // group)]
+    prompts = [prompt for prompt in distinct for _ in range(group)]
+    lengths = [rng.randint(low, high) for _ in range(count)]
+    times: dict[str, list[float]] = {"engine": [], "generate": []}
+    for repeat in range(repeats + 1):
+        pair = {
+            "engine": await run_engine(session, url, prompts, lengths),
+            "generate": run_generate(model, prompts, lengths),
+        }
+        for key, seconds in pair.items():
+            times[key] += [seconds] if repeat else []
+    rate = {key: sum(lengths) / statistics.median(values) for key, values in times.items()}
+    return {
+        "workload": name,
+        "num_tokens": sum(lengths),
+        "engine_tokens_per_s": round(rate["engine"]),
+        "generate_tokens_per_s": round(rate["generate"]),
+        "ratio": round(rate["engine"] / rate["generate"], 3),
+        "seconds": {k: [round(x, 4) for x in v] for k, v in times.items()},
+    }
 
 
 def main() -> None:
@@ -145,27 +168,33 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    rows = measure(args)
+    rows = asyncio.run(measure(args))
     result = {
         "benchmark": "embedded-engine",
         "device": args.device,
         "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "workload": {
             "model": "Qwen3, hidden 192, 5 layers, vocabulary 300, float32",
             "prompt_length": PROMPT_LENGTH,
             "threads": args.threads,
             "repeats": args.repeats,
-            "requests_and_new_tokens": {k: [n, list(r)] for k, (n, r) in WORKLOADS.items()},
+            "requests_group_size_least_and_greatest_length": WORKLOADS,
         },
         "rows": rows,
         "headline": {f"ratio_to_generate_{row['workload']}": row["ratio"] for row in rows},
     }
     out = args.out or Path(__file__).parent / "results" / f"embedded-engine-{args.device}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'workload':<12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}")
+    print(f"{'workload':<24}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}")
     for row in rows:
-        print(f"{row['workload']:<12}{row['engine_tokens_per_s']:>14}{row['generate_tokens_per_s']:>16}{row['ratio']:>8}")
+        print(
+            f"{row['workload']:<24}{row['engine_tokens_per_s']:>14}{row['generate_tokens_per_s']:>16}{row['ratio']:>8}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An own task in 30 lines: follow the ball under five cups. Same model, same files, same command line as the quickstart.
+"""An own task in 30 lines: follow the ball under five cups. Model, files and command line are the quickstart's.
 
-"Follow the ball from 1: a12 b45 c23": first the cups in places 1 and 2 change places, then 4 and 5, then 2 and 3. The worked
-steps say where the ball is after each swap: "a12=2 b45=2 c23=3 \\boxed{3}".
+"Follow the ball from 1: a12 b45 c23": first the cups in places 1 and 2 change places, then those in 4 and 5, then
+those in 2 and 3. The worked steps say where the ball is after each swap: "a12=2 b45=2 c23=3 \\boxed{3}".
 
     python examples/quickstart/make_cups_task.py --out DIR --seed S
 """

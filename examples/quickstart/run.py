@@ -68,10 +68,10 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     ]
 
 
-SFT = "--rollout-batch-size 640 --global-batch-size 64 --num-rollout 20 --rollout-shuffle".split()
+SFT = "--rollout-batch-size 1120 --global-batch-size 32 --num-rollout 10 --rollout-shuffle".split()
 SFT += "--lr 4e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0".split()
 GRPO = "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 25 --rollout-shuffle".split()
-GRPO += "--rollout-max-response-len 64 --lr 5e-4 --lr-decay-style constant --weight-decay 0 --eval-interval 100".split()
+GRPO += "--rollout-max-response-len 64 --lr 8e-4 --lr-decay-style constant --weight-decay 0 --eval-interval 100".split()
 
 
 def summarise(out: Path, seconds: float, peak_pss: float) -> None:

@@ -305,12 +305,9 @@ def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
-    for prefix, use in (("wandb_", "use_wandb"),):
-        extra = sorted(
-            f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith(prefix)
-        )
-        if extra and not getattr(args, use):
-            yield Problem(f"has no effect without --{use.replace('_', '-')}", ", ".join(extra), "give both")
+    extra = sorted(f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith("wandb_"))
+    if extra and not args.use_wandb:
+        yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
 
 
 # Rules, and the attributes that they need to have been read.

@@ -47,10 +47,15 @@ def prompt_ids(args: Any, sample: Sample) -> list[int]:
         tools, where = sample.metadata.get("tools"), f"group {sample.group_index}"
         require_chat_template(tokenizer)
         text = render(text, tokenizer, tools, template_kwargs, generation_prompt=True, where=where)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = _encode(str(args.hf_checkpoint), text)
     if not ids:
         raise DataError("the prompt has no tokens", where=f"group {sample.group_index}", remedy="remove the row")
-    return [int(i) for i in ids]
+    return list(ids)
+
+
+@functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
+def _encode(path: str, text: str) -> tuple[int, ...]:
+    return tuple(load_tokenizer(path)(text, add_special_tokens=False)["input_ids"])
 
 
 async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -60,7 +65,7 @@ async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
 
 
-def trim_stop(text: str, stop: str | None) -> str:
-    """`text` up to the stop string that ended it."""
-    at = text.find(stop) if stop else -1
+def trim_stop(text: str, stop: str, start: int = 0) -> str:
+    """`text` up to the stop string that ended it, which is looked for from `start` on."""
+    at = text.find(stop, max(0, start))
     return text if at < 0 else text[:at]

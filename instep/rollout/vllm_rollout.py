@@ -25,10 +25,10 @@ MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away 
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate the response of `sample`, or the rest of it when it already has one (a partial rollout).
+    """Generate the response of `sample`, or more of it when it already has one (a partial rollout, a further turn).
 
-    `max_new_tokens` is the budget of the whole response; EOS and stop tokens stay in `tokens`, a stop string is cut
-    from `response` only.
+    `max_new_tokens` is the budget of the whole response, former turns included; EOS and stop tokens stay in `tokens`, a
+    stop string is cut from `response` only.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -41,10 +41,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if params["max_tokens"] <= 0:
             sample.status = Status.TRUNCATED
             return sample
+    if "min_tokens" in params:
+        params["min_tokens"] = max(0, params["min_tokens"] - before)
     if before:
         if "seed" in params:  # else the rest would repeat the random numbers of the beginning
             params["seed"] = sampling_seed(params["seed"], before)
-        if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
     out = await complete(
         get_model_url(args), str(args.hf_checkpoint), sample.tokens, params, timeout=args.rollout_timeout
@@ -53,8 +55,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     sample.status = out.status
     if sample.response_length:
         skip = bool(params.get("skip_special_tokens", True))
-        text = await decode(args, sample.tokens[-sample.response_length :], skip_special_tokens=skip)
-        sample.response = trim_stop(text, out.stop_reason if isinstance(out.stop_reason, str) else None)
+        ids = sample.tokens[-sample.response_length :]
+        sample.response = await decode(args, ids, skip_special_tokens=skip)
+        if isinstance(stop := out.stop_reason, str):
+            former = await decode(args, ids[:before], skip_special_tokens=skip)
+            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
     return sample
 
 

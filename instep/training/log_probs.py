@@ -34,16 +34,17 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             local = local.where(here, 0)
             log_p, target_log_p, entropy = _vocab_parallel(z, local, here, group, with_entropy)
         ctx.save_for_backward(log_p, local, here, scale, entropy)
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing in the backward pass
         ctx.shape, ctx.dtype, ctx.with_entropy = logits.shape, logits.dtype, with_entropy
         return target_log_p, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_p: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         log_p, local, here, scale, entropy = ctx.saved_tensors
         kept = log_p.shape[1]
         grad = log_p.exp()
-        g = grad_log_p[:, None]
-        if ctx.with_entropy:
+        g = log_p.new_zeros(log_p.shape[0], 1) if grad_log_p is None else grad_log_p[:, None]
+        if ctx.with_entropy and grad_entropy is not None:
             grad *= (log_p + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(g)
         else:
             grad *= -g

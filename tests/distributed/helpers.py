@@ -18,19 +18,19 @@ import torch.multiprocessing as mp
 
 
 class RankPool:
-    """Processes that stay: ranks 0 .. world_size-1 of a default gloo group, one thread each.
+    """Processes that stay: ranks 0 .. world_size-1 of a default group, one thread each; with `cuda` one GPU each.
 
     A context manager. After a failure the pool is closed: its ranks may stand anywhere.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 120):
+    def __init__(self, world_size: int, *, timeout: float = 120, cuda: bool = False):
         context = mp.get_context("spawn")
         self.timeout, self.closed = timeout, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             pipe, theirs = context.Pipe()
-            args = (rank, world_size, self._folder.name, timeout, theirs)
+            args = (rank, world_size, self._folder.name, timeout, cuda, theirs)
             process = context.Process(target=_serve_rank, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -93,12 +93,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return pool.run(fn, *args)
 
 
-def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, pipe: Connection) -> None:
+def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, cuda: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     while True:
         try:
             message = pipe.recv_bytes()

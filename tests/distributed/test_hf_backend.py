@@ -20,7 +20,13 @@ from instep.types import TokenBatch
 from tests.distributed.helpers import RankPool
 
 ARGS = SimpleNamespace(
-    adam_beta1=0.9, adam_beta2=0.98, adam_eps=1e-8, weight_decay=0.1, clip_grad=0.5, recompute_granularity=None
+    adam_beta1=0.9,
+    adam_beta2=0.98,
+    adam_eps=1e-8,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    recompute_granularity=None,
+    no_save_optim=False,
 )
 LRS = [1e-3, 2e-3, 5e-4]
 VOCAB = 61
@@ -369,6 +375,45 @@ def test_models_that_cannot_be_run_packed_are_refused(run_ranks):
     assert "more than its output embedding" in run_ranks(_refusal_rank, 1, cohere)[0]
     mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
     assert "depend on the segment before it" in run_ranks(_refusal_rank, 1, mamba)[0]
+
+
+def _cuda_rank(path, folder):
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = AutoConfig.from_pretrained(path)
+    backend = HfBackend(ARGS, hf_config=config, device=device, dtype=torch.bfloat16)
+    backend.load_hf(path)
+    log_probs = backend.forward_only([make_batch(0)])[0].log_probs
+    steps = train(backend, range(1))
+    before = torch.cuda.memory_allocated()
+    backend.offload()
+    while_off = torch.cuda.memory_allocated()
+    backend.onload()
+    if backend.parallel.rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    backend.save(folder)
+    steps += train(backend, range(1, 3))
+    again = HfBackend(ARGS, hf_config=config, device=device, dtype=torch.bfloat16)
+    again.load(folder)
+    held = 3 * 4 * sum(p.numel() for p in backend.policy.parameters()) / backend.parallel.world_size
+    return log_probs, steps, train(again, range(1, 3)), before - while_off, held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_gpus_in_bfloat16(tied_checkpoint, tmp_path, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    with RankPool(world_size, cuda=True) as pool:
+        log_probs, steps, loaded_steps, freed, held = pool.run(_cuda_rank, tied_checkpoint, tmp_path / "save")[0]
+    model = AutoModelForCausalLM.from_pretrained(tied_checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        exact = torch.cat(oracle_log_probs(model, make_batch(0))[0])
+    assert 1e-4 < (log_probs - exact).abs().mean() < 0.05
+    expected = torch.tensor(oracle_training(tied_checkpoint)[0])
+    torch.testing.assert_close(torch.tensor(steps), expected, rtol=0.1, atol=0.02)
+    torch.testing.assert_close(torch.tensor(loaded_steps), torch.tensor(steps[1:]), rtol=1e-3, atol=1e-4)
+    assert freed >= 0.95 * held  # masters and both moments
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
-    """A Qwen3 of 2 layers with peaked, position-dependent predictions, saved with its tokenizer; returned in float32."""
+    """A random Qwen3 of 2 layers with peaked predictions, saved with its tokenizer; returned in float32."""
     tokenizer = train_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -125,7 +125,9 @@ class Engine:
 
     def generate(self, token_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
         """The first choice of `/inference/v1/generate`."""
-        return self.ok("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling_params})["choices"][0]
+        return self.ok("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling_params})[
+            "choices"
+        ][0]
 
     def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
         return self.pool.submit(self.generate, token_ids, **sampling_params)

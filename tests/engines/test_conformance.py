@@ -7,15 +7,20 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engines.conftest import MAX_MODEL_LEN, Engine, engine_command, engine_environment, free_port
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+
+from instep.engines.embedded.sampling import uniforms
+from tests.engines.conftest import MAX_MODEL_LEN, Engine, engine_command, engine_environment, make_checkpoint
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 EOS = 1
@@ -52,7 +57,7 @@ def partial(engine: Engine, end: str, **params: Any) -> dict[str, Any]:
     raise AssertionError("never interrupted midway")
 
 
-# -- log-probs ---------------------------------------------------------------------------------------------------------
+# -- log-probs
 
 
 def test_prompt_log_probs_equal_a_plain_forward(engine: Engine) -> None:
@@ -131,7 +136,7 @@ def test_tokens_follow_the_distribution(engine: Engine) -> None:
     assert float(((got - want) ** 2 / want).sum()) < degrees + 5 * math.sqrt(2 * degrees)
 
 
-# -- where a response ends -----------------------------------------------------------------------------------------------
+# -- where a response ends
 
 
 def test_eos_is_kept_and_default_length_fills_the_context(engine: Engine) -> None:
@@ -191,7 +196,7 @@ def test_min_tokens(engine: Engine) -> None:
     assert returned_log_probs(choice)[0] == pytest.approx(float(row.log_softmax(-1).max()), abs=1e-5)
 
 
-# -- many at once --------------------------------------------------------------------------------------------------------
+# -- many at once
 
 
 def test_n_responses_of_one_prompt(engine: Engine) -> None:
@@ -228,7 +233,7 @@ def test_more_requests_than_slots(engine: Engine) -> None:
     assert all(len(c["token_ids"]) == 4 for c in choices)
 
 
-# -- pauses and aborts ---------------------------------------------------------------------------------------------------
+# -- pauses and aborts
 
 
 def test_pause_abort_returns_what_there_is(engine: Engine) -> None:
@@ -255,9 +260,9 @@ def test_requests_wait_while_paused(engine: Engine) -> None:
 def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str) -> None:
     """Version changes under the pause; the tokens are those of an uninterrupted run (weights are the same)."""
     before = engine.ok("/weight_info", method="GET")["weight_version"]
-    free = engine.generate(PROMPT, ignore_eos=True, seed=4)["token_ids"]
+    free = engine.generate(PROMPT, ignore_eos=True, seed=4, max_tokens=500)["token_ids"]
     for wait in (0.2, 0.1, 0.4, 0.05, 1.0):
-        future = engine.submit(PROMPT, ignore_eos=True, seed=4)
+        future = engine.submit(PROMPT, ignore_eos=True, seed=4, max_tokens=500)
         time.sleep(wait)
         engine.ok(f"/pause?mode=keep&clear_cache={clear_cache}")
         frozen = not future.done()
@@ -332,7 +337,7 @@ def test_prefix_cache_reset(engine: Engine) -> None:
     assert engine.ok("/reset_prefix_cache")["success"] is True
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------
+# -- bad input
 
 
 @pytest.mark.parametrize(
@@ -370,7 +375,9 @@ def test_bad_requests_get_a_named_400(engine: Engine, body: Any, word: str) -> N
 
 def test_neutral_parameters_of_vllm_are_taken(engine: Engine) -> None:
     params = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "top_k": -1, "stop": None, "logprobs": None}
-    reply = engine.ok("/inference/v1/generate", {"token_ids": [5], "stream": False, "sampling_params": params | {"max_tokens": 1}})
+    reply = engine.ok(
+        "/inference/v1/generate", {"token_ids": [5], "stream": False, "sampling_params": params | {"max_tokens": 1}}
+    )
     assert reply["choices"][0]["logprobs"] is None
 
 
@@ -383,19 +390,38 @@ def test_another_model_is_404(engine: Engine) -> None:
     assert engine.ok("/inference/v1/generate", body)["model"] == str(engine.path)
 
 
-# -- OpenAI's routes -----------------------------------------------------------------------------------------------------
+# -- OpenAI's routes
+
+
+def test_uniforms_are_splitmix64() -> None:
+    """Against plain Python integers (Steele, Lea, Flood 2014)."""
+    mask, gamma = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    seeds, positions = [0, 1, 2**63 - 1, 123456789], [0, 1, 77, 10**6]
+    want = [
+        (mix((mix((s + gamma) & mask) + p * gamma) & mask) >> 24) / 2**40 for s, p in zip(seeds, positions, strict=True)
+    ]
+    assert uniforms(torch.tensor(seeds), torch.tensor(positions)).tolist() == want
 
 
 def test_completions(engine: Engine) -> None:
     tokenizer = AutoTokenizer.from_pretrained(engine.path)
     body = {"prompt": "3 + 4 =", "temperature": 0, "logprobs": 2, "prompt_logprobs": 0, "return_token_ids": True}
+    body["return_tokens_as_token_ids"] = True
     choice = engine.ok("/v1/completions", body)["choices"][0]
     prompt = tokenizer.encode("3 + 4 =")
     assert choice["prompt_token_ids"] == prompt and 1 <= len(choice["token_ids"]) <= 16
     assert choice["text"] == tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
     want = oracle(engine, prompt + choice["token_ids"]).log_softmax(-1).amax(-1)[len(prompt) - 1 : -1]
-    assert choice["logprobs"]["token_log_probs" if False else "token_logprobs"] == pytest.approx(want.tolist(), abs=1e-5)
-    assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"]) and len(choice["prompt_logprobs"]) == len(prompt)
+    log_probs = choice["logprobs"]
+    assert log_probs["token_logprobs"] == pytest.approx(want.tolist(), abs=1e-5)
+    assert log_probs["tokens"] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert all(len(top) == 2 for top in log_probs["top_logprobs"]) and len(choice["prompt_logprobs"]) == len(prompt)
 
 
 def test_chat_completions(engine: Engine) -> None:
@@ -419,12 +445,20 @@ def test_models_and_version(engine: Engine) -> None:
     assert engine.ok("/version", method="GET")["version"]
 
 
-# -- the embedded engine's process ---------------------------------------------------------------------------------------
+# -- the embedded engine's process
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("process")
+    make_checkpoint(path, tied=True)
+    return path
 
 
 def start(command: list[str], **kwargs: Any) -> subprocess.Popen[str]:
+    environment = engine_environment() | kwargs.pop("env", {})
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=engine_environment(), **kwargs)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, **kwargs)
 
 
 def refused(command: list[str]) -> str:
@@ -434,60 +468,57 @@ def refused(command: list[str]) -> str:
     return err
 
 
-def test_refused_starts_say_one_line_and_exit_2(engine: Engine, tmp_path: Any) -> None:
+def test_refused_starts_say_one_line_and_exit_2(checkpoint: Path, tmp_path: Path) -> None:
     begin = time.monotonic()
-    taken = int(engine.url.rsplit(":", 1)[1])
-    assert str(taken) in refused(engine_command("embedded", engine.path, taken))
-    assert "no checkpoint" in refused(engine_command("embedded", tmp_path, free_port()))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in refused(engine_command("embedded", checkpoint, port))
+    assert "no checkpoint" in refused(engine_command("embedded", tmp_path, 0))
     for config in (
         {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert config["architectures"][0] in refused(engine_command("embedded", tmp_path, free_port()))
+        assert config["architectures"][0] in refused(engine_command("embedded", tmp_path, 0))
     assert time.monotonic() - begin < 10  # nothing heavy was loaded
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(engine: Engine, tmp_path: Any) -> None:
-    from safetensors.torch import load_file, save_file
+def test_the_life_of_the_process(checkpoint: Path, tmp_path: Path) -> None:
+    """A checkpoint that lacks a tensor is refused; SIGTERM, a dead parent and a closed lifeline each end the engine.
 
+    Four processes at once, because each spends seconds in imports.
+    """
     for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_text((engine.path / name).read_text())
-    tensors = load_file(engine.path / "model.safetensors")
+        (tmp_path / name).write_text((checkpoint / name).read_text())
+    tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    process = start(engine_command("embedded", tmp_path, free_port()))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and "model.norm.weight" in err.strip().splitlines()[-1]
-
-
-def wait_until_serving(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None and "ready at" in process.stdout.readline()
-
-
-def test_sigterm_ends_it_within_two_seconds(engine: Engine) -> None:
-    process = start(engine_command("embedded", engine.path, 0))
-    wait_until_serving(process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=2) == 0
-
-
-def test_it_dies_with_its_parent_and_with_its_lifeline(engine: Engine) -> None:
+    command = engine_command("embedded", checkpoint, 0)
+    code = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(120)"
     read, write = os.pipe()
-    command = engine_command("embedded", engine.path, 0)
-    environment = engine_environment() | {"INSTEP_LIFELINE_FD": str(read)}
-    lined = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, pass_fds=[read])
-    os.close(read)
-    code = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(60)"
+    lacking = start(engine_command("embedded", tmp_path, 0))
+    terminated = start(command)
+    lined = start(command, env={"INSTEP_LIFELINE_FD": str(read)}, pass_fds=[read])
     parent = start([sys.executable, "-c", code])
-    assert parent.stdout is not None
+    os.close(read)
     child = int(parent.stdout.readline())
-    wait_until_serving(parent)
-    wait_until_serving(lined)
-    parent.kill()
+    for process in (terminated, lined, parent):
+        assert "ready at" in process.stdout.readline()
+    terminated.send_signal(signal.SIGTERM)
     os.close(write)
+    parent.kill()
+    assert terminated.wait(timeout=2) == 0
     assert lined.wait(timeout=2) == 1
     deadline = time.monotonic() + 2
-    while os.path.exists(f"/proc/{child}") and "Z" not in open(f"/proc/{child}/stat").read().rsplit(")", 1)[1][:3]:
+    while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    _, err = lacking.communicate(timeout=60)
+    assert lacking.returncode == 2 and "model.norm.weight" in err.strip().splitlines()[-1]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from instep.rollout import runtime
 from instep.rollout.client import to_vllm
 from instep.rollout.http import post
 from instep.rollout.outputs import as_train_output
-from instep.rollout.vllm_rollout import generate, generate_rollout, get_model_url
+from instep.rollout.vllm_rollout import generate, generate_rollout
 from instep.types import Sample, VersionSpan
 from tests.assets import make_checkpoint
 
@@ -108,11 +107,6 @@ def rollout(args: Any, source: LedgeredDataSource | None = None, rollout_id: int
     indices = [group[0].group_index for group in output.samples]
     assert indices == sorted(indices)
     return output
-
-
-def engine_get(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path, timeout=10) as answer:
-        return json.loads(answer.read())
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
@@ -287,20 +281,22 @@ def test_without_partial_rollouts_the_rest_is_dropped(make_args: Callable[..., A
 def test_an_abort_by_somebody_else_is_continued(
     make_args: Callable[..., Any], server: Engine, checkpoint: Path
 ) -> None:
-    args = make_args("--rollout-max-response-len", "300", "--rollout-batch-size", "2")
-    stop = threading.Event()
+    args = make_args("--rollout-max-response-len", "300", "--rollout-batch-size", "8")
+    source = source_of(args)
+    stop, aborted = threading.Event(), []
 
     def disturb() -> None:
-        while not stop.wait(0.1):
-            server.post("/abort_requests", {}, timeout=10)
+        while not stop.wait(0.05):
+            aborted.append(server.post("/abort_requests", {}, timeout=10)["aborted"])
 
     disturber = threading.Thread(target=disturb)
     disturber.start()
     try:
-        output = rollout(args)
+        output = rollout(args, source)
     finally:
         stop.set()
         disturber.join()
+    assert sum(aborted) > 0 and source.ledger.num_issued == 8  # none was thrown away
     samples = [s for group in output.samples for s in group]
     assert all(s.response_length == 300 or s.tokens[-1] == eos(checkpoint) for s in samples)
     check_log_probs(checkpoint, samples)
@@ -453,6 +449,18 @@ def test_stop_strings_are_cut_from_the_text_only(make_args: Callable[..., Any]) 
     assert stop in text and len(stopped.rollout_log_probs) == stopped.response_length
 
 
+def test_two_turns_with_a_tool_between(make_args: Callable[..., Any], checkpoint: Path) -> None:
+    args = make_args("--partial-rollout", "--mask-offpolicy-in-partial-rollout")
+    one = generate_one(args, "abc", max_new_tokens=8, ignore_eos=True)
+    assert one.status is Sample.Status.TRUNCATED and one.response_length == 8
+    one.append_response_tokens([9, 9, 9], trainable=False)
+    two = runtime.run(generate(args, one, {"max_new_tokens": 20, "min_new_tokens": 20, "seed": 1}), timeout=30)
+    assert two.response_length == 20  # the budget is that of all turns
+    assert two.loss_mask == [1] * 8 + [0] * 3 + [1] * 9  # a further turn is no continuation of an aborted one
+    assert [(s.start, s.end) for s in two.weight_versions] == [(0, 8), (11, 20)]
+    assert two.rollout_log_probs[8:11] == [0.0] * 3 and all(x < 0 for x in two.rollout_log_probs[11:])
+
+
 def test_messages_and_rendered_text_give_the_same_tokens(make_args: Callable[..., Any]) -> None:
     args = make_args()
     messages = [{"role": "user", "content": "1 + 1 ="}]
@@ -482,15 +490,6 @@ def test_refusals_and_dead_addresses_are_named(make_args: Callable[..., Any], se
     with pytest.raises(EngineError, match="no answer within"):
         long = {"token_ids": [1], "sampling_params": {"max_tokens": 1000, "ignore_eos": True}}
         runtime.run(post(url, long, timeout=0.05), timeout=20)
-
-
-def test_model_urls(make_args: Callable[..., Any], server: Engine) -> None:
-    args = make_args()
-    assert get_model_url(args) == get_model_url(args, "actor") == f"{server.url}/inference/v1/generate"
-    assert get_model_url(args, "actor", "/v1/models") == f"{server.url}/v1/models"
-    with pytest.raises(Exception, match="no model 'ref' is served") as caught:
-        get_model_url(args, "ref")
-    assert "actor" in str(caught.value)
 
 
 # ---- what ends a rollout --------------------------------------------------------------------------------------------

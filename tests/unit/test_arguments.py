@@ -114,7 +114,7 @@ SLIME_DEFAULTS = """
 --kl-loss-coef=0.0 --use-unbiased-kl=False --entropy-coef=0.0 --normalize-advantages=False
 --disable-grpo-std-normalization=True --disable-rewards-normalization=True --use-rollout-logprobs=False
 --use-tis=False --tis-clip=2.0 --tis-clip-low=0 --use-wandb=False
---wandb-always-use-train-step=False --use-tensorboard=False --group-rm=False --loss-mask-type=qwen
+--use-tensorboard=False --group-rm=False --loss-mask-type=qwen
 --train-backend=megatron
 """
 
@@ -503,7 +503,6 @@ CONTRADICTIONS = [
         "no file nowhere.jsonl\n  where:  --eval-prompt-data, data set a",
     ),
     ("--wandb-project x", "", "has no effect without --use-wandb"),
-    ("--disable-wandb-random-suffix", "", "--disable-wandb-random-suffix"),
 ]
 
 

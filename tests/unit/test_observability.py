@@ -240,7 +240,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log.log(1, {"train/loss": math.nan, "rollout/reward_mean": 0.75})
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*-abc123/run-abc123.wandb"))
     assert len(files) == 1
-    records = read_wandb(files[0])
+    records, deadline = read_wandb(files[0]), time.monotonic() + 20
+    while not any(r.WhichOneof("record_type") == "exit" for r in records) and time.monotonic() < deadline:
+        time.sleep(0.01)  # wandb's own process writes the file some milliseconds after `finish` returned
+        records = read_wandb(files[0])
     opened = next(r.run for r in records if r.WhichOneof("record_type") == "run")
     assert (opened.project, opened.run_group, opened.entity, opened.run_id) == ("step", "night", "crew", "abc123")
     config = {item.key: json.loads(item.value_json) for item in opened.config.update}

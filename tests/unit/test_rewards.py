@@ -211,6 +211,7 @@ def test_workers_are_light_and_die_with_their_parent() -> None:
         assert _alive(worker)
         with open(f"/proc/{worker}/maps") as maps:
             assert "libtorch" not in maps.read()
+        os.kill(worker, signal.SIGSTOP)  # as one that computes and cannot see that its parent is gone
         parent.kill()
     assert _gone(worker)
 

@@ -309,7 +309,9 @@ def test_urls() -> None:
 
 def test_stop_strings_are_trimmed_at_their_first_place() -> None:
     assert trim_stop("a END b END", "END") == "a "
-    assert trim_stop("abc", None) == trim_stop("abc", "x") == "abc"
+    assert trim_stop("abc", "x") == "abc"
+    assert trim_stop("a END b END c", "END", 6) == "a END b "
+    assert trim_stop("END", "END", -3) == ""
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""A transformers decoder with a key/value cache of our own: one row per running request, rows kept dense.
-
-The cache is one tensor `[layers, 2, rows, kv_heads, length, head_dim]` that grows by doubling. A prefill computes
-causal attention among the new tokens alone and stores the keys and values; a decode step appends one position per row
-and attends over the rows in use, up to the longest context.
-"""
+"""A transformers decoder with a key/value cache of our own: one row per running request, rows kept dense."""
 
 from __future__ import annotations
 
@@ -18,13 +13,7 @@ from instep.errors import CheckpointError
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **_: Any,
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """No mask: a prefill, causal. A mask `[rows, 1, 1, length]`: a decode step of one query per row.
 
@@ -38,74 +27,10 @@ def _attention(
         query = query.reshape(rows, key.shape[1], -1, dim)
         mask = attention_mask.expand(-1, -1, query.shape[2], -1)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-        out = out.reshape(rows, heads, num_queries, -1)
-    return out.transpose(1, 2).contiguous(), None
+    return out.reshape(rows, heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("instep_embedded", _attention)
-
-
-class RowCache(Cache):
-    """See the module's docstring. `prefill` and `decode` say what the next forward pass stores where."""
-
-    def __init__(self, config: Any, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device):
-        super().__init__(layers=[])
-        heads = config.num_attention_heads
-        self.num_layers = config.num_hidden_layers
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.max_rows, self.max_length = max_rows, max_length
-        self.data = torch.zeros(self._shape(0, 0), dtype=dtype, device=device)
-        self.source: torch.Tensor | None = None
-        self.first_row = self.num_rows = self.length = 0
-
-    def _shape(self, rows: int, length: int) -> tuple[int, ...]:
-        return self.num_layers, 2, rows, self.kv_heads, length, self.head_dim
-
-    def _reserve(self, rows: int, length: int) -> None:
-        old_rows, old_length = self.data.shape[2], self.data.shape[4]
-        if rows <= old_rows and length <= old_length:
-            return
-        new_rows = old_rows if rows <= old_rows else min(self.max_rows, max(rows, 2 * old_rows, 8))
-        new_length = old_length if length <= old_length else min(self.max_length, max(length, 2 * old_length, 64))
-        # Zeros, because a masked position still multiplies its value by 0, and 0 * NaN is NaN.
-        data = torch.zeros(self._shape(new_rows, new_length), dtype=self.data.dtype, device=self.data.device)
-        data[:, :, :old_rows, :, :old_length] = self.data
-        self.data = data
-
-    def prefill(self, source: torch.Tensor, first_row: int, length: int) -> None:
-        """Sequence `source[i]` of the batch goes to row `first_row + i`."""
-        self._reserve(first_row + source.numel(), length)
-        self.source, self.first_row = source, first_row
-
-    def decode(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Row i gets position `positions[i]`; attention looks at `length` positions. Returns the additive mask."""
-        self.source, self.num_rows = None, positions.numel()
-        self._reserve(self.num_rows, length)
-        self.length = min(-(-length // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
-        heads = torch.arange(self.num_rows * self.kv_heads, device=positions.device)
-        self.where = heads * self.data.shape[4] + positions.repeat_interleave(self.kv_heads)
-        unseen = torch.arange(self.length, device=positions.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, dtype=self.data.dtype, device=positions.device)
-        return mask.masked_fill_(unseen, -torch.inf)[:, None, None]
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.data[:, :, targets] = self.data[:, :, sources]
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        states = (key_states, value_states)
-        if self.source is not None:
-            rows = slice(self.first_row, self.first_row + self.source.numel())
-            for cache, new in zip(self.data[layer_idx], states, strict=True):
-                cache[rows, :, : new.shape[2]] = new[self.source]
-            return states
-        for cache, new in zip(self.data[layer_idx], states, strict=True):
-            cache.view(-1, self.head_dim).index_copy_(0, self.where, new.reshape(-1, self.head_dim))
-        keys, values = self.data[layer_idx, :, : self.num_rows, :, : self.length]
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # unused: positions and mask are given
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
@@ -118,60 +43,95 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers != {"full_attention"} or (window is not None and window < max_model_len):
-        what = f"attention other than full ({', '.join(sorted(layers))}, window {window}) is not supported"
-        raise CheckpointError(what, where=path, remedy="use vLLM, or a model such as Qwen3, Qwen2 or Llama")
+        raise CheckpointError(f"attention is not full ({layers}, window {window}): use vLLM for this model", where=path)
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="instep_embedded", output_loading_info=True
     )
     if info["missing_keys"]:
-        raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(info['missing_keys'])[:3])}", where=path)
+        raise CheckpointError(f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}", where=path)
     return model.to(device).eval().requires_grad_(False)
 
 
-class Runner:
-    """Forward passes. The output head is applied to the positions that are needed, not to every prompt token."""
+class Runner(Cache):
+    """Forward passes and the cache `data`: `[layers, 2, rows, kv_heads, length, head_dim]`, grown by doubling.
+
+    A prefill computes causal attention among its own tokens and stores their keys and values; a decode step appends
+    one position per row and attends over the rows in use, up to the longest context.
+    """
 
     def __init__(self, model: PreTrainedModel, max_rows: int, max_length: int):
-        self.model, self.device = model, model.device
-        self.cache = RowCache(model.config, max_rows, max_length, model.dtype, model.device)
-        self.pick: torch.Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._select)
+        super().__init__(layers=[])
+        self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
+        config, heads = model.config, model.config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = (config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.head_dim)
+        self.data = torch.zeros(shape, dtype=model.dtype, device=self.device)
+        self.pick: torch.Tensor | None = None  # positions of the flat batch that the output head is applied to
+        self.source: torch.Tensor | None = None  # of a prefill: which sequence of the batch each new row holds
+        self.first_row = self.num_rows = self.length = 0
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
+        )
 
-    def _select(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self.pick is None:
-            return None
-        return (args[0].reshape(1, -1, args[0].shape[-1])[:, self.pick], *args[1:])
+    def _reserve(self, rows: int, length: int) -> None:
+        layers, two, old_rows, heads, old_length, dim = self.data.shape
+        if rows <= old_rows and length <= old_length:
+            return
+        rows = old_rows if rows <= old_rows else min(self.max_rows, max(rows, 2 * old_rows, 8))
+        length = old_length if length <= old_length else min(self.max_length, max(length, 2 * old_length, 64))
+        # Zeros, because a masked position still multiplies its value by 0, and 0 * NaN is NaN.
+        data = self.data.new_zeros(layers, two, rows, heads, length, dim)
+        data[:, :, :old_rows, :, :old_length] = self.data
+        self.data = data
 
     def prefill(
         self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int, scored: Sequence[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Fill cache rows `first_row...` with sequence `source[i]` each.
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Fill the rows from `first_row` on with sequence `source[i]` each.
 
         Returns float32 logits `[len(source), vocab]` after the last token of each row, and for each sequence in
         `scored` the logits `[length - 1, vocab]`, in the model's dtype, that predict its second to last token.
         """
         longest = max(map(len, sequences))
+        self._reserve(first_row + len(source), longest)
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
-        positions = torch.arange(longest, device=self.device).expand_as(ids)
         pick = [i * longest + len(s) - 1 for i, s in enumerate(sequences)]
         for i in scored:
             pick.extend(range(i * longest, i * longest + len(sequences[i]) - 1))
-        rows = torch.tensor(source, device=self.device)
-        self.cache.prefill(rows, first_row, longest)
-        self.pick = torch.tensor(pick, device=self.device)
-        logits = self.model(ids, position_ids=positions, past_key_values=self.cache, use_cache=True).logits[0]
-        self.pick = None
-        prompts = logits[len(sequences) :].split([len(sequences[i]) - 1 for i in scored]) if scored else []
-        return logits[rows].float(), list(prompts)
+        self.pick, self.source = torch.tensor(pick, device=self.device), torch.tensor(source, device=self.device)
+        self.first_row = first_row
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        logits = self.model(ids, position_ids=positions, past_key_values=self, use_cache=True).logits[0]
+        rows, self.pick, self.source = self.source, None, None
+        prompts = logits[len(sequences) :].split([len(sequences[i]) - 1 for i in scored]) if scored else ()
+        return logits[rows].float(), prompts
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Append `tokens[i]` at `positions[i]` to row i; float32 logits `[batch, vocab]` of the next tokens."""
-        mask = self.cache.decode(positions, length)
-        out = self.model(
-            tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        """Append `tokens[i]` at `positions[i] < length` to row i; float32 logits `[batch, vocab]` of what follows."""
+        self.num_rows = tokens.numel()
+        self._reserve(self.num_rows, length)
+        self.length = min(-(-length // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
+        heads = torch.arange(self.num_rows * self.kv_heads, device=self.device)
+        self.where = heads * self.data.shape[4] + positions.repeat_interleave(self.kv_heads)
+        unseen = torch.arange(self.length, device=self.device) > positions[:, None]
+        mask = self.data.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
+        ids, at = tokens[:, None], positions[:, None]
+        out = self.model(ids, position_ids=at, attention_mask=mask, past_key_values=self, use_cache=True)
         return out.logits[:, -1].float()
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by the model's attention: store the new keys and values, return those to attend to."""
+        for cache, new in zip(self.data[layer_idx], (key_states, value_states), strict=True):
+            if self.source is not None:
+                cache[self.first_row : self.first_row + self.source.numel(), :, : new.shape[2]] = new[self.source]
+            else:
+                cache.view(-1, self.head_dim).index_copy_(0, self.where, new.reshape(-1, self.head_dim))
+        return (key_states, value_states) if self.source is not None else self._seen(layer_idx)
+
+    def _seen(self, layer: int) -> Any:
+        return self.data[layer, :, : self.num_rows, :, : self.length].unbind(0)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Row `sources[i]` becomes row `targets[i]`."""
+        self.data[:, :, targets] = self.data[:, :, sources]

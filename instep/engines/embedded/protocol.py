@@ -1,218 +1,226 @@
-"""vLLM's JSON: requests checked key by key, responses built."""
+"""vLLM's JSON: what a request may say, checked key by key, and how a response is written."""
 
 from __future__ import annotations
 
 import difflib
 import math
+from asyncio import Future
+from dataclasses import dataclass, field
 from typing import Any
 
-from instep.engines.embedded.scheduler import Request, Sampling
+
+class Refusal(Exception):
+    """An HTTP error; 400 unless a subclass says otherwise. `tensor` names the weight that a mismatch is about."""
+
+    status, kind = 400, "BadRequestError"
+
+    def __init__(self, message: str, tensor: str | None = None):
+        super().__init__(message)
+        self.tensor = tensor
 
 
-class BadRequest(Exception):
-    """HTTP 400: the message names the field."""
+class NotFound(Refusal):
+    status, kind = 404, "NotFoundError"
 
 
-# Sampling parameters that act, with (type, lowest, highest); None is allowed for all and means the default.
-_NUMBERS: dict[str, tuple[type, float, float]] = {
-    "max_tokens": (int, 1, math.inf),
-    "min_tokens": (int, 0, math.inf),
-    "temperature": (float, 0, math.inf),
-    "top_k": (int, -1, math.inf),
-    "top_p": (float, 0, 1),
-    "min_p": (float, 0, 1),
-    "n": (int, 1, math.inf),
-    "seed": (int, -(2**63), 2**63 - 1),
-    "logprobs": (int, 0, math.inf),
-    "prompt_logprobs": (int, 0, math.inf),
+class SessionError(Refusal):
+    """A weight call that does not fit the state of the session."""
+
+    status, kind = 409, "SessionError"
+
+
+class WeightMismatch(Refusal):
+    """What was received is not what the model or the manifest says."""
+
+    status, kind = 409, "WeightMismatch"
+
+
+class Unavailable(Refusal):
+    status, kind = 503, "ServiceUnavailable"
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """Checked sampling parameters. `stop_ids` are the caller's and, unless ignored, the model's `eos_ids`."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+Top = list[tuple[int, float]]  # the likeliest tokens and their log-probs
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One response in the making."""
+
+    id: str
+    index: int
+    prompt: list[int]
+    params: Sampling
+    seed: int
+    end: int  # total length at which it stops
+    future: Future[None]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)  # empty unless asked for
+    prompt_scores: list[tuple[int, float, int, Top]] | None = None  # id, log-prob, rank, top; from the second token on
+    spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+
+
+# Parameters that act: integers with their least value, numbers with their greatest (the least is 0), and others.
+_INTEGERS = {
+    "max_tokens": 1,
+    "min_tokens": 0,
+    "top_k": -1,
+    "n": 1,
+    "seed": -(2**63),
+    "logprobs": 0,
+    "prompt_logprobs": 0,
 }
-_OTHERS = {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"}
-# vLLM's parameters that do nothing at these values; another value would change the result, so it is refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "include_stop_str_in_output": (False,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "features": (),
-    "kv_transfer_params": (),
-    "chat_template": (),
-    "output_mode": ("tokens",),
-    "return_tokens_as_token_ids": (False,),
+_NUMBERS = {"temperature": math.inf, "top_p": 1, "min_p": 1}
+_ACTING = {*_INTEGERS, *_NUMBERS, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"}
+# vLLM's parameters that change nothing at these values (or null, or empty): any other value is refused.
+_NEUTRAL: dict[str, Any] = dict.fromkeys(["presence_penalty", "frequency_penalty"], 0)
+_NEUTRAL |= dict.fromkeys(["stream", "echo", "use_beam_search", "include_stop_str_in_output"], False)
+_NEUTRAL |= dict.fromkeys(["logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "tools", "suffix"])
+_NEUTRAL |= dict.fromkeys(["features", "kv_transfer_params", "chat_template", "stream_options", "extra_args"])
+_NEUTRAL |= {"repetition_penalty": 1, "best_of": 1, "output_mode": "tokens", "tool_choice": "none"}
+_NEUTRAL |= {"response_format": {"type": "text"}}
+_IGNORED = {
+    "detokenize",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "flat_logprobs",
+    "priority",
+    "cache_salt",
+    "user",
 }
-_IGNORED = {"detokenize", "spaces_between_special_tokens", "output_kind", "priority", "cache_salt", "user", "flat_logprobs"}
 
 
-def sampling_params(
-    given: dict[str, Any], *, allowed: set[str], eos_ids: frozenset[int], vocab_size: int, max_num_seqs: int
-) -> Sampling:
-    """Sampling parameters from JSON; `allowed` are the route's other keys.
-
-    Raises:
-        BadRequest: a key that is unknown or not supported, or a value of the wrong type or range.
-    """
-    if not isinstance(given, dict):
-        raise BadRequest("sampling parameters must be an object")
-    out: dict[str, Any] = {}
+def check_keys(given: dict[str, Any], known: set[str]) -> None:
     for key, value in given.items():
-        if key in allowed or key in _IGNORED or value is None:
-            known = allowed | _IGNORED | _OTHERS | set(_NUMBERS) | set(_NEUTRAL) | {"stream", "stream_options"}
-            if key not in known:
-                raise BadRequest(_unknown(key, known))
-        elif key in _NUMBERS:
-            out[key] = _number(key, value)
-        elif key in ("stream", "stream_options"):
-            if value:
-                raise BadRequest("streaming is not supported by the embedded engine: leave 'stream' out")
-        elif key in _NEUTRAL:
-            if value not in _NEUTRAL[key]:
-                raise BadRequest(f"{key}={value!r} is not supported by the embedded engine")
-        elif key not in _OTHERS:
-            raise BadRequest(_unknown(key, allowed | _OTHERS | set(_NUMBERS) | set(_NEUTRAL)))
-    stop = given.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(s, str) and s for s in stop):
-        raise BadRequest("stop must be a non-empty string or a list of them")
-    ids = token_ids(given.get("stop_token_ids") or [], "stop_token_ids", vocab_size)
+        if key in _NEUTRAL:
+            if value != _NEUTRAL[key] and value not in (None, [], {}):
+                raise Refusal(f"{key}={value!r} is not supported by the embedded engine: leave it out")
+        elif key not in known and key not in _IGNORED:
+            near = difflib.get_close_matches(key, known | set(_NEUTRAL), 1)
+            raise Refusal(f"unknown parameter {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_size: int) -> Sampling:
+    """Sampling parameters from JSON; `own` are the other keys of that object. Raises Refusal."""
+    if not isinstance(given, dict):
+        raise Refusal("sampling_params must be an object")
+    check_keys(given, own | _ACTING)
+    out: dict[str, Any] = {}
+    for key in [k for k in (*_INTEGERS, *_NUMBERS) if given.get(k) is not None]:
+        value, low, high = given[key], _INTEGERS.get(key, 0), _NUMBERS.get(key, 2**63 - 1)
+        right = type(value) is int or (type(value) is float and key in _NUMBERS)
+        if not right or not low <= value <= high or value == math.inf or (key == "top_p" and not value):
+            kind = "an integer" if key in _INTEGERS else "a number"
+            raise Refusal(f"{key} must be {kind} from {low} to {high}, got {value!r}")
+        out[key] = max(value, 0) if key == "top_k" else value
+    if (out.get("max_tokens") or math.inf) < out.get("min_tokens", 0):
+        raise Refusal(f"min_tokens={out['min_tokens']} is greater than max_tokens={out['max_tokens']}")
+    if out.get("temperature") == 0:
+        out |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # greedy, and its log-prob is that of the whole distribution
+    stop = given.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
+        raise Refusal("stop must be a non-empty string or a list of them")
     eos_ids = frozenset() if given.get("ignore_eos") else eos_ids
-    skip = given.get("skip_special_tokens")
-    params = Sampling(
-        **out, stop=stop, stop_ids=tuple({*ids, *eos_ids}), eos_ids=eos_ids, skip_special_tokens=skip is not False
-    )
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise BadRequest(f"min_tokens={params.min_tokens} is greater than max_tokens={params.max_tokens}")
-    if params.n > max_num_seqs:
-        raise BadRequest(f"n={params.n} is greater than --max-num-seqs {max_num_seqs}")
-    return params
-
-
-def refuse_unknown(body: dict[str, Any], known: set[str]) -> None:
-    """Keys of a body that holds no sampling parameters."""
-    for key in [k for k in body if k not in known and k not in _IGNORED]:
-        if key in ("stream", "stream_options", *_NEUTRAL):
-            if body[key] and body[key] not in _NEUTRAL.get(key, ()):
-                raise BadRequest(f"{key}={body[key]!r} is not supported by the embedded engine")
-        else:
-            raise BadRequest(_unknown(key, known))
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(key, known, 1)
-    return f"unknown parameter {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-
-
-def _number(key: str, value: Any) -> Any:
-    kind, low, high = _NUMBERS[key]
-    types = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high or value == math.inf:
-        raise BadRequest(f"{key} must be {'an integer' if kind is int else 'a number'} in [{low}, {high}], got {value!r}")
-    if key == "top_p" and value == 0:
-        raise BadRequest("top_p must be greater than 0")
-    return max(value, 0) if key == "top_k" else value
+    stop_ids = eos_ids.union(token_ids(given.get("stop_token_ids") or [], "stop_token_ids", vocab_size))
+    skip = given.get("skip_special_tokens") is not False
+    return Sampling(**out, stop=tuple(stop), stop_ids=tuple(stop_ids), eos_ids=eos_ids, skip_special_tokens=skip)
 
 
 def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
     if not isinstance(value, list) or not all(type(x) is int for x in value):
-        raise BadRequest(f"{name} must be a list of integers")
+        raise Refusal(f"{name} must be a list of integers")
     if value and not 0 <= min(value) <= max(value) < vocab_size:
-        raise BadRequest(f"{name} holds an id outside the vocabulary of {vocab_size}")
+        raise Refusal(f"{name} holds an id outside the vocabulary of {vocab_size}")
     return value
 
 
-def finite(log_prob: float) -> float:
+def _finite(log_prob: float) -> float:
     return log_prob if log_prob > -9999.0 else -9999.0  # also NaN
-
-
-def text_of(request: Request, tokenizer: Any) -> str:
-    """The decoded response, cut before the stop string that ended it."""
-    if tokenizer is None:
-        return ""
-    text = tokenizer.decode(request.tokens, skip_special_tokens=request.params.skip_special_tokens)
-    return text.partition(request.stop_reason)[0] if isinstance(request.stop_reason, str) else text
-
-
-def generate_choice(request: Request, index: int) -> dict[str, Any]:
-    content = None
-    if request.params.logprobs is not None:
-        tops = request.tops or [[]] * len(request.tokens)
-        content = [
-            {
-                "token_id": token,
-                "logprob": finite(log_prob),
-                "rank": rank,
-                "top_logprobs": [
-                    {"token_id": t, "logprob": finite(p), "rank": k} for k, (t, p) in enumerate(top, 1)
-                ],
-            }
-            for token, log_prob, rank, top in zip(request.tokens, request.log_probs, request.ranks, tops, strict=True)
-        ]
-    return {
-        "index": index,
-        "finish_reason": request.finish_reason,
-        "stop_reason": request.stop_reason,
-        "token_ids": request.tokens,
-        "routed_experts": None,
-        "sampling_mask": None,
-        "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in request.spans],
-        "logprobs": None if content is None else {"content": content},
-    }
-
-
-def openai_logprobs(request: Request, tokenizer: Any, chat: bool) -> dict[str, Any] | None:
-    """`logprobs` of a completion, or of a chat completion."""
-    if request.params.logprobs is None:
-        return None
-
-    def name(token: int) -> str:
-        return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
-
-    tokens, log_probs = [name(t) for t in request.tokens], [finite(x) for x in request.log_probs]
-    tops = [[(name(t), finite(p)) for t, p in top] for top in request.tops or [[]] * len(tokens)]
-    if not chat:
-        offsets = [0]
-        for token in tokens[:-1]:
-            offsets.append(offsets[-1] + len(token))
-        top_dicts = [dict(top) | {t: p} for top, t, p in zip(tops, tokens, log_probs, strict=True)]
-        offsets = offsets[: len(tokens)]
-        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": top_dicts, "text_offset": offsets}
-
-    def entry(token: str, log_prob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
-
-    zipped = zip(tokens, log_probs, tops, strict=True)
-    return {"content": [entry(t, p) | {"top_logprobs": [entry(*x) for x in top]} for t, p, top in zipped]}
-
-
-def prompt_logprobs(request: Request, tokenizer: Any) -> list[dict[str, Any] | None] | None:
-    if request.prompt_scores is None:
-        return None
-    out: list[dict[str, Any] | None] = [None]
-    for token, log_prob, rank, top in request.prompt_scores:
-        entries = {t: (p, k) for k, (t, p) in enumerate(top, 1)} | {token: (log_prob, rank)}
-        out.append(
-            {
-                str(t): {
-                    "logprob": finite(p),
-                    "rank": k,
-                    "decoded_token": None if tokenizer is None else tokenizer.decode([t]),
-                }
-                for t, (p, k) in entries.items()
-            }
-        )
-    return out
 
 
 def usage(requests: list[Request]) -> dict[str, int]:
     prompt = sum(len(r.prompt) for r in requests if r.index == 0)
     completion = sum(len(r.tokens) for r in requests)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def log_prob_entries(request: Request) -> list[dict[str, Any]] | None:
+    """`logprobs.content` of `/inference/v1/generate`; None if not asked for."""
+    if request.params.logprobs is None:
+        return None
+    tops = request.tops or [[]] * len(request.tokens)
+    return [
+        {"token_id": token, "logprob": _finite(log_prob), "rank": rank, "top_logprobs": _top(top) if top else []}
+        for token, log_prob, rank, top in zip(request.tokens, request.log_probs, request.ranks, tops, strict=True)
+    ]
+
+
+def _top(top: Top) -> list[dict[str, Any]]:
+    return [{"token_id": t, "logprob": _finite(p), "rank": rank} for rank, (t, p) in enumerate(top, 1)]
+
+
+class Texts:
+    """What needs the tokenizer; None where the checkpoint has none."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def decode(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token])
+
+    def response(self, request: Request) -> str:
+        """The decoded response, cut before the stop string that ended it."""
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(request.tokens, skip_special_tokens=request.params.skip_special_tokens)
+        return text.partition(request.stop_reason)[0] if isinstance(request.stop_reason, str) else text
+
+    def prompt_logprobs(self, request: Request) -> list[dict[str, Any] | None] | None:
+        if request.prompt_scores is None:
+            return None
+        out: list[dict[str, Any] | None] = [None]
+        for token, log_prob, rank, top in request.prompt_scores:
+            entries = {t: (p, k) for k, (t, p) in enumerate(top, 1)} | {token: (log_prob, rank)}
+            dicts = {t: {"logprob": _finite(p), "rank": k} for t, (p, k) in entries.items()}
+            out.append({str(t): d | {"decoded_token": self.decode(t)} for t, d in dicts.items()})
+        return out
+
+    def logprobs(self, request: Request, chat: bool, as_ids: bool) -> dict[str, Any] | None:
+        """`logprobs` of a completion, or of a chat completion."""
+        content = log_prob_entries(request)
+        if content is None:
+            return None
+        for entry in [x for e in content for x in (e, *e["top_logprobs"])]:
+            token = entry["token_id"]
+            entry["token"] = f"token_id:{token}" if as_ids or self.tokenizer is None else self.decode(token)
+        if chat:
+            return {"content": content}
+        tokens, log_probs = [e["token"] for e in content], [e["logprob"] for e in content]
+        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        tops = [{x["token"]: x["logprob"] for x in (*e["top_logprobs"], e)} for e in content]
+        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets}

@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 
 Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # top_k int64, top_p and min_p float32, [batch] each
-
-
-def _int64(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-_GAMMA, _MIX1, _MIX2 = map(_int64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# splitmix64's constants (Steele et al. 2014) as signed integers: torch has no uint64 arithmetic, int64 wraps the same.
+_GAMMA, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, on signed integers
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -25,10 +20,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Float64 `[batch]` in [0, 1) from int64 seeds and positions: splitmix64 (Steele et al. 2014), used as a hash.
-
-    40 bits, so that u times a total near 1 never rounds up to the total.
-    """
+    """Float64 `[batch]` in [0, 1) by splitmix64; 40 bits, so that u times a total near 1 stays below the total."""
     return _shift(_mix(_mix(seeds + _GAMMA) + positions * _GAMMA), 24).double() * 2.0**-40
 
 
@@ -39,7 +31,7 @@ def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     ordered, where = logits.sort(-1, descending=True)
     ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k, -torch.inf)
     probs = ordered.softmax(-1)
-    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of likelier tokens
+    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the likelier tokens
     ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
     return torch.empty_like(logits).scatter_(1, where, ordered)
 
@@ -56,9 +48,7 @@ def sample(
     """
     greedy = temperature == 0
     logits = logits / temperature.masked_fill(greedy, 1.0)[:, None]
-    if truncation is not None:
-        logits = truncate(logits, truncation)
-    log_probs = logits.log_softmax(-1)
+    log_probs = (logits if truncation is None else truncate(logits, truncation)).log_softmax(-1)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), tokens)

@@ -34,7 +34,8 @@ class HfBackend:
     """`TrainBackend` over transformers. `torch.distributed` is initialised by the caller, also for one rank.
 
     Args:
-        args: `adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad, recompute_granularity`.
+        args: `adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad, recompute_granularity,
+            no_save_optim`.
         hf_config: the model's configuration. `load_hf` or `load` must follow: weights start undefined.
         device: this rank's.
         dtype: what forward and backward compute in, and what engines serve.
@@ -152,7 +153,7 @@ class HfBackend:
 
     def save(self, path: Path) -> None:
         try:
-            dcp.save(self._state(optimizer=True), checkpoint_id=path)
+            dcp.save(self._state(optimizer=not self.args.no_save_optim), checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot write: {error}", where=str(path), remedy="free space, or --save to another disk"
@@ -203,7 +204,8 @@ def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
 def _adamw(policy: nn.Module, args: Any) -> torch.optim.AdamW:
     """Decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters. Moments exist from the start,
     so that a checkpoint has them before the first step and memory holds no surprise."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, p in policy.named_parameters():
         (plain if p.ndim <= 1 or name.endswith(".bias") else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -21,7 +21,11 @@ from instep.models.shape import ModelShape
 def configs(
     args: Any, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, OptimizerConfig]:
-    """The three configurations; `args.megatron_overrides` are laid over them by field name."""
+    """The three configurations; `args.megatron_overrides` are laid over them by field name.
+
+    Raises:
+        ConfigError: an override that is no field, or values that megatron-core refuses.
+    """
     cuda, bf16, pipeline = device.type == "cuda", dtype is torch.bfloat16, args.pipeline_model_parallel_size > 1
     model = dict(
         num_layers=shape.num_layers,
@@ -83,4 +87,11 @@ def configs(
         for cls, values in parts:
             if name in fields[cls]:
                 values[name] = value
-    return TransformerConfig(**model), DistributedDataParallelConfig(**ddp), OptimizerConfig(**optimizer)
+    try:
+        return TransformerConfig(**model), DistributedDataParallelConfig(**ddp), OptimizerConfig(**optimizer)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"megatron-core refuses this configuration: {error}",
+            where="the Megatron arguments",
+            remedy="change the flags that the message names",
+        ) from error

@@ -16,7 +16,7 @@ class HostPool:
         self._away: list[tuple[torch.UntypedStorage, int, bool]] = []  # storage, bytes, to be restored
 
     def take(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> None:
-        """Move the storages of `keep` here and free those of `drop`, which come back as zeros. No-op if already done."""
+        """Move the storages of `keep` here and free those of `drop`, which come back as zeros. No-op if done."""
         if self._away:
             return
         self._away = [(s, s.nbytes(), True) for s in _storages(keep)] + [

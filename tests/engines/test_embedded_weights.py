@@ -1,0 +1,286 @@
+"""Weights that reach an engine (docs/architecture.md): exact when they are right, refused by name when they are not."""
+
+from __future__ import annotations
+
+import copy
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
+from tests.engines.conftest import Engine
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 90, 91, 92]
+NUM_TOKENS = 500
+Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
+Change = Callable[[BucketManifest, bytearray], BucketManifest]
+
+
+def perturbed(model: Qwen3ForCausalLM, scale: float = 0.05, seed: int = 1) -> Qwen3ForCausalLM:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+    return other
+
+
+def bucket(model: Qwen3ForCausalLM, path: Path, version: str, nonce: str) -> tuple[BucketManifest, bytearray]:
+    """All parameters in one bucket; a tied head is no parameter of its own."""
+    records, data = [], bytearray()
+    for name, parameter in model.named_parameters():
+        raw = tensor_bytes(parameter)
+        shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
+        records.append(TensorRecord(name, shape, dtype, len(data), len(raw), digest(raw)))
+        data += raw
+    return BucketManifest(str(path), version, nonce, tuple(records)), data
+
+
+def session(
+    engine: Engine, model: Qwen3ForCausalLM, path: Path, version: str, change: Change | None = None, nonce: str = ""
+) -> tuple[int, Any]:
+    """A whole session; the first answer that is not 200, or the last."""
+    nonce = nonce or uuid.uuid4().hex
+    manifest, data = bucket(model, path, version, nonce)
+    manifest = change(manifest, data) if change else manifest
+    path.write_bytes(data)
+    status, reply = 200, None
+    engine.ok("/pause?mode=abort")
+    for route, body in (
+        ("/start_weight_update", {"version": version, "nonce": nonce}),
+        ("/update_weights", {"update_info": {"backend": "shm", "manifest": manifest.to_json()}}),
+        ("/finish_weight_update", {"weight_version": version}),
+    ):
+        if status == 200:
+            status, reply = engine.call(route, body)
+    engine.ok("/reset_prefix_cache")
+    engine.ok("/resume")
+    return status, reply
+
+
+def log_probs(model: Qwen3ForCausalLM, tokens: list[int]) -> list[float]:
+    with torch.no_grad():
+        rows = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    return [float(rows[i, t]) for i, t in enumerate(tokens[1:])]
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def original(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """The engine, holding its checkpoint's weights again afterwards."""
+    yield engine
+    assert session(engine, engine.hf, tmp_path / "restore", "default")[0] == 200
+
+
+def test_new_weights_arrive_exactly(original: Engine, tmp_path: Path) -> None:
+    engine, new = original, perturbed(original.hf)
+    before = engine.prompt_log_probs(PROMPT)
+    status, reply = session(engine, new, tmp_path / "bucket", "7")
+    assert status == 200, reply
+    after = engine.prompt_log_probs(PROMPT)
+    assert gap(before, log_probs(engine.hf, PROMPT)) < 1e-5 and gap(after, log_probs(new, PROMPT)) < 1e-5
+    assert gap(before, after) > 1e-3
+    assert engine.ok("/weight_info", method="GET") == {"weight_version": "7"}
+    assert engine.generate(PROMPT, max_tokens=3, ignore_eos=True)["weight_versions"] == [
+        {"version": "7", "start": 0, "end": 3}
+    ]
+    live = engine.ok("/weight_checker", {"action": "checksum"})["checksums"]
+    assert live == {r.name: r.digest for r in bucket(new, tmp_path, "", "")[0].tensors}
+
+
+def test_the_disk_way_gives_the_same_bits(original: Engine, tmp_path: Path) -> None:
+    engine, new = original, perturbed(original.hf)
+    assert session(engine, new, tmp_path / "bucket", "1")[0] == 200
+    by_shm = engine.prompt_log_probs(PROMPT), engine.ok("/weight_checker")["checksums"]
+    assert session(engine, engine.hf, tmp_path / "bucket", "2")[0] == 200
+    assert engine.prompt_log_probs(PROMPT) != by_shm[0]
+    new.save_pretrained(tmp_path / "hf")
+    engine.ok("/pause")
+    engine.ok("/start_weight_update", {"version": "3", "nonce": "n"})
+    engine.ok("/update_weights", {"update_info": {"backend": "disk", "path": str(tmp_path / "hf")}})
+    engine.ok("/finish_weight_update", {"weight_version": "3"})
+    engine.ok("/resume")
+    assert (engine.prompt_log_probs(PROMPT), engine.ok("/weight_checker")["checksums"]) == by_shm
+
+
+def test_several_buckets_make_one_session(original: Engine, tmp_path: Path) -> None:
+    engine, new = original, perturbed(original.hf)
+    manifest, data = bucket(new, tmp_path / "bucket", "4", "n")
+    (tmp_path / "bucket").write_bytes(data)
+    engine.ok("/pause")
+    engine.ok("/start_weight_update", {"version": "4", "nonce": "n"})
+    for part in (manifest.tensors[:5], manifest.tensors[5:]):
+        body = {"update_info": {"backend": "shm", "manifest": replace(manifest, tensors=part).to_json()}}
+        assert engine.ok("/update_weights", body)["num_tensors"] == len(part)
+    engine.ok("/finish_weight_update", {"weight_version": "4"})
+    engine.ok("/resume")
+    assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_new_weights_under_a_frozen_request(original: Engine, tmp_path: Path, clear_cache: bool) -> None:
+    """Before the switch the log-probs are the old model's; after it the new one's, with its own keys and values."""
+    engine, new = original, perturbed(original.hf)
+    manifest, data = bucket(new, tmp_path / "bucket", "9", "n")
+    (tmp_path / "bucket").write_bytes(data)
+    for wait in (0.2, 0.1, 0.4, 0.05, 1.0):  # until the pause falls midway
+        future = engine.submit(PROMPT, ignore_eos=True, logprobs=0, seed=1, max_tokens=NUM_TOKENS)
+        time.sleep(wait)
+        engine.ok(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
+        engine.ok("/start_weight_update", {"version": "9", "nonce": "n"})
+        engine.ok("/update_weights", {"update_info": {"backend": "shm", "manifest": manifest.to_json()}})
+        engine.ok("/finish_weight_update", {"weight_version": "9"})
+        engine.ok("/resume")
+        choice = future.result(timeout=60)
+        spans = choice["weight_versions"]
+        if len(spans) == 2:
+            break
+        assert session(engine, engine.hf, tmp_path / "again", "default")[0] == 200
+    switch = spans[0]["end"]
+    assert [s["version"] for s in spans] == ["default", "9"] and spans[1]["end"] == NUM_TOKENS
+    tokens = PROMPT + choice["token_ids"]
+    got = [c["logprob"] for c in choice["logprobs"]["content"]]
+    old, fresh = (log_probs(m, tokens)[len(PROMPT) - 1 :] for m in (engine.hf, new))
+    assert gap(got[:switch], old[:switch]) < 2e-5
+    after = gap(got[switch:], fresh[switch:])
+    assert after < 2e-5 if clear_cache else after > 1e-3
+
+
+def drop(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+    return replace(manifest, tensors=tuple(t for t in manifest.tensors if t.name != Q1))
+
+
+def swap(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+    a, b = (next(t for t in manifest.tensors if t.name == name) for name in (Q0, Q1))
+    spans = [slice(t.offset, t.offset + t.nbytes) for t in (a, b)]
+    data[spans[0]], data[spans[1]] = data[spans[1]], data[spans[0]]
+    return manifest
+
+
+def flip(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+    data[next(t.offset for t in manifest.tensors if t.name == Q1)] ^= 1  # the lowest bit of a float32's mantissa
+    return manifest
+
+
+def edit(**fields: Any) -> Change:
+    def change(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+        tensors = [replace(t, **fields) if t.name == Q1 else t for t in manifest.tensors]
+        return replace(manifest, tensors=tuple(tensors))
+
+    return change
+
+
+def cut(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+    del data[-4:]
+    return manifest
+
+
+def vanish(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+    return replace(manifest, path=manifest.path + "-elsewhere")
+
+
+FIRST = "model.embed_tokens.weight"
+CORRUPTIONS: list[tuple[str, Change, str | None]] = [
+    ("dropped tensor", drop, Q1),
+    ("two tensors swapped", swap, Q0),
+    ("one bit flipped", flip, Q1),
+    ("another shape", edit(shape=(32, 128)), Q1),
+    ("another dtype", edit(dtype="bfloat16"), Q1),
+    ("unknown tensor", edit(name="model.extra.weight"), "model.extra.weight"),
+    ("file cut short", cut, None),
+    ("file gone", vanish, FIRST),
+    ("another session's nonce", lambda m, _: replace(m, nonce="old"), FIRST),
+    ("another version", lambda m, _: replace(m, version="old"), FIRST),
+]
+
+
+@pytest.mark.parametrize(("change", "tensor"), [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS])
+def test_corrupt_weights_are_refused_by_name(
+    original: Engine, tmp_path: Path, change: Change, tensor: str | None
+) -> None:
+    engine, new = original, perturbed(original.hf)
+    status, reply = session(engine, new, tmp_path / "bucket", "5", change)
+    assert status == 409 and reply["error"]["type"] == "WeightMismatch", reply
+    if tensor is not None:
+        assert reply["error"]["tensor"] == tensor
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    status, reply = engine.call("/inference/v1/generate", body)
+    assert status == 503 and "weight update failed" in reply["error"]["message"]
+    assert engine.ok("/weight_info", method="GET")["weight_version"] == "default"
+    assert session(engine, new, tmp_path / "bucket", "6")[0] == 200
+    assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+
+
+def test_old_bytes_under_a_new_manifest_are_refused(original: Engine, tmp_path: Path) -> None:
+    """An old bucket replayed at a tiny step: the weights differ by about 1e-6, the digests do."""
+    engine, new = original, perturbed(original.hf, scale=1e-6)
+    old = bucket(engine.hf, tmp_path, "", "")[1]
+
+    def replay(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+        data[:] = old
+        return manifest
+
+    status, reply = session(engine, new, tmp_path / "bucket", "5", replay)
+    assert status == 409 and reply["error"]["tensor"] == FIRST
+
+
+def test_a_tied_head_is_not_taken_twice(original: Engine, tmp_path: Path) -> None:
+    engine = original
+
+    def add_head(manifest: BucketManifest, data: bytearray) -> BucketManifest:
+        embedding = manifest.tensors[0]
+        return replace(manifest, tensors=(*manifest.tensors, replace(embedding, name="lm_head.weight")))
+
+    status, reply = session(engine, engine.hf, tmp_path / "bucket", "5", add_head)
+    assert status == 409 and reply["error"]["tensor"] == "lm_head.weight"
+    reason = "no tensor of this model" if engine.hf.config.tie_word_embeddings else "came twice"
+    assert reason in reply["error"]["message"]
+
+
+def test_calls_out_of_order_are_refused(original: Engine, tmp_path: Path) -> None:
+    engine = original
+    start = {"version": "5", "nonce": "n"}
+    update = {"update_info": {"backend": "shm", "manifest": bucket(engine.hf, tmp_path, "5", "n")[0].to_json()}}
+    for route, body in (("/start_weight_update", start), ("/update_weights", update), ("/finish_weight_update", {})):
+        status, reply = engine.call(route, body)
+        assert status == 409 and reply["error"]["type"] == "SessionError", (route, reply)
+    engine.ok("/pause")
+    engine.ok("/start_weight_update", start)
+    for body in ({"update_info": {"backend": "carrier pigeon"}}, {"update_info": {"backend": "shm"}}):
+        assert engine.call("/update_weights", body)[0] == 409
+    assert engine.call("/update_weights", {})[0] == 400
+    engine.ok("/resume")
+    assert engine.generate(PROMPT, max_tokens=1)["token_ids"]  # nothing was written, so it serves on
+
+
+def test_an_unfinished_session_serves_nothing(original: Engine, tmp_path: Path) -> None:
+    engine, new = original, perturbed(original.hf)
+    manifest, data = bucket(new, tmp_path / "bucket", "5", "n")
+    (tmp_path / "bucket").write_bytes(data)
+    engine.ok("/pause?mode=keep")
+    frozen = engine.pool.submit(engine.call, "/inference/v1/generate", {"token_ids": PROMPT})
+    engine.ok("/start_weight_update", {"version": "5", "nonce": "n"})
+    part = replace(manifest, tensors=manifest.tensors[:3])
+    engine.ok("/update_weights", {"update_info": {"backend": "shm", "manifest": part.to_json()}})
+    engine.ok("/resume")
+    assert frozen.result(timeout=10)[0] == 503
+    assert engine.call("/inference/v1/generate", {"token_ids": PROMPT})[0] == 503
+
+
+def test_a_folder_without_a_checkpoint_is_refused(original: Engine, tmp_path: Path) -> None:
+    engine = original
+    engine.ok("/pause")
+    engine.ok("/start_weight_update", {"version": "5", "nonce": "n"})
+    body = {"update_info": {"backend": "disk", "path": str(tmp_path / "nowhere")}}
+    status, reply = engine.call("/update_weights", body)
+    assert status == 409 and reply["error"]["type"] == "WeightMismatch" and "nowhere" in reply["error"]["message"]
