@@ -9,14 +9,14 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Where a sample's generation ended."""
 
     PENDING = "pending"
@@ -123,7 +123,9 @@ class Sample:
         if self.loss_mask is not None and len(self.loss_mask) != before:
             raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {before} response tokens")
         if self.rollout_log_probs is not None and len(self.rollout_log_probs) != before:
-            raise ValueError(f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {before} response tokens")
+            raise ValueError(
+                f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {before} response tokens"
+            )
         trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
         mixed = (log_probs is None) != (self.rollout_log_probs is None)
         if trainable and n and mixed and (trained_before or self.rollout_log_probs is not None):
@@ -213,7 +215,7 @@ class TokenBatch:
         token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
             `advantages`, `returns`.
-        sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, ... and the users' own.
+        sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
     """
 
     tokens: torch.Tensor
@@ -262,5 +264,5 @@ class TokenBatch:
         )
 
 
-# steps -> data-parallel ranks -> micro-batches -> indices of samples. All ranks of a step have equally many micro-batches.
+# steps -> data-parallel ranks -> micro-batches -> indices of samples; all ranks of a step have as many micro-batches
 Schedule = list[list[list[list[int]]]]

@@ -47,7 +47,8 @@ def make_checkpoint(path: Path, *, tied: bool = True, seed: int = 0, layers: int
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(1 + 0.1 * torch.randn_like(parameter) if "norm" in name else 0.08 * torch.randn_like(parameter))
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

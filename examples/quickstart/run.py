@@ -52,6 +52,7 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     common = ["--train-backend", args.backend, "--device", args.device, "--seed", str(args.seed)]
     common += ["--actor-num-gpus-per-node", "1", "--rollout-seed", str(args.seed)]
     common += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
+    common += ADAM
     if args.num_threads:
         common += ["--num-threads", str(args.num_threads)]
     sft = ["sft", "--hf-checkpoint", task / "hf", "--prompt-data", task / "sft.jsonl", "--input-key", "messages"]
@@ -62,16 +63,21 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     grpo += ["--rollout-backend", "embedded", "--use-tensorboard"]
     grpo += ["--run-dir", out, "--save-hf", out / "hf", *common]
     return [
-        ("1/3  a tiny model and a task", [sys.executable, str(HERE / "make_task.py"), "--out", str(task), "--seed", str(args.seed)]),
+        (
+            "1/3  a tiny model and a task",
+            [sys.executable, str(HERE / "make_task.py"), "--out", str(task), "--seed", str(args.seed)],
+        ),
         ("2/3  supervised fine-tuning on uneven demonstrations", [*instep, *map(str, sft)]),
         ("3/3  GRPO", [*instep, *map(str, grpo)]),
     ]
 
 
-SFT = "--rollout-batch-size 1120 --global-batch-size 32 --num-rollout 10 --rollout-shuffle".split()
-SFT += "--lr 4e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0".split()
+SFT = "--rollout-batch-size 1280 --global-batch-size 32 --num-rollout 10 --rollout-shuffle".split()
+SFT += "--calculate-per-token-loss --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05".split()
 GRPO = "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 25 --rollout-shuffle".split()
-GRPO += "--rollout-max-response-len 64 --lr 8e-4 --lr-decay-style constant --weight-decay 0 --eval-interval 100".split()
+GRPO += "--rollout-max-response-len 64 --rollout-temperature 1 --eval-interval 100".split()
+GRPO += "--lr 5e-4 --lr-decay-style constant --lr-warmup-iters 3".split()
+ADAM = "--weight-decay 0 --adam-beta1 0.9 --adam-beta2 0.98 --clip-grad 1".split()
 
 
 def summarise(out: Path, seconds: float, peak_pss: float) -> None:

@@ -19,7 +19,11 @@ LOGGERS = Group(
         *later(HARDENING, "C", "--disable-wandb-random-suffix", "--wandb-always-use-train-step"),
         switch("--use-tensorboard", "write TensorBoard events", "C"),
         *refused(
-            "the events lie in RUN_DIR/tensorboard", "C", "--tb-project-name", "--tb-experiment-name", instead="--run-dir"
+            "the events lie in RUN_DIR/tensorboard",
+            "C",
+            "--tb-project-name",
+            "--tb-experiment-name",
+            instead="--run-dir",
         ),
         Flag("--num-logged-samples", INDEX, 8, "samples of each rollout that are written to samples.jsonl"),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),

@@ -1,6 +1,19 @@
 """Generation: sampling, lengths, filters and hooks."""
 
-from instep.arguments.flag import ALGORITHMS, COUNT, FRACTION, INDEX, INT, VLLM, Flag, Group, Number, hook, later, switch
+from instep.arguments.flag import (
+    ALGORITHMS,
+    COUNT,
+    FRACTION,
+    INDEX,
+    INT,
+    VLLM,
+    Flag,
+    Group,
+    Number,
+    hook,
+    later,
+    switch,
+)
 
 ROLLOUT = Group(
     "Rollout",

@@ -305,7 +305,9 @@ def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
-    extra = sorted(f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith("wandb_"))
+    extra = sorted(
+        f.name for f in set(own_flags().values()) if f.attribute in given and f.attribute.startswith("wandb_")
+    )
     if extra and not args.use_wandb:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
 

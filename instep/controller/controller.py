@@ -47,12 +47,12 @@ class Controller:
         self._resolve_device()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self.ledger = Ledger()
-        self.data_source = LedgeredDataSource(load_function(args.data_source_path or DEFAULT_DATA_SOURCE)(args), self.ledger)
+        source = load_function(args.data_source_path or DEFAULT_DATA_SOURCE)(args)
+        self.data_source = LedgeredDataSource(source, self.ledger)
         self._resolve_num_rollout()
         self._rollout_function = load_function(args.rollout_function_path)
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.rollout_id = 0
-        self.best: dict[str, float] = {}
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self.max_probe_diff = 0.0
@@ -84,6 +84,7 @@ class Controller:
         try:
             with self.log.phase("start"):
                 self._start()
+            self.log.take_phase_seconds()  # the start belongs to no step
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -109,6 +110,7 @@ class Controller:
         logs = self.run_dir / "logs"
         threads = max(1, num_threads // num_ranks)
         worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+        worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # engine and trainer take turns on the same cores
         self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
         if self._with_engines:
             self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]
@@ -234,6 +236,8 @@ class Controller:
             log = load_function(args.custom_rollout_log_function_path)
             if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
                 self._rollout_metrics = {}
+        if args.loss_type == "sft_loss":  # demonstrations have no reward
+            self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if "reward" not in k}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped)
         self.log.samples(rollout_id, groups, split="train", limit=args.num_logged_samples)
         return groups

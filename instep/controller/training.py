@@ -103,9 +103,7 @@ class TrainingRound:
         rewards = batch.sample_columns["rewards"].double()
         lengths, mask = batch.response_lengths.tolist(), batch.token_columns["loss_mask"]
         if args.kl_coef:
-            kl = approx_kl(
-                batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type
-            )
+            kl = approx_kl(batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type)
             rewards = penalised_rewards(rewards, kl, mask, lengths, args.kl_coef)
         if args.custom_reward_post_process_path:
             _, processed = load_function(args.custom_reward_post_process_path)(args, samples)

@@ -67,6 +67,7 @@ class Progress:
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}
         self._seen: set[int] = set()
+        self._announced: set[str] = set()
         self._start = self._phase_start = self._last_line = time.monotonic()
         self._step_end: float | None = None
         self._step_seconds: list[float] = []
@@ -106,7 +107,9 @@ class Progress:
         self.phase, self._phase_start = name, time.monotonic()
         if self._step_end is None:
             self._step_end = self._phase_start  # the first step begins with the first phase
-        if announce and not self.live:
+        quiet = time.monotonic() - self._last_line >= 15
+        if announce and not self.live and (quiet or name not in self._announced):  # each name once is enough
+            self._announced.add(name)
             self.line(f"{duration(self.elapsed)} | {name}")
 
     def set_status(self, text: str) -> None:

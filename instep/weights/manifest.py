@@ -15,7 +15,7 @@ import xxhash
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), place in the bucket, xxh3-128 of its bytes."""
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), place in it, xxh3-128 of its bytes."""
 
     name: str
     shape: tuple[int, ...]

@@ -53,9 +53,8 @@ def sync(stack):
 
 def train_once(workers, lr):
     """One optimizer step on a made-up sample, so that all weights change a little."""
-    sample = Sample(
-        group_index=0, index=0, tokens=list(range(5, 37)), response_length=24, reward=1.0, status=Sample.Status.COMPLETED
-    )
+    done = Sample.Status.COMPLETED
+    sample = Sample(group_index=0, index=0, tokens=list(range(5, 37)), response_length=24, reward=1.0, status=done)
     batch = build_batch([[sample]])
     batch.token_columns["advantages"] = torch.ones(24)
     batch.token_columns["loss_weights"] = torch.full((24,), 1 / 24)

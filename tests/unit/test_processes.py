@@ -10,7 +10,9 @@ import psutil
 
 from instep.processes import SupervisedProcess, free_port, port_is_free, stop_all
 
-CHILD = "from instep.processes import follow_parent; follow_parent(); import time; print('up', flush=True); time.sleep(60)"
+CHILD = (
+    "import time; from instep.processes import follow_parent; follow_parent(); print('up', flush=True); time.sleep(60)"
+)
 
 
 def wait_until(condition, seconds=10.0):

@@ -156,7 +156,7 @@ class HfBackend:
             dcp.save(self._state(optimizer=not self.args.no_save_optim), checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
-                f"cannot write: {error}", where=str(path), remedy="free space, or --save to another disk"
+                f"cannot write: {_cause(error)}", where=str(path), remedy="free space, or --save to another disk"
             ) from error
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
@@ -164,7 +164,7 @@ class HfBackend:
             dcp.load(self._state(optimizer), checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
-            raise CheckpointError(f"cannot read: {error}", where=str(path), remedy=remedy) from error
+            raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
@@ -220,3 +220,10 @@ def _adamw(policy: nn.Module, args: Any) -> torch.optim.AdamW:
         step = torch.zeros((), device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
+
+
+def _cause(error: OSError | CheckpointException) -> BaseException:
+    """What went wrong on the first rank that failed; the exception itself holds all tracebacks."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error

@@ -232,7 +232,7 @@ class MegatronBackend:
         from instep.training.megatron import checkpoint
 
         with cpu_platform.scope():
-            checkpoint.save(Path(path), self.model, self.optimizer)
+            checkpoint.save(Path(path), self.model, None if self.args.no_save_optim else self.optimizer)
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See `TrainBackend.load`.
