@@ -75,6 +75,9 @@ def _train(command: str, words: list[str]) -> None:
     from instep.arguments import parse
 
     args = parse(words, command)
+    from instep.preflight import check_inputs
+
+    check_inputs(args)
     if command == "sft":
         from instep.sft import sft
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from instep.arguments.args import Args
 from instep.arguments.evaluation import from_flag, from_yaml, split_slice
@@ -59,12 +60,20 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
         return
+    try:
+        if file.exists():
+            with open(file, "rb"):
+                pass
+    except IsADirectoryError:
+        yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
+        return
+    except OSError as error:
+        yield Problem(
+            f"{file} cannot be read: {error.strerror}", where, "change its permissions, or those of its folder"
+        )
+        return
     if not file.exists():
         yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
-    elif not file.is_file():
-        yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
-    elif not os.access(file, os.R_OK):
-        yield Problem(f"{file} cannot be read by this user", where, "change its permissions")
     elif file.stat().st_size == 0:
         yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
     elif file.suffix not in (".jsonl", ".parquet"):
@@ -109,9 +118,26 @@ def _checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+    yield from _context(args, config)
     shape = {"--" + name.replace("_", "-"): getattr(args, name) for name in given if name in vars(args)}
     for flag, mine, actual in shape_conflicts(shape, config):
         yield Problem(f"is {mine}, but config.json says {actual}", flag, "leave it out: the checkpoint decides")
+
+
+def _context(args: Args, config: dict[str, Any]) -> Iterator[Problem]:
+    """A prompt needs room for one token of a response; prompts rendered here that leave none are skipped, counted."""
+    limits = [args.vllm_max_model_len or config.get("max_position_embeddings"), args.rollout_max_context_len]
+    known = [n for n in limits if isinstance(n, int)]
+    if not known:
+        return
+    if args.rollout_max_prompt_len is None:
+        args.rollout_max_prompt_len = min(known) - 1 if args.apply_chat_template else None
+    elif args.rollout_max_prompt_len >= known[0]:
+        yield Problem(
+            f"{args.rollout_max_prompt_len} leaves no room for a response in the model's context of {known[0]} tokens",
+            "--rollout-max-prompt-len",
+            f"use at most {known[0] - 1}",
+        )
 
 
 def evaluation(args: Args, given: set[str]) -> Iterator[Problem]:

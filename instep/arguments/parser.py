@@ -75,7 +75,7 @@ def _take(result: Scan, name: str, values: list[str]) -> None:
         _store(result, flag, values)
     except ValueError as error:
         result.broken.add(flag.attribute)
-        result.problems.append(Problem(str(error), name, f"it is: {flag.help}" if flag.help else ""))
+        result.problems.append(Problem(str(error), name, f"its meaning: {flag.help}" if flag.help else ""))
 
 
 def _store(result: Scan, flag: Flag, values: list[str]) -> None:

@@ -22,6 +22,9 @@ _ENCODERS = {
     "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+_TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "tokenization_*.py")
+
 
 def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
     """Refuse the configuration of anything but a decoder-only language model.
@@ -61,6 +64,35 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
         what = f"weights are missing: {', '.join(missing[:3]) or 'the index names no file'}"
         raise ConfigError(what, where=str(path), remedy=remedy)
     return config
+
+
+def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
+    """Look into the weight files' headers, and for a tokenizer, of a folder that `check_hf_checkpoint` has found right.
+
+    Raises:
+        ConfigError: a truncated or corrupt file, no tokenizer, no chat template where one is needed.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            what = f"this file of weights is damaged: {error}"
+            raise ConfigError(what, where=str(file), remedy="copy or download the checkpoint again") from error
+    if not any(any(path.glob(name)) for name in _TOKENIZERS):
+        what = "the checkpoint has no tokenizer"
+        raise ConfigError(what, where=str(path), remedy="copy the tokenizer's files (tokenizer.json, ...) into it")
+    if needs_chat_template and not any(any(path.glob(name)) for name in _TEMPLATES):
+        settings = path / "tokenizer_config.json"
+        if not settings.exists() or not _read_json(settings, "copy it again").get("chat_template"):
+            raise ConfigError(
+                "--apply-chat-template needs a tokenizer with a chat template, and this one has none",
+                where=f"{path} (chat_template.jinja or tokenizer_config.json)",
+                remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+            )
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -326,6 +326,7 @@ class Controller:
         if self.last_sync is not None:
             metrics["sync/version"] = self.last_sync.version
             metrics["sync/probe_max_abs_diff"] = self.last_sync.probe_max_abs_diff
+            metrics["sync/probe_tolerance"] = self.last_sync.tolerance
             metrics["sync/bytes"] = self.last_sync.num_bytes
         self.log.log(rollout_id, metrics)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 NUM_ROWS_CHECKED = 100_000  # beyond it, check_file leaves the rows to load_dataset
 TOKENIZE_AT_ONCE = 1024
+SHORT = 4  # a text of this many times fewer bytes than the limit has tokens is within it, whatever a normalizer adds
 
 
 @dataclass
@@ -67,6 +68,7 @@ def check_file(
     label_key: str | None = None,
     metadata_key: str = "metadata",
     tool_key: str = "tools",
+    conversation: bool = False,
     skip_bad_rows: bool = False,
 ) -> int:
     """Check the first 100,000 rows of a data file without a tokenizer; how many of them are usable.
@@ -76,7 +78,8 @@ def check_file(
     """
     bad_rows: list[DataError] | None = [] if skip_bad_rows else None
     num_good = 0
-    for _ in read_rows(path_spec, RowFormat(input_key, label_key, metadata_key, tool_key), bad_rows):
+    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation)
+    for _ in read_rows(path_spec, row_format, bad_rows):
         num_good += 1
         if num_good + len(bad_rows or ()) >= NUM_ROWS_CHECKED:
             break
@@ -91,6 +94,7 @@ def load_dataset(
     label_key: str | None = None,
     metadata_key: str = "metadata",
     tool_key: str = "tools",
+    conversation: bool = False,
     apply_chat_template: bool = False,
     apply_chat_template_kwargs: dict[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -100,7 +104,8 @@ def load_dataset(
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
     With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is taken as the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
+    is taken as the user's turn. With `conversation` a row needs an assistant's turn to train on. Prompts of more than
+    `max_prompt_len` tokens are left out and counted.
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
@@ -112,9 +117,8 @@ def load_dataset(
         require_chat_template(tokenizer)
     bad_rows: list[DataError] = []
     records = []
-    rows = read_rows(
-        path_spec, RowFormat(input_key, label_key, metadata_key, tool_key), bad_rows if skip_bad_rows else None
-    )
+    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation)
+    rows = read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None)
     for row in rows:
         try:
             records.append(_record(row, tokenizer if apply_chat_template else None, kwargs))
@@ -178,10 +182,16 @@ def _within_limit(
         require_chat_template(tokenizer)
     for start in range(0, len(records), TOKENIZE_AT_ONCE):
         chunk = [r for r in records[start : start + TOKENIZE_AT_ONCE] if isinstance(r.prompt, str)]
+        chunk = [r for r in chunk if not _is_short(r, limit)]
         ids = tokenizer([r.prompt for r in chunk], add_special_tokens=False)["input_ids"] if chunk else []
         for record, token_ids in zip(chunk, ids, strict=True):
             record._token_ids = token_ids
-    return [r for r in records if len(r.token_ids(tokenizer, kwargs)) <= limit]
+    return [r for r in records if _is_short(r, limit) or len(r.token_ids(tokenizer, kwargs)) <= limit]
+
+
+def _is_short(record: Record, limit: int) -> bool:
+    """Whether a text need not be tokenized to see that it is within the limit: a token is at least one byte."""
+    return isinstance(record.prompt, str) and SHORT * len(record.prompt.encode()) <= limit
 
 
 def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: list[DataError]) -> None:

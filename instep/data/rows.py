@@ -21,12 +21,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Which keys of a row hold what. `label_key` None: rows need no label."""
+    """Which keys of a row hold what. `label_key` None: rows need no label.
+
+    With `conversation` the prompt is one to train on: messages with an assistant turn that is not masked out.
+    """
 
     input_key: str = "input"
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
+    conversation: bool = False
 
 
 @dataclass
@@ -87,7 +91,9 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
                 continue
             yield row
     except OSError as error:
-        raise DataError(f"cannot read the data file: {error.strerror or error}", where=str(path)) from error
+        raise DataError(
+            f"cannot read the data file: {error.strerror or error}", where=str(path), remedy="change its permissions"
+        ) from error
     if not count:
         cause = "the data file has no rows" if part == slice(None) else "the slice holds no row of the data file"
         raise DataError(cause, where=path_spec, remedy="a data file needs at least one row")
@@ -107,7 +113,8 @@ def _parse_json(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: {error.reason} at byte {error.start}", where=where) from error
+        what = f"not UTF-8: {error.reason} at byte {error.start}"
+        raise DataError(what, where=where, remedy="data files are UTF-8 text; convert the file") from error
     except (json.JSONDecodeError, RecursionError) as error:
         reason = "nested too deep"
         if isinstance(error, json.JSONDecodeError):
@@ -132,7 +139,7 @@ def _parquet(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]
                 for i in range(max(start, first), min(stop, number)):
                     yield f"{path}, row {i}", partial(_python_row, batch.slice(i - first, 1))
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"not a parquet file: {error}", where=str(path)) from error
+        raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
 def _python_row(row: Any) -> Any:
@@ -150,7 +157,7 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
     for flag, key in (("--input-key", keys.input_key), ("--label-key", keys.label_key)):
         if key is not None and row.get(key) is None:
             what = f"the row has no {key!r}" if key not in row else f"{key!r} of the row is null"
-            raise bad(what, f"{flag} must be one of {', '.join(sorted(map(str, row)))}; or mend the row")
+            raise bad(what, f"mend the row, or name another column with {flag}: it has {_names(row)}")
     prompt = row[keys.input_key]
     if isinstance(prompt, str):
         if not prompt:
@@ -159,6 +166,8 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         prompt = [_check_message(message, i, bad) for i, message in enumerate(prompt)]
     else:
         raise bad(f"{keys.input_key!r} must be text or a list of messages, not {_short(prompt)}")
+    if keys.conversation:
+        _check_conversation(prompt, bad)
     metadata = row.get(keys.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         raise bad(f"{keys.metadata_key!r} must be an object, not {_short(metadata)}")
@@ -187,6 +196,17 @@ def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Mes
     if message.get("step_loss_mask", 1) not in (0, 1):
         raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {_short(message['step_loss_mask'])}")
     return message
+
+
+def _check_conversation(prompt: str | list[Message], bad: Callable[[str], DataError]) -> None:
+    if isinstance(prompt, str):
+        raise bad(f"the prompt is text, not a conversation: {_short(prompt)}")
+    if not any(m["role"] == "assistant" and m.get("step_loss_mask", 1) for m in prompt):
+        raise bad("the conversation has no assistant turn to train on (none, or all have step_loss_mask 0)")
+
+
+def _names(row: dict[str, Any]) -> str:
+    return ", ".join(sorted(map(str, row))) or "none"
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
+
+
 class RolloutDataSourceWithBuffer:
     """Groups of `args.n_samples_per_prompt` fresh samples; groups handed back come out first.
 
@@ -183,6 +186,11 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_groups
     return taken
 
 
+def reads_conversations(args: Any) -> bool:
+    """Whether the rows are what `instep sft` trains on, with an assistant's turn each."""
+    return getattr(args, "rollout_function_path", None) == SFT_ROLLOUT
+
+
 def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
@@ -203,6 +211,7 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
+        conversation=reads_conversations(args),
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         tokenizer=tokenizer,

@@ -28,7 +28,7 @@ def generate_rollout(
 
 
 def _tokenized(args: Any, sample: Sample) -> Sample:
-    where = f"group {sample.group_index}"
+    where = sample.extra.get("where", f"group {sample.group_index}")
     if not isinstance(sample.prompt, list):
         raise DataError(
             "the prompt is text, not a conversation",

@@ -41,15 +41,15 @@ def prompt_ids(args: Any, sample: Sample) -> list[int]:
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
     tokenizer = tokenizer_of(args)
-    text = sample.prompt
+    text, where = sample.prompt, sample.extra.get("where", f"group {sample.group_index}")
     if not isinstance(text, str):
         template_kwargs = args.apply_chat_template_kwargs or {}
-        tools, where = sample.metadata.get("tools"), f"group {sample.group_index}"
+        tools = sample.metadata.get("tools")
         require_chat_template(tokenizer)
         text = render(text, tokenizer, tools, template_kwargs, generation_prompt=True, where=where)
     ids = _encode(str(args.hf_checkpoint), text)
     if not ids:
-        raise DataError("the prompt has no tokens", where=f"group {sample.group_index}", remedy="remove the row")
+        raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
     return list(ids)
 
 

@@ -6,6 +6,7 @@ control message), while real workers and a real engine run.
 
 import copy
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,12 @@ def test_a_stale_checkpoint_of_the_engine_does_not_matter(sync):
 def test_the_golden_way_gives_the_same_scores(stack, sync):
     _, workers, engine = stack
     sync.run("disk")
-    golden = sync._engine_scores(engine)
+    golden = sync._engine_scores(engine, time.monotonic() + 60)
     sync.run("shm")
-    assert sync._engine_scores(engine) == golden
+    assert sync._engine_scores(engine, time.monotonic() + 60) == golden
     train_once(workers, 1e-3)
     sync.run("shm")
-    assert sync._engine_scores(engine) != golden
+    assert sync._engine_scores(engine, time.monotonic() + 60) != golden
 
 
 def test_a_dropped_tensor_is_named(sync, monkeypatch):

@@ -1,0 +1,80 @@
+"""The files and modules that a command line names, looked into before anything heavy loads. Free of torch.
+
+`instep.arguments` checks what can be said about values alone; here the named things are opened. Whatever they are used
+for later checks them again: this is only sooner.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from instep.arguments.evaluation import EvalDataset
+from instep.arguments.flag import hook
+from instep.arguments.table import own_flags
+from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
+from instep.controller.run_state import find_checkpoint
+from instep.data.dataset import check_file
+from instep.data.source import reads_conversations
+from instep.errors import ConfigError, InstepError
+from instep.hooks import load_function
+
+
+def check_inputs(args: Any) -> None:
+    """Check data files row by row (100,000 at most), the checkpoint's files, --load, and import the users' hooks.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: the first thing found wrong.
+    """
+    if args.prompt_data is not None and args.rollout_global_dataset and args.data_source_path is None:
+        check_file(
+            args.prompt_data,
+            input_key=args.input_key,
+            label_key=args.label_key,
+            metadata_key=args.metadata_key,
+            tool_key=args.tool_key,
+            conversation=reads_conversations(args),
+            skip_bad_rows=args.skip_bad_rows,
+        )
+    defaults = {flag.attribute: flag.default for flag in own_flags().values()}
+    if args.eval_function_path == defaults["rollout_function_path"]:
+        for dataset in args.eval_datasets:
+            _check_eval_file(args, dataset)
+    check_hf_checkpoint(args.hf_checkpoint)
+    check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
+    find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
+    hooks = {flag.attribute: flag.name for flag in own_flags().values() if flag.type is hook}
+    for attribute, name in hooks.items():
+        path = vars(args).get(attribute)
+        if path is not None and path != defaults[attribute] and not path.startswith("instep."):
+            _import_hook(path, name)
+    for dataset in args.eval_datasets:
+        for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
+            if path is not None:
+                _import_hook(path, f"data set {dataset.name}")
+
+
+def _check_eval_file(args: Any, dataset: EvalDataset) -> None:
+    flag, other = ("--eval-prompt-data", "--eval-{}-key") if args.eval_config is None else ("--eval-config", "{}_key")
+    try:
+        check_file(
+            dataset.path,
+            input_key=dataset.input_key,
+            label_key=dataset.label_key,
+            metadata_key=dataset.metadata_key,
+            tool_key=dataset.tool_key,
+            skip_bad_rows=args.skip_bad_rows,
+        )
+    except InstepError as error:
+        remedy = error.remedy
+        for key in ("input", "label"):
+            remedy = remedy.replace(f"--{key}-key", other.format(key))
+        where = f"{flag}, data set {dataset.name}: {error.where}"
+        raise type(error)(error.what, where=where, remedy=remedy) from error
+
+
+def _import_hook(path: str, flag: str) -> None:
+    try:
+        load_function(path)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=f"{flag} {path}", remedy=error.remedy) from error
