@@ -26,7 +26,9 @@ def check_inputs(args: Any) -> None:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing found wrong.
     """
-    if args.prompt_data is not None and args.rollout_global_dataset and args.data_source_path is None:
+    defaults = {flag.attribute: flag.default for flag in own_flags().values()}
+    own_source = args.data_source_path != defaults["data_source_path"]
+    if args.prompt_data is not None and args.rollout_global_dataset and not own_source:
         check_file(
             args.prompt_data,
             input_key=args.input_key,
@@ -36,13 +38,19 @@ def check_inputs(args: Any) -> None:
             conversation=reads_conversations(args),
             skip_bad_rows=args.skip_bad_rows,
         )
-    defaults = {flag.attribute: flag.default for flag in own_flags().values()}
     if args.eval_function_path == defaults["rollout_function_path"]:
         for dataset in args.eval_datasets:
             _check_eval_file(args, dataset)
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
+    if args.ref_load and not (Path(args.ref_load) / "config.json").exists():
+        if find_checkpoint(Path(args.ref_load), args.ref_ckpt_step) is None:
+            raise ConfigError(
+                f"{args.ref_load} is neither a Hugging Face checkpoint nor holds one of instep's",
+                where="--ref-load",
+                remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
+            )
     hooks = {flag.attribute: flag.name for flag in own_flags().values() if flag.type is hook}
     for attribute, name in hooks.items():
         path = vars(args).get(attribute)

@@ -126,18 +126,13 @@ def _checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def _context(args: Args, config: dict[str, Any]) -> Iterator[Problem]:
     """A prompt needs room for one token of a response; prompts rendered here that leave none are skipped, counted."""
-    limits = [args.vllm_max_model_len or config.get("max_position_embeddings"), args.rollout_max_context_len]
-    known = [n for n in limits if isinstance(n, int)]
-    if not known:
-        return
-    if args.rollout_max_prompt_len is None:
-        args.rollout_max_prompt_len = min(known) - 1 if args.apply_chat_template else None
-    elif args.rollout_max_prompt_len >= known[0]:
-        yield Problem(
-            f"{args.rollout_max_prompt_len} leaves no room for a response in the model's context of {known[0]} tokens",
-            "--rollout-max-prompt-len",
-            f"use at most {known[0] - 1}",
-        )
+    model, given = args.vllm_max_model_len or config.get("max_position_embeddings"), args.rollout_max_prompt_len
+    if given is not None and isinstance(model, int) and given >= model:
+        what = f"{given} leaves no room for a response in the model's context of {model} tokens"
+        yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
+    known = [n for n in (model, args.rollout_max_context_len) if isinstance(n, int)]
+    if given is None and known and args.apply_chat_template:
+        args.rollout_max_prompt_len = min(known) - 1
 
 
 def evaluation(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -118,7 +118,7 @@ class Controller:
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
         steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-        schedule = lr_schedule.from_args(args, self.num_rollout * max(1, steps_per_rollout))
+        schedule = lr_schedule.from_args(args, max(1, self.num_rollout * max(1, steps_per_rollout)))
         self._round = TrainingRound(args, self._workers, layout, schedule)
         if self._round.uses_reference:
             path = Path(args.ref_load or args.hf_checkpoint)

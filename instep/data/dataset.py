@@ -137,7 +137,7 @@ def load_dataset(
             raise DataError(
                 f"all {num_too_long} prompts are longer than {max_prompt_len} tokens",
                 where=path_spec,
-                remedy="raise --rollout-max-prompt-len",
+                remedy="shorten them, or raise --rollout-max-prompt-len as far as the model's context allows",
             )
         if num_too_long:
             logger.warning("%s: skipped %d prompts of more than %d tokens", path_spec, num_too_long, max_prompt_len)
