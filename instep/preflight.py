@@ -13,10 +13,10 @@ from instep.arguments.evaluation import EvalDataset
 from instep.arguments.flag import hook
 from instep.arguments.table import own_flags
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
-from instep.controller.run_state import find_checkpoint
+from instep.controller.run_state import find_checkpoint, read_state
 from instep.data.dataset import check_file
 from instep.data.source import reads_conversations
-from instep.errors import ConfigError, InstepError
+from instep.errors import CheckpointError, ConfigError, InstepError
 from instep.hooks import load_function
 
 
@@ -43,7 +43,7 @@ def check_inputs(args: Any) -> None:
             _check_eval_file(args, dataset)
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
-    find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
+    _check_load(args)
     if args.ref_load and not (Path(args.ref_load) / "config.json").exists():
         if find_checkpoint(Path(args.ref_load), args.ref_ckpt_step) is None:
             raise ConfigError(
@@ -60,6 +60,19 @@ def check_inputs(args: Any) -> None:
         for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if path is not None:
                 _import_hook(path, f"data set {dataset.name}")
+
+
+def _check_load(args: Any) -> None:
+    found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
+    try:
+        if found is not None:
+            read_state(found[0])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"run_state.json cannot be read: {error}",
+            where=str(found and found[0]),
+            remedy="name an earlier checkpoint with --ckpt-step",
+        ) from error
 
 
 def _check_eval_file(args: Any, dataset: EvalDataset) -> None:

@@ -28,8 +28,8 @@ def train(args: Any) -> dict[str, Any]:
 
 
 def evaluates_at(args: Any, rollout_id: int) -> bool:
-    """Before the first rollout of a run that evaluates at all."""
-    return bool(args.eval_interval) and rollout_id == 0
+    """Before the first rollout, and again where a resumed run had evaluated last."""
+    return bool(args.eval_interval) and rollout_id % args.eval_interval == 0
 
 
 def evaluates_after(args: Any, rollout_id: int, num_rollout: int) -> bool:

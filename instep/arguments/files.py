@@ -1,4 +1,7 @@
-"""Files and folders that the command line names: read and written here, before anything heavy loads."""
+"""Files and folders that the command line names: read and written here, before anything heavy loads.
+
+`os.path` says no where `pathlib` raises a PermissionError: below a folder that this user may not enter.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ def saving(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("says which step of --load", "--ckpt-step", "give --load")
     for name in ("save", "save_hf", "run_dir"):
         path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
-        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
+        existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+        if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
             flag = "--" + name.replace("_", "-")
             yield Problem(f"cannot write to {existing}", flag, "give a folder that can be written")
 
@@ -47,9 +50,9 @@ def paths(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from data_file(args.prompt_data, "--prompt-data")
     if args.hf_checkpoint is not None:
         yield from _checkpoint(args, given)
-    if args.ref_load is not None and not Path(args.ref_load).is_dir():
+    if args.ref_load is not None and not os.path.isdir(args.ref_load):
         yield Problem(f"no folder {args.ref_load}", "--ref-load", "give a checkpoint's folder")
-    if args.load is not None and Path(args.load).is_file():
+    if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
 
 
@@ -61,9 +64,11 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
         yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
         return
     try:
-        if file.exists():
-            with open(file, "rb"):
-                pass
+        with open(file, "rb"):
+            pass
+    except FileNotFoundError:
+        yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
+        return
     except IsADirectoryError:
         yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
         return
@@ -72,9 +77,7 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
             f"{file} cannot be read: {error.strerror}", where, "change its permissions, or those of its folder"
         )
         return
-    if not file.exists():
-        yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
-    elif file.stat().st_size == 0:
+    if file.stat().st_size == 0:
         yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
     elif file.suffix not in (".jsonl", ".parquet"):
         yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
@@ -98,7 +101,7 @@ def row_names_reward(args: Args) -> bool:
 def _checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
     folder = Path(args.hf_checkpoint)
     where = "--hf-checkpoint"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield Problem(
             f"no folder {folder}", where, "give a local folder (`hf download NAME --local-dir DIR` makes one)"
         )

@@ -175,6 +175,12 @@ def kl(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(
             "there is no reference without a KL", "--ref-update-interval", "leave it out, or add --use-kl-loss"
         )
+    if args.kl_coef != 0 and args.custom_reward_post_process_path:
+        yield Problem(
+            "the hook's rewards would replace those with the KL",
+            "--kl-coef and --custom-reward-post-process-path",
+            "use --use-kl-loss, or take the KL off in the hook",
+        )
     if args.use_unbiased_kl and not args.use_kl_loss:
         yield Problem("has no effect without --use-kl-loss", "--use-unbiased-kl", "give both")
 
@@ -185,6 +191,14 @@ def importance(args: Args, given: set[str]) -> Iterator[Problem]:
             "with the engine's log-probs as old policy there is nothing to correct",
             "--use-tis and --use-rollout-logprobs",
             "give one of the two",
+        )
+    truncated = args.rollout_top_p < 1 or args.rollout_top_k > 0
+    if truncated and (args.use_tis or args.use_rollout_logprobs):
+        yield Problem(
+            "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio "
+            "would be biased",
+            "--rollout-top-p or --rollout-top-k with --use-tis or --use-rollout-logprobs",
+            "sample from the full distribution, or leave the correction out",
         )
     if args.tis_clip_low > args.tis_clip:
         yield Problem(f"{args.tis_clip_low} is above --tis-clip {args.tis_clip}", "--tis-clip-low", "exchange them")
@@ -328,7 +342,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
     (kl, "kl_coef kl_loss_coef ref_update_interval"),
-    (importance, "tis_clip tis_clip_low"),
+    (importance, "tis_clip tis_clip_low rollout_top_p rollout_top_k"),
     (clip, "eps_clip"),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),

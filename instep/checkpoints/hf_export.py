@@ -13,7 +13,7 @@ from instep.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from instep.training.backend import TensorSpec, WeightSource
+    from instep.weights.source import TensorSpec, WeightSource
 
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from instep.errors import InstepError, WorkerError
 from instep.processes import SupervisedProcess, stop_all
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
+SEND_SECONDS = 60  # a rank that takes no request for so long is stopped or dead
 
 
 class WorkerGroup:
@@ -31,9 +33,10 @@ class WorkerGroup:
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
             ours, theirs = socket.socketpair()
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
             process = SupervisedProcess(
                 f"{role} rank {rank}",
-                [sys.executable, "-m", "instep.training.worker_main"],
+                [sys.executable, "-m", "instep.cluster.worker_main"],
                 log_dir / f"{role}-rank{rank}.log",
                 env={**(env or {}), CONNECTION_VARIABLE: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
@@ -102,6 +105,12 @@ class WorkerGroup:
                 self._raise_timeout(sorted(waiting), method, timeout)
         return results
 
+    def check_alive(self) -> None:
+        """Raise WorkerError if a rank has ended."""
+        for rank, process in enumerate(self._processes):
+            if not process.alive():
+                self._raise_death(rank, "waiting")
+
     def _raise_death(self, rank: int, method: str) -> None:
         process = self._processes[rank]
         for _ in range(20):
@@ -117,6 +126,12 @@ class WorkerGroup:
     def _raise_remote(self, rank: int, method: str, error: BaseException | None, traceback: str) -> None:
         if isinstance(error, InstepError):
             raise error
+        deadline = time.monotonic() + 1.0  # a rank that lost a peer answers before the peer's death is seen
+        while self.num_ranks > 1 and time.monotonic() < deadline:
+            for other, process in enumerate(self._processes):
+                if other != rank and not process.alive():
+                    self._raise_death(other, method)
+            time.sleep(0.05)
         raise WorkerError(
             f"{self.role} rank {rank} raised in '{method}':\n{traceback}",
             where=str(self._processes[rank].log_path),

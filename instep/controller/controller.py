@@ -17,7 +17,15 @@ from typing import Any
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.local import WorkerGroup
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.run_state import find_checkpoint, read_state, save_checkpoint
+from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
+from instep.controller.run_state import (
+    check_same_run,
+    find_checkpoint,
+    read_state,
+    restore_source,
+    save_checkpoint,
+    source_state,
+)
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.training import TrainingRound
 from instep.controller.watch import run_watched
@@ -30,11 +38,9 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
 from instep.processes import num_usable_cpus, stop_all
 from instep.rollout import runtime
-from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.training import lr_schedule
 from instep.types import Group
-
-DEFAULT_DATA_SOURCE = "instep.data.source.RolloutDataSourceWithBuffer"
 
 
 class Controller:
@@ -46,8 +52,10 @@ class Controller:
         self.run_dir = Path(args.run_dir)
         self._resolve_device()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
+        self._runtime: dict[str, Any] = {}
+        self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
-        source = load_function(args.data_source_path or DEFAULT_DATA_SOURCE)(args)
+        source = load_function(args.data_source_path)(self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
         self._resolve_num_rollout()
         self._rollout_function = load_function(args.rollout_function_path)
@@ -60,6 +68,7 @@ class Controller:
         self._workers: WorkerGroup | None = None
         self._sync: WeightSync | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
+        self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
         self._memory = PssSampler()
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
@@ -71,7 +80,7 @@ class Controller:
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
-            wandb=_wandb_settings(args),
+            wandb=wandb_settings(args, (self._resumed_state or {}).get("wandb_run_id")),
             resume_from_step=start if self._resumed_state else None,
         )
         self._checkpoint = checkpoint
@@ -117,16 +126,21 @@ class Controller:
         requests = [(args, rank, num_ranks, str(self._scratch / "rendezvous"), threads) for rank in range(num_ranks)]
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
-        steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-        schedule = lr_schedule.from_args(args, max(1, self.num_rollout * max(1, steps_per_rollout)))
-        self._round = TrainingRound(args, self._workers, layout, schedule)
+        total = self.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt if self.num_rollout else 0
+        schedule = lr_schedule.from_args(args, max(1, total // args.global_batch_size) if total else 1)
+        self._round = TrainingRound(args, self.hook_args, self._workers, layout, schedule)
         if self._round.uses_reference:
-            path = Path(args.ref_load or args.hf_checkpoint)
-            self._workers.call("load_reference", self._model_folder(path), timeout=args.worker_start_timeout)
+            path = self._model_folder(Path(args.ref_load or args.hf_checkpoint))
+            if self._resumed_state is not None and self._checkpoint and (self._checkpoint[0] / "reference").is_dir():
+                path = Path(shutil.copytree(self._checkpoint[0] / "reference", self._reference))
+            self._workers.call("load_reference", path, timeout=args.worker_start_timeout)
+        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
+            note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
+            self.log.status(note)
         for engine in self._engines:
             engine.wait_ready(args.engine_start_timeout)
         url = self._engines[0].url if self._engines else "http://127.0.0.1:0"
-        self.hook_args = args.view(
+        self._runtime.update(
             {
                 "vllm_router_ip": "127.0.0.1",
                 "vllm_router_port": int(url.rsplit(":", 1)[1]),
@@ -143,8 +157,7 @@ class Controller:
 
     def _load_weights(self) -> None:
         """`--load` if it holds a checkpoint, else `--ref-load`, else `--hf-checkpoint` (the seeds' rule)."""
-        args, workers = self.args, self._workers
-        assert workers is not None
+        args, workers = self.args, self._require_workers()
         timeout = args.worker_start_timeout
         if self._checkpoint is not None:
             with_optimizer = not (args.no_load_optim or args.finetune)
@@ -162,7 +175,9 @@ class Controller:
         """A Hugging Face checkpoint as it is; of a folder of ours, the checkpoint to use."""
         if (path / "config.json").exists():
             return path
-        found = find_checkpoint(path, self.args.ref_ckpt_step if str(path) == self.args.ref_load else None)
+        found = find_checkpoint(
+            path, self.args.ref_ckpt_step if self.args.ref_load and path == Path(self.args.ref_load) else None
+        )
         if found is None:
             raise ConfigError(
                 f"{path} is neither a Hugging Face checkpoint nor holds one of instep's",
@@ -216,29 +231,31 @@ class Controller:
         self.rollout_id = rollout_id
         args = self.args
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
-        started = time.monotonic()
+        started, dropped_before = time.monotonic(), self.ledger.num_dropped
         with self.log.phase("rollout"):
             output = run_watched(
                 lambda: self._rollout_function(self.hook_args, rollout_id, self.data_source, evaluation=False),
                 self._engines,
+                self._require_workers(),
                 timeout=args.rollout_timeout,
                 what=f"rollout {rollout_id}",
             )
             train_output = as_train_output(output)
         seconds = time.monotonic() - started
         groups = train_output.samples
+        self.ledger.adopt(groups)
         self.ledger.consume(groups)
         self.ledger.drop_outstanding("not returned by the rollout function")
         self.ledger.check()
         self._rollout_metrics = {**rollout_metrics(groups, reward_key=args.reward_key), **train_output.metrics}
         if args.custom_rollout_log_function_path:
-            samples = [s for g in groups for s in _flat(g)]
+            samples = [s for g in groups for s in flatten(g)]
             log = load_function(args.custom_rollout_log_function_path)
             if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
                 self._rollout_metrics = {}
         if args.loss_type == "sft_loss":  # demonstrations have no reward
             self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if "reward" not in k}
-        self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped)
+        self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
         self.log.samples(rollout_id, groups, split="train", limit=args.num_logged_samples)
         return groups
 
@@ -249,16 +266,10 @@ class Controller:
         self.num_steps += len(steps)
         interval = self.args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
-            assert self._workers is not None
-            self._workers.call("refresh_reference", self._scratch / "reference", timeout=self.args.train_timeout)
-        mean = {k: sum(s[k] for s in steps) / len(steps) for k in steps[-1]}
-        for name in ("log_prob_gap_max", "skipped_steps"):
-            if name in mean:
-                mean[name] = max(s[name] for s in steps) if name.endswith("max") else sum(s[name] for s in steps)
-        mean["lr"] = steps[-1]["lr"]
-        self._train_metrics = {f"train/{k}": v for k, v in mean.items()}
-        self._num_tokens = sum(len(s.tokens) for g in groups for s in _flat(g))
-        self._num_response_tokens = sum(s.response_length for g in groups for s in _flat(g))
+            self._require_workers().call("refresh_reference", self._reference, timeout=self.args.train_timeout)
+        self._train_metrics = training_metrics(steps)
+        self._num_tokens = sum(len(s.tokens) for g in groups for s in flatten(g))
+        self._num_response_tokens = sum(s.response_length for g in groups for s in flatten(g))
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
@@ -267,16 +278,13 @@ class Controller:
                 run_watched(
                     lambda: self._eval_function(self.hook_args, rollout_id, self.data_source, evaluation=True),
                     self._engines,
+                    self._require_workers(),
                     timeout=self.args.rollout_timeout,
                     what=f"evaluation before rollout {rollout_id}",
                 )
             )
-        metrics = dict(output.metrics)
+        metrics = evaluation_metrics(output)
         for name, result in output.data.items():
-            lengths = [s.response_length for s in result["samples"]]
-            metrics[f"eval/{name}/reward_mean"] = sum(result["rewards"]) / len(result["rewards"])
-            metrics[f"eval/{name}/response_length_mean"] = sum(lengths) / len(lengths)
-            metrics[f"eval/{name}/truncated_ratio"] = sum(map(bool, result["truncated"])) / len(lengths)
             self.log.samples(rollout_id, [[s] for s in result["samples"]], split=f"eval/{name}", limit=8)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         hook = self.args.custom_eval_rollout_log_function_path
@@ -286,8 +294,7 @@ class Controller:
 
     def save(self, rollout_id: int) -> None:
         """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
-        args, workers = self.args, self._workers
-        assert workers is not None
+        args, workers = self.args, self._require_workers()
         with self.log.phase("save"):
             if args.save:
                 state = {
@@ -295,34 +302,36 @@ class Controller:
                     "num_steps": self.num_steps,
                     "version": self._sync.version if self._sync is not None else 0,
                     "ledger": self.ledger.state_dict(),
-                    "data_source": self.data_source.source.state_dict(),
+                    "data_source": source_state(self.data_source.source, rollout_id),
+                    "evaluations": self.evaluations,
+                    "wandb_run_id": self.log.wandb_run_id,
                     "args": args.to_dict(),
                 }
 
                 def write(folder: Path) -> None:
                     workers.call("save", folder, timeout=args.train_timeout)
+                    if self._reference.is_dir():
+                        shutil.copytree(self._reference, folder / "reference")
 
                 save_checkpoint(Path(args.save), rollout_id, write, state)
             if args.save_hf:
                 self.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
 
     def export_hf(self, path: Path) -> None:
-        assert self._workers is not None
-        self._workers.call("export_hf", path, timeout=self.args.train_timeout)
+        self._require_workers().call("export_hf", path, timeout=self.args.train_timeout)
 
     def finish_step(self, rollout_id: int) -> None:
         """Close the line of metrics of one round."""
         seconds = self.log.take_phase_seconds()
         metrics = {**self._rollout_metrics, **self._train_metrics}
         metrics |= {f"perf/{name}_seconds": s for name, s in seconds.items()}
-        metrics["perf/step_seconds"] = sum(seconds.values())
+        metrics["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
         if seconds.get("rollout"):
             metrics["perf/rollout_tokens_per_second"] = self._num_response_tokens / seconds["rollout"]
         if seconds.get("train"):
             metrics["perf/train_tokens_per_second"] = self._num_tokens / seconds["train"]
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        assert self._workers is not None
-        metrics |= self._workers.call("memory", timeout=self.args.train_timeout)[0]
+        metrics |= self._require_workers().call("memory", timeout=self.args.train_timeout)[0]
         if self.last_sync is not None:
             metrics["sync/version"] = self.last_sync.version
             metrics["sync/probe_max_abs_diff"] = self.last_sync.probe_max_abs_diff
@@ -342,9 +351,10 @@ class Controller:
         }
         if self.evaluations:
             first, last = self.evaluations[0], self.evaluations[-1]
-            names = [k for k in first if k.endswith("/reward_mean")]
-            summary["eval_reward_before"] = first[names[0]]
-            summary["eval_reward_after"] = last[names[0]]
+            name = next(k for k in first if k.endswith("/reward_mean"))
+            if first["rollout_id"] == 0:
+                summary["eval_reward_before"] = first[name]
+            summary["eval_reward_after"] = last[name]
             summary["evaluations"] = self.evaluations
         if self.last_sync is not None:
             summary["sync_probe_max_abs_diff"] = self.max_probe_diff
@@ -352,18 +362,13 @@ class Controller:
         self.log.finish(summary)
         return summary
 
+    def _require_workers(self) -> WorkerGroup:
+        assert self._workers is not None, "the controller is used as a context manager"
+        return self._workers
+
     def _restore(self, state: dict[str, Any]) -> None:
+        check_same_run(state["args"], self.args)
         self.num_steps = int(state["num_steps"])
         self.ledger.load_state_dict(state["ledger"])
-        self.data_source.source.load_state_dict(state["data_source"])
-
-
-def _flat(group: Any) -> list[Any]:
-    return [leaf for item in group for leaf in _flat(item)] if isinstance(group, list) else [group]
-
-
-def _wandb_settings(args: Any) -> dict[str, Any] | None:
-    if not args.use_wandb:
-        return None
-    names = ("project", "group", "mode", "team", "dir", "run_id", "host", "key")
-    return {name: getattr(args, f"wandb_{name}") for name in names}
+        self.evaluations = state["evaluations"]
+        restore_source(self.data_source.source, state["data_source"], int(state["rollout_id"]))

@@ -34,6 +34,10 @@ class Ledger:
             self.num_issued += state is None
             self._open[group] = "issued"
 
+    def adopt(self, groups: Iterable[Any]) -> None:
+        """Issue the groups that a rollout function has made by itself; each needs a `group_index` of its own."""
+        self.issue([g for g, i in zip(groups, group_indices(groups), strict=True) if self._is_new(i)])
+
     def buffer(self, groups: Iterable[Any]) -> None:
         for group in group_indices(groups):
             self._expect(group, "buffered")
@@ -94,6 +98,9 @@ class Ledger:
         self.num_issued, self.num_consumed = state["num_issued"], state["num_consumed"]
         self.dropped = Counter(state["dropped"])
 
+    def _is_new(self, group: int) -> bool:
+        return group not in self._open and not self._is_closed(group)
+
     def _is_closed(self, group: int) -> bool:
         return group < self._closed_below or group in self._closed_above
 
@@ -122,6 +129,7 @@ class LedgeredDataSource:
         return groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
+        self.ledger.adopt(groups)
         self.ledger.buffer(groups)
         self.source.add_samples(groups)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -49,6 +49,9 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
     if root is None or iteration is None:
         return None
     folder = iteration_folder(root, iteration)
+    replaced = root / f".{folder.name}.old"
+    if not folder.is_dir() and replaced.is_dir():  # killed between the two renames of `save_checkpoint`
+        os.rename(replaced, folder)
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no checkpoint of iteration {iteration}",
@@ -76,10 +79,13 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         partial.mkdir()
         write(partial)
         write_json(partial / "run_state.json", state)
+        replaced = root / f".{final.name}.old"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
-            shutil.rmtree(final)
+            os.rename(final, replaced)
         os.rename(partial, final)
         write_text(root / TRACKER, str(iteration))
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written: {getattr(error, 'what', error)}",
@@ -99,7 +105,15 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Atomically, flushed to the disk."""
-    write_text(path, json.dumps(value))
+    try:
+        text = json.dumps(value)
+    except TypeError as error:
+        raise CheckpointError(
+            f"something in the run's state is no plain value: {error}",
+            where=str(path),
+            remedy="keep numbers, strings, lists and dicts in samples' rewards, labels and metadata",
+        ) from error
+    write_text(path, text)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -109,3 +123,35 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+# What a run cannot change on its way without training on other data, or on the same data twice.
+_FIXED = ("command", "prompt_data", "rollout_seed", "rollout_shuffle", "n_samples_per_prompt")
+
+
+def check_same_run(before: dict[str, Any], args: Any) -> None:
+    """Raise ConfigError if a resumed run has other data or another order of it."""
+    now = args.to_dict()
+    changed = [name for name in _FIXED if before.get(name) != now.get(name)]
+    if changed:
+        raise ConfigError(
+            "; ".join(f"--{n.replace('_', '-')} was {before.get(n)!r} and is {now.get(n)!r}" for n in changed),
+            where="the checkpoint in --load belongs to another run",
+            remedy="use the same values to go on with it, or --finetune to take only its weights",
+        )
+
+
+def source_state(source: Any, rollout_id: int) -> Any:
+    """The data source's state as JSON; one in the seeds' style keeps it itself, by `save(rollout_id)`."""
+    if hasattr(source, "state_dict"):
+        return source.state_dict()
+    source.save(rollout_id)
+    return None
+
+
+def restore_source(source: Any, state: Any, rollout_id: int) -> None:
+    """The other way round: `load_state_dict(state)`, or `load(rollout_id)`."""
+    if hasattr(source, "load_state_dict"):
+        source.load_state_dict(state)
+    else:
+        source.load(rollout_id)

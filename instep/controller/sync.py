@@ -8,6 +8,7 @@ weights that are not proven.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from instep.cluster.local import WorkerGroup
@@ -29,6 +31,7 @@ from instep.weights.manifest import BucketManifest
 FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
 GOLDEN_FACTOR = 2.0
+ARITHMETIC_LIMIT = 0.5  # no rounding explains more: then the trainer exports something else than it trains
 GOLDEN_TOLERANCE = 1e-3  # between an engine's scores of one version after two ways of loading it
 
 
@@ -62,8 +65,7 @@ class WeightSync:
         self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under them
         default = FP32_TOLERANCE if args.precision == "fp32" else BF16_TOLERANCE
         self._tolerance: float = default if args.sync_tolerance is None else args.sync_tolerance
-        root = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self._directory = Path(tempfile.mkdtemp(prefix="instep-sync-", dir=root))
+        self._directory = _scratch_directory()
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -117,22 +119,20 @@ class WeightSync:
             finally:
                 Path(manifest.path).unlink(missing_ok=True)
 
-        with ThreadPoolExecutor(1) as pool:  # buckets in order
+        def on_event(manifest: BucketManifest) -> None:
+            manifests.append(manifest)
+            loads.append(pool.submit(load, manifest))
 
-            def on_event(manifest: BucketManifest) -> None:
-                manifests.append(manifest)
-                loads.append(pool.submit(load, manifest))
-
-            self._workers.call(
-                "publish_shm",
-                str(self.version),
-                nonce,
-                self._directory,
-                timeout=_left(deadline),
-                on_event=on_event,
-            )
+        pool = ThreadPoolExecutor(1)  # buckets in order
+        try:
+            request = (str(self.version), nonce, self._directory)
+            self._workers.call("publish_shm", *request, timeout=_left(deadline), on_event=on_event)
             for future in loads:
                 future.result(timeout=_left(deadline))
+        except TimeoutError:
+            _left(0.0)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
         return manifests
 
     def _send_disk(self, deadline: float) -> list[BucketManifest]:
@@ -151,7 +151,7 @@ class WeightSync:
     def _prove(self, manifests: Sequence[BucketManifest], deadline: float) -> float:
         """Returns the largest difference between the trainer's scores of the probe and an engine's."""
         expected = self._trainer_scores(deadline)
-        digests = {t.name: t.digest for m in manifests for t in m.tensors}
+        digests = {t.name: t.digest for m in manifests for t in m.tensors} or self._trainer_digests(deadline)
         changed = [n for n, d in digests.items() if self._digests and self._digests.get(n) != d]
         scores = {engine.url: self._engine_scores(engine, deadline) for engine in self._engines}
         gaps = {url: _largest_gap(expected, s) for url, s in scores.items()}
@@ -184,7 +184,11 @@ class WeightSync:
             between = _largest_gap(golden, scores[engine.url])
             if not between <= GOLDEN_TOLERANCE:
                 raise self._wrong(engine, f"changed by {between:.3g} over the golden path", 0.0, digests, deadline)
-            self._tolerance = max(self._tolerance, GOLDEN_FACTOR * _largest_gap(expected, golden))
+            gap = _largest_gap(expected, golden)
+            if not gap <= ARITHMETIC_LIMIT:
+                how = f"differ from the trainer's by {gap:.3g}, on the golden path as well"
+                raise self._wrong(engine, how, ARITHMETIC_LIMIT, digests, deadline)
+            self._tolerance = max(self._tolerance, GOLDEN_FACTOR * gap)
 
     def _wrong(self, engine: Engine, how: str, tolerance: float, digests: dict[str, str], deadline: float) -> SyncError:
         return SyncError(
@@ -194,6 +198,10 @@ class WeightSync:
             remedy="if both are right and the arithmetic differs, set --sync-tolerance; else resume from the last "
             "checkpoint",
         )
+
+    def _trainer_digests(self, deadline: float) -> dict[str, str]:
+        results = self._workers.call("weight_digests", timeout=_left(deadline))
+        return next(r for r in results if r)
 
     def _trainer_scores(self, deadline: float) -> list[float]:
         lengths = torch.tensor([len(p) for p in self._probe])
@@ -222,8 +230,7 @@ class WeightSync:
 
     def _name_culprits(self, engine: Engine, sent: dict[str, str], deadline: float) -> str:
         """Compare three views of every weight: the trainer's now, what was sent, what the engine holds."""
-        results = self._workers.call("weight_digests", timeout=_left(deadline))
-        ours = next(r for r in results if r)
+        ours = self._trainer_digests(deadline)
         answer = engine.post("/weight_checker", {"action": "checksum"}, timeout=_left(deadline))
         theirs = answer.get("checksums", {})
         wrong_sent = sorted(n for n, d in sent.items() if ours.get(n) != d)
@@ -233,6 +240,16 @@ class WeightSync:
         if wrong_sent:
             return f"Tensors that were sent wrongly: {', '.join(wrong_sent[:8])}."
         return "Every tensor of the engine equals the trainer's byte for byte: the two compute differently."
+
+
+def _scratch_directory() -> Path:
+    """A folder in shared memory, named after this process; those of processes that were killed are removed."""
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for left in root.glob("instep-sync-*-*"):
+        pid = left.name.split("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"instep-sync-{os.getpid()}-", dir=root))
 
 
 def _left(deadline: float) -> float:

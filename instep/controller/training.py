@@ -17,6 +17,7 @@ from instep.data.batch import build_batch
 from instep.data.schedule import plan_steps, steps_of_samples
 from instep.errors import RolloutError
 from instep.hooks import load_function
+from instep.rollout.outputs import flatten
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Group, Sample, Schedule, TokenBatch
@@ -26,11 +27,15 @@ class TrainingRound:
     """Drives the actor's workers through the optimizer steps of one rollout.
 
     Args:
+        hook_args: what hooks see of `args`.
         layout: where each rank stands, as the workers reported it.
     """
 
-    def __init__(self, args: Any, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
-        self._args, self._workers, self._layout, self._lr = args, workers, layout, schedule
+    def __init__(
+        self, args: Any, hook_args: Any, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule
+    ):
+        self._args, self._hook_args = args, hook_args
+        self._workers, self._layout, self._lr = workers, layout, schedule
         self._dp_size = layout[0].dp_size
         self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
 
@@ -65,7 +70,7 @@ class TrainingRound:
             names = self._scored_names(len(schedule))
             if names:
                 self._score(batch, schedule, names)
-            self._add_advantages(batch, [s for g in groups for s in _leaves(g)])
+            self._add_advantages(batch, [s for g in groups for s in flatten(g)])
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         return self._train(batch, schedule, lrs)
 
@@ -106,7 +111,7 @@ class TrainingRound:
             kl = approx_kl(batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type)
             rewards = penalised_rewards(rewards, kl, mask, lengths, args.kl_coef)
         if args.custom_reward_post_process_path:
-            _, processed = load_function(args.custom_reward_post_process_path)(args, samples)
+            _, processed = load_function(args.custom_reward_post_process_path)(self._hook_args, samples)
             if len(processed) != batch.num_samples:
                 raise RolloutError(
                     f"{len(processed)} rewards came back for {batch.num_samples} samples",
@@ -137,9 +142,3 @@ class TrainingRound:
         per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
         results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
         return next(r for r in results if r is not None)
-
-
-def _leaves(group: Any) -> list[Sample]:
-    if isinstance(group, Sample):
-        return [group]
-    return [leaf for item in group for leaf in _leaves(item)]

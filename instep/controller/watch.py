@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from instep.cluster.local import WorkerGroup
 from instep.engines.launch import Engine
 from instep.errors import RolloutError
 from instep.rollout import runtime
@@ -18,11 +19,13 @@ from instep.rollout import runtime
 T = TypeVar("T")
 
 
-def run_watched(work: Callable[[], T], engines: Sequence[Engine], *, timeout: float, what: str) -> T:
+def run_watched(
+    work: Callable[[], T], engines: Sequence[Engine], workers: WorkerGroup, *, timeout: float, what: str
+) -> T:
     """The result of `work()`.
 
     Raises:
-        EngineError: an engine died meanwhile.
+        EngineError, WorkerError: an engine or a worker died meanwhile.
         RolloutError: `timeout` seconds have passed.
     """
     outcome: list[T] = []
@@ -42,6 +45,7 @@ def run_watched(work: Callable[[], T], engines: Sequence[Engine], *, timeout: fl
             thread.join(0.1)
             for engine in engines:
                 engine.check_alive()
+            workers.check_alive()
             if time.monotonic() > deadline:
                 raise RolloutError(
                     f"{what} did not end within {timeout:.0f} s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import time
@@ -13,6 +14,9 @@ from typing import Any
 
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, free_port, port_is_free
+
+# Engines are on loopback or named by address: a proxy of the environment never stands between.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class Engine:
@@ -41,10 +45,10 @@ class Engine:
                     remedy="the last lines of its log say why",
                 )
             try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
+                with _open(self.url + "/health", timeout=2) as answer:
                     if answer.status == 200:
                         return
-            except (urllib.error.URLError, OSError):
+            except (OSError, http.client.HTTPException):
                 time.sleep(0.05)
         tail = self.process.log_tail() if self.process is not None else ""
         raise EngineError(
@@ -65,13 +69,13 @@ class Engine:
             url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=max(0.1, timeout)) as answer:
+            with _open(request, timeout=max(0.1, timeout)) as answer:
                 text = answer.read()
                 return json.loads(text) if text.strip() else {}
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             raise EngineRefusal.from_answer(self, path, error.code, text) from None
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             self.check_alive()
             raise EngineError(
                 f"{self.name} did not answer {path} within {timeout:.0f} s: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,9 @@ def _groups(args: Any, dataset: EvalDataset) -> list[Group]:
             Sample(
                 group_index=row,
                 index=row * n + i,
-                prompt=record.prompt,
-                label=record.label,
-                metadata={**rule, **record.metadata, **dataset.metadata_overrides},
+                prompt=copy.deepcopy(record.prompt),
+                label=copy.deepcopy(record.label),
+                metadata=copy.deepcopy({**rule, **record.metadata, **dataset.metadata_overrides}),
                 generate_function_path=dataset.custom_generate_function_path,
                 custom_rm_path=reward_path,
             )

@@ -36,7 +36,8 @@ async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeo
                     return _parse(url, body)
                 problem = f"{answer.status}: {_message(body)}"
                 if answer.status < 500:
-                    raise EngineError(f"the request was refused with {problem}", where=url, remedy="see the message")
+                    remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
+                    raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
         except aiohttp.ClientError as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from instep.errors import RolloutError
+from instep.errors import EngineError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
 from instep.rollout.client import abort_all, complete, get_model_url, to_vllm
@@ -48,9 +48,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
-    out = await complete(
-        get_model_url(args), str(args.hf_checkpoint), sample.tokens, params, timeout=args.rollout_timeout
-    )
+    try:
+        out = await complete(
+            get_model_url(args), str(args.hf_checkpoint), sample.tokens, params, timeout=args.rollout_timeout
+        )
+    except EngineError as error:
+        error.where += f", for the prompt of {sample.extra['where']}" if "where" in sample.extra else ""
+        raise
     sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
     sample.status = out.status
     if sample.response_length:

@@ -19,7 +19,6 @@ from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, TrainBackend
 from instep.training.losses import PolicyLossConfig, finish_metrics, policy_loss_fn, sft_loss_fn
 from instep.types import TokenBatch
-from instep.weights.manifest import BucketManifest
 from instep.weights.shm import publish_shm, source_digests
 
 
@@ -108,7 +107,7 @@ class Worker:
         """Score a data-parallel rank's samples under the old policy (`log_probs`) and the reference.
 
         Args:
-            names: of `log_probs` (this model as it is now), `entropy`, `ref_log_probs`.
+            names: of `log_probs` (this model as it is now) and `ref_log_probs`.
 
         Returns:
             On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
@@ -117,11 +116,9 @@ class Worker:
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
         if "log_probs" in names:
-            outputs = self.backend.forward_only(parts, entropy="entropy" in names)
+            outputs = self.backend.forward_only(parts)
             if outputs is not None:
                 columns["log_probs"] = torch.cat([o.log_probs for o in outputs])
-                if "entropy" in names:
-                    columns["entropy"] = torch.cat([o.entropy for o in outputs if o.entropy is not None])
         if "ref_log_probs" in names:
             if self.reference is None:
                 raise ConfigError("reference log-probs are needed but no reference model is loaded", where="worker")
@@ -180,13 +177,9 @@ class Worker:
     def publish_shm(self, version: str, nonce: str, directory: Path) -> int:
         """Write the weights as shared-memory buckets; each manifest goes to the controller at once."""
         self.backend.publish(version)
-
-        def emit(manifest: BucketManifest) -> None:
-            self._emit(manifest)
-
+        size = int(self.args.update_weight_buffer_size)
         source = self.backend.weight_source()
-        bucket_bytes = int(self.args.update_weight_buffer_size)
-        return publish_shm(source, directory, version=version, nonce=nonce, bucket_bytes=bucket_bytes, emit=emit)
+        return publish_shm(source, directory, version=version, nonce=nonce, bucket_bytes=size, emit=self._emit)
 
     def weight_digests(self) -> dict[str, str]:
         return source_digests(self.backend.weight_source())
@@ -208,14 +201,13 @@ class Worker:
         """Model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
         try:
             self.backend.save(path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        try:
             state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
             torch.save(state, path / f"rng_{self.backend.parallel.rank}.pt")
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint could not be written: {error}",
-                where=str(path),
-                remedy="free space or fix permissions; the last complete checkpoint is untouched",
-            ) from error
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+            raise _cannot_write(path, error) from error
 
     def load(self, path: Path, optimizer: bool) -> None:
         """Continue from what `save` wrote."""
@@ -231,6 +223,10 @@ class Worker:
         if self.device.type != "cuda":
             return {}
         return {"perf/gpu_peak_bytes": float(torch.cuda.max_memory_allocated(self.device))}
+
+
+def _cannot_write(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(str(error), where=str(path), remedy="free space or fix permissions")
 
 
 def _load_weights(backend: TrainBackend, path: Path) -> None:

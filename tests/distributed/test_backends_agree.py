@@ -65,7 +65,7 @@ def run_layout(name, root, tied):
         layout = workers.call("setup", timeout=180, per_rank=requests)
         workers.call("load_weights", root / "hf", timeout=60)
         workers.call("load_reference", root / "hf", timeout=60)
-        training = TrainingRound(args, workers, layout, lr_schedule.from_args(args, 100))
+        training = TrainingRound(args, args.view({}), workers, layout, lr_schedule.from_args(args, 100))
         groups = replayed_rollout()
         metrics = [training.run(groups, step)[0] for step in range(NUM_STEPS)]
         scored = [sample for group in groups for sample in group]

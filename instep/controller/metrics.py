@@ -1,0 +1,46 @@
+"""Numbers of a round, from what workers and rollout functions return. Names are listed in docs/metrics.md."""
+
+from __future__ import annotations
+
+import os
+from statistics import fmean
+from typing import Any
+
+from instep.types import RolloutFnEvalOutput
+
+# Of the steps of one rollout: those that are no means. The gap to the engine is that of the first step, before the
+# policy has moved away from the one that sampled.
+_FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage")
+
+
+def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """`train/*` of one rollout from the metrics of its optimizer steps."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    out = {name: fmean(step[name] for step in steps if name in step) for name in names}
+    out |= {name: steps[0][name] for name in _FIRST if name in steps[0]}
+    out["lr"] = steps[-1]["lr"]
+    out["skipped_steps"] = sum(step["skipped_steps"] for step in steps)
+    return {f"train/{name}": value for name, value in out.items()}
+
+
+def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
+    """`eval/*` of every data set."""
+    out = dict(output.metrics)
+    for name, result in output.data.items():
+        out[f"eval/{name}/reward_mean"] = fmean(result["rewards"])
+        if result["truncated"]:
+            out[f"eval/{name}/truncated_ratio"] = fmean(map(bool, result["truncated"]))
+        if result["samples"]:
+            out[f"eval/{name}/response_length_mean"] = fmean(s.response_length for s in result["samples"])
+    return out
+
+
+def wandb_settings(args: Any, run_id: str | None) -> dict[str, Any] | None:
+    """The options of a W&B run, or None. Key and host go through the environment, and nowhere else."""
+    if not args.use_wandb:
+        return None
+    for name, value in (("WANDB_BASE_URL", args.wandb_host), ("WANDB_API_KEY", args.wandb_key)):
+        if value:
+            os.environ[name] = value
+    options = {name: getattr(args, f"wandb_{name}") for name in ("project", "group", "mode", "team", "dir", "run_id")}
+    return {**options, "run_id": options["run_id"] or run_id}
