@@ -125,5 +125,6 @@ def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, po
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log")
+    env = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}  # it takes turns with the trainer
+    process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log", env)
     return Engine(f"engine {index}", f"http://127.0.0.1:{port}", process)

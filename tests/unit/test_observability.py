@@ -316,7 +316,7 @@ def test_phase_seconds_are_exclusive_and_taken_once(tmp_path: Path) -> None:
     assert total - 0.02 < counted <= total  # nothing counted twice, nothing lost
 
 
-def test_plain_progress_is_one_line_per_step_and_phase(tmp_path: Path) -> None:
+def test_plain_progress_is_one_line_per_step_and_new_phase(tmp_path: Path) -> None:
     console = plain_console()
     with run(tmp_path, console=console) as log:
         log.log(0, {"eval/arith/reward_mean": 0.4, "eval/arith/response_length_mean": 20.0})
@@ -329,7 +329,6 @@ def test_plain_progress_is_one_line_per_step_and_phase(tmp_path: Path) -> None:
         "eval arith: reward 0.400, length 20.0, after 0 steps",
         "rollout",
         "step 1/4  reward 0.500  rollout tok/s 1,234  left 00:00",
-        "rollout",
         "step 2/4  reward 0.600  rollout tok/s 1,234  left 00:00",
     ]
 
