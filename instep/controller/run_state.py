@@ -100,7 +100,14 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
 def read_state(folder: Path) -> dict[str, Any] | None:
     """The controller's part of a checkpoint; None if it was not written by instep."""
     path = folder / "run_state.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"run_state.json cannot be read: {error}", where=str(path), remedy="name an earlier one with --ckpt-step"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

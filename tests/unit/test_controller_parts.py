@@ -1,0 +1,97 @@
+"""Small parts of the controller: metrics of a round, resume checks, data sources in the seeds' style."""
+
+import argparse
+
+import pytest
+
+from instep.controller.ledger import Ledger
+from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
+from instep.controller.run_state import check_same_run, restore_source, source_state
+from instep.errors import ConfigError, RolloutError
+from instep.types import RolloutFnEvalOutput, Sample
+
+
+def test_training_metrics_of_several_steps():
+    steps = [
+        {"loss": 1.0, "lr": 0.1, "skipped_steps": 0.0, "log_prob_gap_mean": 0.01, "log_prob_gap_max": 0.5},
+        {"loss": 3.0, "lr": 0.2, "skipped_steps": 1.0, "log_prob_gap_mean": 0.9, "log_prob_gap_max": 9.0},
+    ]
+    out = training_metrics(steps)
+    assert out["train/loss"] == 2.0 and out["train/lr"] == 0.2 and out["train/skipped_steps"] == 1.0
+    # the second step has moved away from the policy that sampled: its difference is no gap of the engine
+    assert out["train/log_prob_gap_mean"] == 0.01 and out["train/log_prob_gap_max"] == 0.5
+
+
+def test_a_metric_that_some_steps_lack_is_the_mean_of_the_others():
+    out = training_metrics([{"lr": 1.0, "skipped_steps": 0.0}, {"lr": 1.0, "skipped_steps": 0.0, "kl_loss": 4.0}])
+    assert out["train/kl_loss"] == 4.0
+
+
+def test_evaluation_metrics_also_without_samples():
+    samples = [Sample(response_length=4), Sample(response_length=8)]
+    data = {
+        "a": {"rewards": [1.0, 0.0], "truncated": [True, False], "samples": samples},
+        "b": {"rewards": [0.25], "truncated": [], "samples": []},
+    }
+    out = evaluation_metrics(RolloutFnEvalOutput(data, {"mine": 7.0}))
+    assert out["eval/a/reward_mean"] == 0.5 and out["eval/a/truncated_ratio"] == 0.5
+    assert out["eval/a/response_length_mean"] == 6.0 and out["eval/b/reward_mean"] == 0.25 and out["mine"] == 7.0
+    assert "eval/b/response_length_mean" not in out
+
+
+def test_wandb_key_and_host_go_through_the_environment(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    names = ("project", "group", "mode", "team", "dir", "run_id")
+    args = argparse.Namespace(
+        use_wandb=True, wandb_host=None, wandb_key="s3cret", **{f"wandb_{n}": None for n in names}
+    )
+    settings = wandb_settings(args, "run-7")
+    assert settings is not None and settings["run_id"] == "run-7" and "s3cret" not in str(settings)
+    import os
+
+    assert os.environ["WANDB_API_KEY"] == "s3cret" and "WANDB_BASE_URL" not in os.environ
+    assert wandb_settings(argparse.Namespace(use_wandb=False), None) is None
+
+
+class Now:
+    def __init__(self, **values):
+        self.values = values
+
+    def to_dict(self):
+        return self.values
+
+
+def test_a_resume_with_other_data_is_refused():
+    before = {"prompt_data": "a.jsonl", "rollout_seed": 1, "lr": 0.1}
+    check_same_run(before, Now(prompt_data="a.jsonl", rollout_seed=1, lr=0.5))
+    with pytest.raises(ConfigError, match="--rollout-seed was 1 and is 2") as caught:
+        check_same_run(before, Now(prompt_data="a.jsonl", rollout_seed=2))
+    assert "--finetune" in str(caught.value)
+
+
+def test_a_data_source_in_the_seeds_style_keeps_its_own_state():
+    class Source:
+        calls: list = []
+
+        def save(self, rollout_id):
+            self.calls.append(("save", rollout_id))
+
+        def load(self, rollout_id):
+            self.calls.append(("load", rollout_id))
+
+    source = Source()
+    assert source_state(source, 3) is None
+    restore_source(source, None, 3)
+    assert source.calls == [("save", 3), ("load", 3)]
+
+
+def test_groups_that_a_rollout_function_made_are_taken_in_once():
+    ledger, made = Ledger(), [[Sample(group_index=100)], [Sample(group_index=101)]]
+    ledger.adopt(made)
+    ledger.consume(made)
+    ledger.check()
+    assert (ledger.num_issued, ledger.num_consumed) == (2, 2)
+    ledger.adopt(made)  # a second time they are known, and closed
+    with pytest.raises(RolloutError, match="cannot be consumed"):
+        ledger.consume(made)
