@@ -474,6 +474,7 @@ def test_refused_starts_say_one_line_and_exit_2(checkpoint: Path, tmp_path: Path
         port = taken.getsockname()[1]
         assert str(port) in refused(engine_command("embedded", checkpoint, port))
     assert "no checkpoint" in refused(engine_command("embedded", tmp_path, 0))
+    assert "float16 is not supported" in refused(engine_command("embedded", checkpoint, 0, dtype="float16"))
     for config in (
         {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},

@@ -21,35 +21,22 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, required=True, help="0: any free one, printed when ready")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--max-model-len", type=_positive, help="default: the model's max_position_embeddings")
-    p.add_argument("--max-num-seqs", type=_positive, default=256)
-    p.add_argument("--num-threads", type=_positive, help="default: torch's")
-    p.add_argument("--request-timeout", type=_positive, default=1800, help="seconds, for every request")
-    p.add_argument("--run-token", help="acts on nothing: marks this process for whoever looks for orphans")
-    return p.parse_args()
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    p.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    p.add_argument("--max-model-len", type=int, help="default: the model's max_position_embeddings")
+    p.add_argument("--max-num-seqs", type=int, default=256)
+    p.add_argument("--num-threads", type=int, help="default: torch's")
+    args = p.parse_args()
+    if args.dtype not in ("float32", "bfloat16"):
+        refuse(f"--dtype {args.dtype} is not supported: its range is too small; use float32 or bfloat16")
+    for flag in ("max_model_len", "max_num_seqs", "num_threads"):
+        if (getattr(args, flag) or 1) < 1:
+            refuse(f"--{flag.replace('_', '-')} must be at least 1")
+    return args
 
 
 def refuse(message: str) -> NoReturn:
     print(f"embedded engine: {' '.join(message.split())}", file=sys.stderr, flush=True)
     os._exit(2)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Reserve the port now; listening begins when the model is loaded."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, OverflowError) as error:
-        refuse(f"cannot bind {host}:{port}: {error}; choose another --port")
-    return sock
 
 
 def check_checkpoint(path: Path) -> tuple[dict[str, Any], frozenset[int]]:
@@ -80,14 +67,13 @@ def load(args: argparse.Namespace, config: dict[str, Any], eos_ids: frozenset[in
     from instep.engines.embedded.weights import LiveWeights
 
     transformers.utils.logging.disable_progress_bar()
-    if args.num_threads:
-        torch.set_num_threads(args.num_threads)
+    torch.set_num_threads(args.num_threads or torch.get_num_threads())
     limit = args.max_model_len or config["max_position_embeddings"]
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit)
     named = any((Path(args.model) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model) if named else None
     engine = Engine(Runner(model, args.max_num_seqs, limit), LiveWeights(model), tokenizer, args.max_num_seqs)
-    return Server(engine, args.model, limit, eos_ids, args.request_timeout)
+    return Server(engine, args.model, limit, eos_ids)
 
 
 async def serve(server: Any, sock: socket.socket) -> None:
@@ -109,19 +95,16 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))
     follow_parent()
-    sock = bind(args.host, args.port)
-    config, eos_ids = check_checkpoint(Path(args.model))
-    if args.num_threads:
-        os.environ["OMP_NUM_THREADS"] = str(args.num_threads)
+    sock = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
+        config, eos_ids = check_checkpoint(Path(args.model))
         server = load(args, config, eos_ids)
-    except Exception as error:  # the process border: one line instead of a traceback
-        refuse(f"cannot load --model {args.model}: {type(error).__name__}: {error}")
-    sys.setswitchinterval(0.001)  # parsing HTTP must not hold up the model's thread for long
-    try:
+        sys.setswitchinterval(0.001)  # parsing HTTP must not hold up the model's thread for long
         asyncio.run(serve(server, sock))
-    except OSError as error:
-        refuse(f"cannot listen on {args.host}:{args.port}: {error}; choose another --port")
+    except Exception as error:  # the process border: one line instead of a traceback
+        refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -41,10 +41,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 `[batch]`, and log-probs float32 `[batch, vocab]` of the distribution they were drawn from.
 
-    Args:
-        logits: float32 `[batch, vocab]`.
-        temperature: float32 `[batch]`; 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
-        uniform: float64 `[batch]` in [0, 1), inverted through the cumulative distribution.
+    `logits` are float32 `[batch, vocab]`; `uniform` float64 `[batch]` in [0, 1) is inverted through the cumulative
+    distribution; temperature 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
     """
     greedy = temperature == 0
     logits = logits / temperature.masked_fill(greedy, 1.0)[:, None]

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from instep.engines.embedded.model import Runner
-from instep.engines.embedded.protocol import Request, SessionError
+from instep.engines.embedded.protocol import BadRequestError, Request, Score, SessionError
 from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
 PREFILL_TOKENS = 8192  # padded, per forward pass
 QUIET_SECONDS, GATHER_SECONDS = 0.002, 0.02  # an idle engine waits for the rest of a burst: silence, at most
-LAST, POSITION, END, SEED, TOP_K = range(5)  # columns of `ints`
-TEMPERATURE, TOP_P, MIN_P = range(3)  # columns of `floats`
+LAST, POSITION, END, SEED, TOP_K, STOPS = range(6)  # columns of `ints`; those from STOPS on are stop ids or -1
 
 
 class Engine:
-    """Row i of the cache and of the columns belongs to `running[i]`. Methods but `call` run in the engine's thread."""
+    """Row i of the cache, `ints` and `floats` belongs to `running[i]`. All but `call` runs in the engine's thread."""
 
     def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, max_num_seqs: int):
         self.runner, self.weights, self.tokenizer, self.max_num_seqs = runner, weights, tokenizer, max_num_seqs
@@ -38,17 +37,15 @@ class Engine:
         self.running: list[Request] = []
         self.finished: list[Request] = []
         self.paused: str | None = None
-        self.ints = torch.zeros(5, max_num_seqs, dtype=torch.int64, device=runner.device)
-        self.floats = torch.zeros(3, max_num_seqs, device=runner.device)
-        self.stops = torch.full((max_num_seqs, 1), -1, device=runner.device)
+        self.ints = torch.full((max_num_seqs, STOPS + 1), -1, device=runner.device)
+        self.floats = torch.zeros(max_num_seqs, 3, device=runner.device)  # temperature, top_p, min_p
         self._summarise()
 
     def start(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function` in the engine's thread, between two steps."""
+    def call(self, function: Callable[[], Any]) -> Future[Any]:  # run in the engine's thread, between two steps
         future: Future[Any] = Future()
         self.inbox.put((function, future))
         return future
@@ -58,13 +55,11 @@ class Engine:
         try:
             while True:
                 self._receive()
-                if self._ready():
-                    if self.waiting and len(self.running) < self.max_num_seqs:
-                        self._prefill()
-                    if self.running:
-                        n = len(self.running)
-                        logits = self.runner.decode(self.ints[LAST, :n], self.ints[POSITION, :n], self.length)
-                        self._sample(logits, 0)
+                if self._ready() and self.waiting and len(self.running) < self.max_num_seqs:
+                    self._prefill()
+                if self._ready() and self.running:
+                    last, positions = self.ints[: len(self.running), [LAST, POSITION]].unbind(1)
+                    self._sample(self.runner.decode(last, positions, self.length), 0)
                 if self.finished:
                     self.loop.call_soon_threadsafe(_resolve, self.finished)
                     self.finished = []
@@ -73,7 +68,7 @@ class Engine:
             os._exit(1)
 
     def _ready(self) -> bool:
-        frozen = self.paused in ("abort", "keep") or bool(self.weights.failure)
+        frozen = self.paused in ("abort", "keep") or self.weights.failure
         return not frozen and bool(self.waiting or self.running)
 
     def _receive(self) -> None:
@@ -96,19 +91,17 @@ class Engine:
             return self._finish(requests, error=self.weights.failure)
         (self.held if self.paused else self.waiting).extend(requests)
 
-    def abort(self, ids: Iterable[str] | None = None) -> int:
+    def abort(self, ids: list[str] | None = None) -> int:
         """End the requests `ids` (None: all) with what they have; returns how many."""
-        wanted = None if ids is None else set(ids)
-        hit = [r for r in self._all() if wanted is None or r.id in wanted]
-        self.withdraw(hit, reason="abort")
-        return len(hit)
+        return self.withdraw([r for r in self._all() if ids is None or r.id in ids])
 
-    def withdraw(self, requests: Sequence[Request], reason: str | None = None, error: str = "") -> None:
+    def withdraw(self, requests: Sequence[Request], reason: str = "abort", error: str = "") -> int:
         gone = set(requests).intersection(self._all())
         self._compact([i for i, r in enumerate(self.running) if r in gone])
         self.waiting = deque(r for r in self.waiting if r not in gone)
         self.held = [r for r in self.held if r not in gone]
         self._finish(gone, reason, error)
+        return len(gone)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
         """abort: end all; keep: freeze, and forget keys and values if `clear_cache`; wait: let them end."""
@@ -134,15 +127,18 @@ class Engine:
         self.running.clear()
         return True
 
-    def set_version(self, version: str) -> None:
+    def set_version(self, version: Any) -> dict[str, str]:
+        if not isinstance(version, str):
+            raise BadRequestError(f"the version must be a string, got {version!r}")
         for request in self._all():
             self._close_span(request)
         self.weights.version = version
+        return {"weight_version": version}
 
-    def start_update(self, version: str | None, nonce: str | None) -> None:
+    def start_update(self, body: dict[str, Any]) -> None:
         if self.paused is None:
             raise SessionError("weights change under a pause only: POST /pause first")
-        self.weights.start(version, nonce)
+        self.weights.start(body.get("version"), body.get("nonce"))
 
     def _all(self) -> list[Request]:
         return [*self.running, *self.waiting, *self.held]
@@ -154,8 +150,8 @@ class Engine:
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once
         source: list[int] = []
         wanting: dict[int, list[Request]] = {}
-        longest = 0
-        while self.waiting and len(self.running) + len(batch) < self.max_num_seqs:
+        longest, first = 0, len(self.running)
+        while self.waiting and first + len(batch) < self.max_num_seqs:
             request = self.waiting[0]
             sequence = (*request.prompt, *request.tokens)
             longest = max(longest, len(sequence))
@@ -165,27 +161,30 @@ class Engine:
             batch.append(self.waiting.popleft())
             if request.params.prompt_logprobs is not None and request.prompt_scores is None:
                 wanting.setdefault(source[-1], []).append(request)
-        first = len(self.running)
         logits, prompts = self.runner.prefill(list(unique), source, first, list(wanting))
         for requests, prompt_logits in zip(wanting.values(), prompts, strict=True):
+            ids = torch.tensor(requests[0].prompt[1:], dtype=torch.int64, device=prompt_logits.device)
+            parts = list(zip(prompt_logits.split(1024), ids.split(1024), strict=True))  # bounds the float32 copy
             for request in requests:
-                request.prompt_scores = _score(prompt_logits, request.prompt, request.params.prompt_logprobs or 0)
+                count = request.params.prompt_logprobs or 0
+                scores = [_score(part.float().log_softmax(-1), tokens, count) for part, tokens in parts]
+                request.prompt_scores = [score for part in scores for score in part]
         self._join(batch)
         self._sample(logits, first)
 
     def _join(self, batch: list[Request]) -> None:
         rows, device = slice(len(self.running), len(self.running) + len(batch)), self.runner.device
-        lengths = [len(r.prompt) + len(r.tokens) for r in batch]
-        ints = [
-            (0, n - 1, r.end, r.seed, r.params.top_k or self.vocab_size) for r, n in zip(batch, lengths, strict=True)
-        ]
+        width = max(self.ints.shape[1] - STOPS, *(len(r.params.stop_ids) for r in batch))
+        self.ints = torch.nn.functional.pad(self.ints, (0, STOPS + width - self.ints.shape[1]), value=-1)
+        ints = []
+        for r in batch:
+            stops = r.params.stop_ids + (-1,) * (width - len(r.params.stop_ids))
+            ints.append(
+                (0, len(r.prompt) + len(r.tokens) - 1, r.end, r.seed, r.params.top_k or self.vocab_size, *stops)
+            )
         floats = [(r.params.temperature, r.params.top_p, r.params.min_p) for r in batch]
-        self.ints[:, rows] = torch.tensor(ints, device=device).T
-        self.floats[:, rows] = torch.tensor(floats, device=device).T
-        width = max(self.stops.shape[1], *(len(r.params.stop_ids) for r in batch))
-        self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
-        stops = [r.params.stop_ids + (-1,) * (width - len(r.params.stop_ids)) for r in batch]
-        self.stops[rows] = torch.tensor(stops, dtype=torch.int64, device=device)
+        self.ints[rows] = torch.tensor(ints, device=device)
+        self.floats[rows] = torch.tensor(floats, device=device)
         self.running.extend(batch)
         self._summarise()
 
@@ -194,47 +193,36 @@ class Engine:
         params = [r.params for r in self.running]
         self.length = max((len(r.prompt) + len(r.tokens) for r in self.running), default=0)
         self.truncated = any(p.top_k or p.top_p < 1 or p.min_p for p in params)
-        self.num_tops = min(max((p.logprobs or 0 for p in params), default=0), self.vocab_size)
-        self.stop_strings = any(p.stop for p in params)
+        self.num_tops = max((p.logprobs or 0 for p in params), default=0)
         self.held_open = any(len(r.tokens) < r.params.min_tokens for r in self.running)
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """One token for each of `running[first:]` from `logits` `[batch, vocab]`; those that are done leave."""
-        n, requests = len(self.running), self.running[first:]
-        ints, floats = self.ints[:, first:n], self.floats[:, first:n]
+        requests, rows = self.running[first:], slice(first, len(self.running))
         if self.held_open:
             for row, request in zip(logits, requests, strict=True):
                 if len(request.tokens) < request.params.min_tokens and request.params.stop_ids:
                     row[list(request.params.stop_ids)] = -torch.inf
+        ints = self.ints[rows].T
+        temperature, top_p, min_p = self.floats[rows].unbind(1)
         ints[POSITION] += 1
-        truncation = (ints[TOP_K], floats[TOP_P], floats[MIN_P]) if self.truncated else None
-        tokens, log_probs = sample(logits, floats[TEMPERATURE], uniforms(ints[SEED], ints[POSITION]), truncation)
+        truncation = (ints[TOP_K], top_p, min_p) if self.truncated else None
+        tokens, log_probs = sample(logits, temperature, uniforms(ints[SEED], ints[POSITION]), truncation)
         ints[LAST] = tokens
-        chosen = log_probs.gather(1, tokens[:, None])
-        ranks = (log_probs > chosen).sum(1) + 1
-        done = (self.stops[first:n] == tokens[:, None]).any(1) | (ints[POSITION] + 1 >= ints[END])
-        *columns, ends = torch.stack((tokens, ranks, done)).tolist()
-        for request, token, rank, log_prob in zip(requests, *columns, chosen[:, 0].tolist(), strict=True):
-            request.tokens.append(token)
-            request.ranks.append(rank)
-            request.log_probs.append(log_prob)
-        if self.num_tops:
-            for request, top in zip(requests, _tops(log_probs, self.num_tops), strict=True):
-                if request.params.logprobs:
-                    request.tops.append(top[: request.params.logprobs])
+        done = (ints[STOPS:] == tokens).any(0) | (ints[POSITION] + 1 >= ints[END])
+        for request, score in zip(requests, _score(log_probs, tokens, self.num_tops), strict=True):
+            request.tokens.append(score[0])
+            request.scores.append(score)
         self.length += 1
-        leaving = [i for i, end in enumerate(ends, first) if end] if any(ends) else []
-        if self.stop_strings:
-            leaving = [i for i, r in enumerate(requests, first) if self._stopped_by_text(r) or ends[i - first]]
-        if leaving:
+        ends = zip(requests, done.tolist(), strict=True)
+        leaving = [i for i, (r, end) in enumerate(ends, first) if (r.params.stop and self._stopped_by_text(r)) or end]
+        if leaving or first or self.held_open:
             gone = [self.running[i] for i in leaving]
             self._compact(leaving)
             self._finish(gone)
-        elif first or self.held_open:
-            self._summarise()
 
     def _stopped_by_text(self, request: Request) -> bool:
-        if not request.params.stop or len(request.tokens) < request.params.min_tokens:
+        if len(request.tokens) < request.params.min_tokens:
             return False
         # The newest token completes the string, if anything does, and each token makes at least one byte.
         tail = request.tokens[-max(len(s.encode()) for s in request.params.stop) - 4 :]
@@ -247,12 +235,10 @@ class Engine:
         keep = len(self.running) - len(leaving)
         targets = [i for i in leaving if i < keep]
         sources = sorted(set(range(keep, len(self.running))).difference(leaving))
-        if sources:
-            self.runner.move(sources, targets)
-            for columns in (self.ints.T, self.floats.T, self.stops):
-                columns[targets] = columns[sources]
-            for source, target in zip(sources, targets, strict=True):
-                self.running[target] = self.running[source]
+        for source, target in zip(sources, targets, strict=True):
+            for rows in (self.ints, self.floats, self.runner.rows):
+                rows[target] = rows[source]
+            self.running[target] = self.running[source]
         del self.running[keep:]
         self._summarise()
 
@@ -264,32 +250,25 @@ class Engine:
     def _finish(self, requests: Iterable[Request], reason: str | None = None, error: str = "") -> None:
         for request in requests:
             self._close_span(request)
-            last = request.tokens[-1] if request.tokens else None
-            if reason is None and last in request.params.stop_ids:
-                request.stop_reason = None if last in request.params.eos_ids else last
-                request.finish_reason = "stop"
-            else:
-                request.finish_reason = reason or ("length" if request.stop_reason is None else "stop")
-            request.error = error
+            last, params = request.tokens[-1:], request.params
+            stopped = request.stop_reason is not None or bool({*last} & {*params.stop_ids})
+            if stopped and not reason and last[0] in params.stop_ids:
+                request.stop_reason = None if last[0] in params.eos_ids else last[0]
+            request.finish_reason, request.error = reason or ("stop" if stopped else "length"), error
             self.finished.append(request)
 
 
-def _tops(log_probs: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
-    values, ids = log_probs.topk(count)
-    return [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
-
-
-def _score(logits: torch.Tensor, prompt: list[int], count: int) -> list[Any]:
-    """(id, log-prob, rank, top) of `prompt[1:]` from logits `[len(prompt) - 1, vocab]`, at temperature 1, float32."""
-    out: list[Any] = []
-    ids = torch.tensor(prompt[1:], dtype=torch.int64, device=logits.device)
-    for part, tokens in zip(logits.split(1024), ids.split(1024), strict=True):  # bounds the float32 copy
-        log_probs = part.float().log_softmax(-1)
-        chosen = log_probs.gather(1, tokens[:, None])
-        ranks = (log_probs > chosen).sum(1) + 1
-        tops = _tops(log_probs, min(count, log_probs.shape[1]))
-        out.extend(zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True))
-    return out
+def _score(log_probs: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Score]:
+    """The scores of `tokens` `[batch]` under log-probs `[batch, vocab]`, with the `count` likeliest of each row."""
+    chosen = log_probs.gather(1, tokens[:, None])
+    ranks = (log_probs > chosen).sum(1) + 1
+    # One transfer: float64 holds tokens, ranks and log-probs exactly.
+    rows = torch.stack((tokens.double(), chosen[:, 0].double(), ranks.double())).tolist()
+    tops: Any = [()] * len(tokens)
+    if count:
+        values, ids = log_probs.topk(min(count, log_probs.shape[1]))
+        tops = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [(int(t), p, int(k), top) for t, p, k, top in zip(*rows, tops, strict=True)]
 
 
 def _resolve(requests: list[Request]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from instep.engines.embedded.protocol import SessionError, WeightMismatch
+from instep.engines.embedded.protocol import BadRequestError, SessionError, WeightMismatch
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 
 
@@ -31,17 +30,16 @@ class LiveWeights:
         self.abandon()
         self.session, self.delivered = (version, nonce), set()
 
-    def update(self, info: dict[str, Any]) -> int:
+    def update(self, info: Any) -> int:
         """Check one bucket, then load it; returns the number of its tensors. A WeightMismatch fails the session."""
-        if self.session is None:
-            raise SessionError("no weight update was started: POST /start_weight_update first")
+        if not isinstance(info, dict):
+            raise BadRequestError(f"update_info must be an object, got {info!r}")
+        self._started()
+        load = {"shm": self._load_bucket, "disk": self._load_checkpoint}.get(str(info.get("backend")))
         try:
-            if info.get("backend") == "shm":
-                names = self._load_bucket(BucketManifest.from_json(info["manifest"]))
-            elif info.get("backend") == "disk":
-                names = self._load_checkpoint(Path(info["path"]))
-            else:
+            if load is None:
                 raise SessionError(f"unknown backend {info.get('backend')!r}: shm or disk")
+            names = load(info)
         except (KeyError, TypeError) as error:
             raise SessionError(f"update_info is malformed: {error!r}") from error
         except WeightMismatch as mismatch:
@@ -51,34 +49,38 @@ class LiveWeights:
 
     def finish(self, version: str | None) -> str:
         """End the session; returns the new version. WeightMismatch if a tensor of the model was not delivered."""
-        if self.session is None:
-            raise SessionError("no weight update was started: POST /start_weight_update first")
+        started, _ = self._started()
         missing = [name for name in self.parameters if name not in self.delivered]
         if missing:
             raise self._failed(WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0]))
-        if version is not None and version != (self.session[0] or version):
-            raise self._failed(WeightMismatch(f"finished as version {version!r}, started as {self.session[0]!r}"))
-        version, self.session, self.failure = version or self.session[0] or self.version, None, ""
+        if version is not None and version != (started or version):
+            raise self._failed(WeightMismatch(f"finished as version {version!r}, started as {started!r}"))
+        version, self.session, self.failure = version or started or self.version, None, ""
         return version
 
     def abandon(self) -> None:
         """An unfinished session that already wrote is a failure, one that did not is forgotten."""
         if self.session is not None and self.delivered:
-            self._failed(WeightMismatch("it was not finished"))
+            self.failure = "the last weight update failed: it was not finished"
         self.session = None
 
     def digests(self) -> dict[str, str]:
         """xxh3-128 of the bytes of each live parameter, as in a manifest."""
         return {name: digest(tensor_bytes(p.cpu())) for name, p in self.parameters.items()}
 
+    def _started(self) -> tuple[str | None, str | None]:
+        if self.session is None:
+            raise SessionError("no weight update was started: POST /start_weight_update first")
+        return self.session
+
     def _failed(self, mismatch: WeightMismatch) -> WeightMismatch:
         self.failure, self.session = f"the last weight update failed: {mismatch}", None
         return mismatch
 
-    def _load_bucket(self, manifest: BucketManifest) -> list[str]:
+    def _load_bucket(self, info: dict[str, Any]) -> list[str]:
+        manifest = BucketManifest.from_json(info["manifest"])
         first = manifest.tensors[0].name if manifest.tensors else None
-        if (manifest.version, manifest.nonce) != self.session:
-            got = (manifest.version, manifest.nonce)
+        if (got := (manifest.version, manifest.nonce)) != self.session:
             raise WeightMismatch(f"the bucket is of version and nonce {got}, the session of {self.session}", first)
         try:
             with open(manifest.path, "rb") as file:
@@ -100,8 +102,7 @@ class LiveWeights:
         if parameter is None or name in self.delivered:
             raise WeightMismatch(f"{name} {'is no tensor of this model' if parameter is None else 'came twice'}", name)
         want = (tuple(parameter.shape), dtype_name(parameter.dtype), parameter.nbytes)
-        if (record.shape, record.dtype, record.nbytes) != want:
-            got = (record.shape, record.dtype, record.nbytes)
+        if (got := (record.shape, record.dtype, record.nbytes)) != want:
             raise WeightMismatch(f"{name}: received shape, dtype and bytes {got}, the model has {want}", name)
         if not 0 <= record.offset <= len(view) - record.nbytes:
             raise WeightMismatch(f"{name} lies outside the bucket of {len(view)} bytes", name)
@@ -111,13 +112,12 @@ class LiveWeights:
         self.delivered.add(name)  # before it is loaded, so that one bucket cannot hold it twice
         return parameter
 
-    def _load_checkpoint(self, folder: Path) -> list[str]:
+    def _load_checkpoint(self, info: dict[str, Any]) -> list[str]:
         """Load a Hugging Face checkpoint (the golden twin); its dtype may differ, its names and shapes may not."""
-        index, names = folder / "model.safetensors.index.json", []
+        folder, names = Path(info["path"]), []
         try:
-            files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
-            for file in sorted(set(files)):
-                with safe_open(folder / file, "pt") as tensors:
+            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                with safe_open(file, "pt") as tensors:
                     for name in set(tensors.keys()) - self.aliases:
                         shape = tuple(tensors.get_slice(name).get_shape())
                         want = tuple(self.parameters[name].shape) if name in self.parameters else None
