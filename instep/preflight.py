@@ -16,7 +16,7 @@ from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state
 from instep.data.dataset import check_file
 from instep.data.source import reads_conversations
-from instep.errors import CheckpointError, ConfigError, InstepError
+from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 
 
@@ -64,15 +64,8 @@ def check_inputs(args: Any) -> None:
 
 def _check_load(args: Any) -> None:
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
-    try:
-        if found is not None:
-            read_state(found[0])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"run_state.json cannot be read: {error}",
-            where=str(found and found[0]),
-            remedy="name an earlier checkpoint with --ckpt-step",
-        ) from error
+    if found is not None:
+        read_state(found[0])
 
 
 def _check_eval_file(args: Any, dataset: EvalDataset) -> None:
