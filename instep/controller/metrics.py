@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from statistics import fmean
 from typing import Any
 
@@ -42,5 +43,6 @@ def wandb_settings(args: Any, run_id: str | None) -> dict[str, Any] | None:
     for name, value in (("WANDB_BASE_URL", args.wandb_host), ("WANDB_API_KEY", args.wandb_key)):
         if value:
             os.environ[name] = value
+    sys.argv = [word.replace(args.wandb_key, "***") if args.wandb_key else word for word in sys.argv]  # W&B saves it
     options = {name: getattr(args, f"wandb_{name}") for name in ("project", "group", "mode", "team", "dir", "run_id")}
     return {**options, "run_id": options["run_id"] or run_id}

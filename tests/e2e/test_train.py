@@ -8,6 +8,8 @@ import torch
 
 from tests.e2e.commands import grpo_arguments, run
 
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -30,6 +32,8 @@ def finished(tiny, tmp_path_factory):
         "--entropy-coef",
         "0.001",
     ]
+    more += ["--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g"]
+    more += ["--wandb-key", KEY]
     done = run(grpo_arguments(tiny, run_dir, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
@@ -60,6 +64,13 @@ def test_metrics_are_complete_and_consistent(finished):
         assert 0 < row["train/entropy"] < math.log(60)
     assert [r["sync/version"] for r in steps] == [2, 3]  # one session before the first rollout
     assert 0 < steps[0]["train/kl_loss"] < steps[1]["train/kl_loss"]  # the reference is where the run began
+
+
+def test_wandb_is_written_offline_and_the_key_nowhere(finished):
+    assert list((finished / "wandb").glob("offline-run-*/run-*.wandb"))
+    files = [p for p in finished.rglob("*") if p.is_file()]
+    assert len(files) > 10
+    assert [p for p in files if KEY.encode() in p.read_bytes()] == []
 
 
 def test_every_token_carries_the_version_that_made_it(finished):
