@@ -72,8 +72,6 @@ class Engine:
                 future.set_exception(error)
             idle = idle and self._ready() and time.monotonic() - begin < GATHER_SECONDS
 
-    # -- calls
-
     def submit(self, requests: Sequence[Request]) -> None:
         if self.weights.failure:
             return self._finish(requests, "error")
@@ -120,8 +118,6 @@ class Engine:
 
     def _all(self) -> list[Request]:
         return [*self.running, *self.waiting, *self.held]
-
-    # -- steps
 
     def _prefill(self) -> None:
         batch: list[Request] = []

@@ -92,7 +92,8 @@ class Server:
             self.engine.call(lambda: self.engine.abort(requests))
             raise
         choices: list[Body] = [{"index": i} | self._choice(kind, r) for i, r in enumerate(requests)]
-        reply = {"model": self.name, "choices": choices, "request_id" if kind == "generate-tokens" else "id": name}
+        reply: Body = {"request_id" if kind == "generate-tokens" else "id": name, "model": self.name}
+        reply["choices"] = choices
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
