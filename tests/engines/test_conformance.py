@@ -68,21 +68,11 @@ def test_prompt_log_probs_equal_a_plain_forward(engine: Engine) -> None:
     assert max(abs(got[i] - float(want[i, tokens[i + 1]])) for i in range(59)) < 1e-5
 
 
-def test_prompt_log_probs_carry_rank_and_top(engine: Engine) -> None:
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
-    entry = engine.ok("/inference/v1/generate", body)["prompt_logprobs"][3]
-    row = oracle(engine, PROMPT)[2].log_softmax(-1)
-    best = row.argsort(descending=True).tolist()
-    assert entry[str(PROMPT[3])]["rank"] == best.index(PROMPT[3]) + 1
-    assert {str(t) for t in best[:2]} <= set(entry)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_sampled_log_probs_are_those_at_the_sampling_temperature(engine: Engine, temperature: float) -> None:
     choice = engine.generate(PROMPT, max_tokens=80, temperature=temperature, logprobs=0, seed=5, ignore_eos=True)
     want = expected_log_probs(engine, choice, temperature)
     assert max(abs(a - b) for a, b in zip(returned_log_probs(choice), want, strict=True)) < 1e-5
-    assert all(c["top_logprobs"] == [] for c in choice["logprobs"]["content"])
 
 
 def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_one(engine: Engine) -> None:
@@ -91,10 +81,9 @@ def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_one(engin
     assert choice["token_ids"] == oracle(engine, tokens).argmax(-1)[len(PROMPT) - 1 : -1].tolist()
     want = expected_log_probs(engine, choice)
     assert max(abs(a - b) for a, b in zip(returned_log_probs(choice), want, strict=True)) < 1e-5
-    assert {c["rank"] for c in choice["logprobs"]["content"]} == {1}
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.5}])
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.5}])
 def test_truncated_sampling_is_renormalised(engine: Engine, limits: dict[str, float]) -> None:
     """Against a scalar oracle; tokens outside the kept set never appear."""
     choice = engine.generate(PROMPT, max_tokens=60, temperature=0.8, logprobs=0, ignore_eos=True, seed=3, **limits)
@@ -102,7 +91,7 @@ def test_truncated_sampling_is_renormalised(engine: Engine, limits: dict[str, fl
     probs = (oracle(engine, tokens) / 0.8).double().softmax(-1).tolist()
     for i, got in enumerate(returned_log_probs(choice), len(PROMPT)):
         row = sorted(enumerate(probs[i - 1]), key=lambda x: -x[1])
-        row = [x for x in row if x[1] >= limits.get("min_p", 0) * row[0][1]][: int(limits.get("top_k", 300))]
+        row = row[: int(limits.get("top_k", 300))]
         total, kept, before = sum(p for _, p in row), {}, 0.0
         for token, p in row:
             if before < limits.get("top_p", 1.0):
@@ -110,16 +99,6 @@ def test_truncated_sampling_is_renormalised(engine: Engine, limits: dict[str, fl
             before += p / total
         assert tokens[i] in kept
         assert got == pytest.approx(math.log(kept[tokens[i]] / sum(kept.values())), abs=1e-4)
-
-
-def test_top_log_probs(engine: Engine) -> None:
-    choice = engine.generate(PROMPT, max_tokens=5, logprobs=3, seed=1, ignore_eos=True)
-    log_probs = oracle(engine, PROMPT + choice["token_ids"]).log_softmax(-1)
-    for i, content in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
-        values, ids = log_probs[i].topk(3)
-        assert [t["token_id"] for t in content["top_logprobs"]] == ids.tolist()
-        assert [t["logprob"] for t in content["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-5)
-        assert content["rank"] == int((log_probs[i] > log_probs[i, content["token_id"]]).sum()) + 1
 
 
 def test_tokens_follow_the_distribution(engine: Engine) -> None:
@@ -150,7 +129,6 @@ def test_eos_is_kept_and_default_length_fills_the_context(engine: Engine) -> Non
     for choice in reply["choices"]:
         if choice["finish_reason"] == "length":
             assert len(choice["token_ids"]) == MAX_MODEL_LEN - len(PROMPT) and EOS not in choice["token_ids"]
-    assert reply["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in reply["choices"])
 
 
 def test_ignore_eos_runs_to_the_end_of_the_context(engine: Engine) -> None:
@@ -205,7 +183,7 @@ def test_n_responses_of_one_prompt(engine: Engine) -> None:
     tokens = [c["token_ids"] for c in first["choices"]]
     assert [c["index"] for c in first["choices"]] == list(range(6)) and len(set(map(tuple, tokens))) == 6
     assert tokens == [c["token_ids"] for c in second["choices"]]
-    assert first["prompt_token_ids"] == PROMPT and first["usage"]["prompt_tokens"] == len(PROMPT)
+    assert first["prompt_token_ids"] == PROMPT
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:
@@ -358,7 +336,7 @@ def test_prefix_cache_reset(engine: Engine) -> None:
         ({"token_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
         ({"token_ids": [5], "sampling_params": {"temperature": float("nan")}}, "temperature"),
         ({"token_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
-        ({"token_ids": [5], "sampling_params": {"n": 65}}, "n"),
+        ({"token_ids": [5], "sampling_params": {"logprobs": 2}}, "logprobs"),
         ({"token_ids": [5], "sampling_params": {"min_tokens": 5, "max_tokens": 2}}, "min_tokens"),
         ({"token_ids": [5], "sampling_params": {"stop": [3]}}, "stop"),
         ({"token_ids": [5], "sampling_params": {"stop_token_ids": [9999]}}, "stop_token_ids"),
@@ -411,8 +389,7 @@ def test_uniforms_are_splitmix64() -> None:
 
 def test_completions(engine: Engine) -> None:
     tokenizer = AutoTokenizer.from_pretrained(engine.path)
-    body = {"prompt": "3 + 4 =", "temperature": 0, "logprobs": 2, "prompt_logprobs": 0, "return_token_ids": True}
-    body["return_tokens_as_token_ids"] = True
+    body = {"prompt": "3 + 4 =", "temperature": 0, "logprobs": 0, "prompt_logprobs": 0, "return_token_ids": True}
     choice = engine.ok("/v1/completions", body)["choices"][0]
     prompt = tokenizer.encode("3 + 4 =")
     assert choice["prompt_token_ids"] == prompt and 1 <= len(choice["token_ids"]) <= 16
@@ -420,8 +397,7 @@ def test_completions(engine: Engine) -> None:
     want = oracle(engine, prompt + choice["token_ids"]).log_softmax(-1).amax(-1)[len(prompt) - 1 : -1]
     log_probs = choice["logprobs"]
     assert log_probs["token_logprobs"] == pytest.approx(want.tolist(), abs=1e-5)
-    assert log_probs["tokens"] == [f"token_id:{t}" for t in choice["token_ids"]]
-    assert all(len(top) == 2 for top in log_probs["top_logprobs"]) and len(choice["prompt_logprobs"]) == len(prompt)
+    assert len(choice["prompt_logprobs"]) == len(prompt)
 
 
 def test_chat_completions(engine: Engine) -> None:
@@ -438,11 +414,9 @@ def test_chat_completions(engine: Engine) -> None:
     assert engine.call("/v1/chat/completions", {"messages": []})[0] == 400
 
 
-def test_models_and_version(engine: Engine) -> None:
+def test_models(engine: Engine) -> None:
     (model,) = engine.ok("/v1/models", method="GET")["data"]
     assert (model["id"], model["max_model_len"]) == (str(engine.path), MAX_MODEL_LEN)
-    assert engine.ok("/get_world_size", method="GET") == {"world_size": 1}
-    assert engine.ok("/version", method="GET")["version"]
 
 
 # -- the embedded engine's process

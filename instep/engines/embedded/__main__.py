@@ -1,9 +1,6 @@
 """`python -m instep.engines.embedded --model DIR --port N`: what can be refused is refused before anything loads."""
 
-from __future__ import annotations
-
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -28,9 +25,8 @@ def parse_args() -> argparse.Namespace:
     args = p.parse_args()
     if args.dtype not in ("float32", "bfloat16"):
         refuse(f"--dtype {args.dtype} is not supported: its range is too small; use float32 or bfloat16")
-    for flag in ("max_model_len", "max_num_seqs", "num_threads"):
-        if (getattr(args, flag) or 1) < 1:
-            refuse(f"--{flag.replace('_', '-')} must be at least 1")
+    if min(x for x in (args.max_model_len, args.max_num_seqs, args.num_threads, 1) if x is not None) < 1:
+        refuse("--max-model-len, --max-num-seqs and --num-threads must be at least 1")
     return args
 
 
@@ -56,10 +52,12 @@ def check_checkpoint(path: Path) -> tuple[dict[str, Any], frozenset[int]]:
     return config, frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
 
 
-def load(args: argparse.Namespace, config: dict[str, Any], eos_ids: frozenset[int]) -> Any:
-    """The server around the loaded model. torch and transformers are imported only here."""
-    import torch
+def serve(args: argparse.Namespace, sock: socket.socket) -> None:
+    """Load the model, then serve it until the process ends."""
+    config, eos_ids = check_checkpoint(Path(args.model))
+    import torch  # only now: these take seconds
     import transformers
+    from aiohttp import web
 
     from instep.engines.embedded.model import Runner, load_model
     from instep.engines.embedded.scheduler import Engine
@@ -73,36 +71,23 @@ def load(args: argparse.Namespace, config: dict[str, Any], eos_ids: frozenset[in
     named = any((Path(args.model) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model) if named else None
     engine = Engine(Runner(model, args.max_num_seqs, limit), LiveWeights(model), tokenizer, args.max_num_seqs)
-    return Server(engine, args.model, limit, eos_ids)
-
-
-async def serve(server: Any, sock: socket.socket) -> None:
-    from aiohttp import web
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, os._exit, 0)  # nothing here outlives the process
-    server.engine.start(loop)
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.SockSite(runner, sock, backlog=4096).start()
-    print("embedded engine: ready at http://{}:{}".format(*sock.getsockname()), flush=True)
-    await asyncio.Event().wait()
+    app = Server(engine, args.model, limit, eos_ids).app()
+    ready = "embedded engine: ready at http://{}:{}".format(*sock.getsockname())
+    how: dict[str, Any] = dict(backlog=4096, access_log=None, handle_signals=False, handler_cancellation=True)
+    web.run_app(app, sock=sock, print=lambda _: print(ready, flush=True), **how)
 
 
 def main() -> None:
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+        signal.signal(number, lambda *_: os._exit(0))  # nothing here outlives the process
     follow_parent()
-    sock = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
+    sys.setswitchinterval(0.001)  # parsing HTTP must not hold up the model's thread for long
+    sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
-        config, eos_ids = check_checkpoint(Path(args.model))
-        server = load(args, config, eos_ids)
-        sys.setswitchinterval(0.001)  # parsing HTTP must not hold up the model's thread for long
-        asyncio.run(serve(server, sock))
+        serve(args, sock)
     except Exception as error:  # the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
 

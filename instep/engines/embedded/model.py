@@ -1,9 +1,6 @@
 """A transformers decoder with a key/value cache of our own: one row per running request, rows kept dense."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,21 +41,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     )
     if info["missing_keys"]:
         raise CheckpointError(f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}", where=path)
-    model = model.to(device).eval().requires_grad_(False)
-    _fuse_norms(model)
-    return model
-
-
-@torch.no_grad()
-def _fuse_norms(model: PreTrainedModel) -> None:
-    """torch's own RMS norm, one call in place of eight small operations, where its bits are equal."""
-    for norm in [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]:
-        weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-        if weight is not None and eps is not None:
-            fused = partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=eps)
-            probe = torch.linspace(-3, 3, 8 * weight.numel(), device=model.device, dtype=model.dtype)
-            if torch.equal(fused(probe.view(8, -1)), norm(probe.view(8, -1))):
-                norm.forward = fused
+    return model.to(device).eval().requires_grad_(False)
 
 
 class Runner(Cache):
@@ -74,7 +57,6 @@ class Runner(Cache):
         self.data = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self.pick: torch.Tensor | None = None  # positions of the flat batch that the output head is applied to
         self.source: torch.Tensor | None = None  # of a prefill: which sequence of the batch each new row holds
-        self.first_row = self.num_rows = self.length = 0
         model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
         )
@@ -90,38 +72,39 @@ class Runner(Cache):
         data[:, :, :old_rows, :, :old_length] = self.data
         self.data = data
 
-    def prefill(
-        self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int, scored: Sequence[int]
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Fill the rows from `first_row` on with sequence `source[i]` each. Returns float32 logits
-        `[len(source), vocab]` of what follows each row, and for each sequence in `scored` the logits
-        `[length - 1, vocab]`, in the model's dtype, that predict its second to last token."""
+    def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int) -> torch.Tensor:
+        """Fill the rows from `first_row` on with sequence `source[i]` each; float32 logits `[len(source), vocab]`."""
         longest = max(map(len, sequences))
         self._reserve(first_row + len(source), longest)
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
-        pick = [i * longest + len(s) - 1 for i, s in enumerate(sequences)]
-        for i in scored:
-            pick.extend(range(i * longest, i * longest + len(sequences[i]) - 1))
-        self.pick, self.source = torch.tensor(pick, device=self.device), torch.tensor(source, device=self.device)
+        ends = [i * longest + len(s) - 1 for i, s in enumerate(sequences)]
+        self.pick, self.source = torch.tensor(ends, device=self.device), torch.tensor(source, device=self.device)
         self.first_row = first_row
-        positions = torch.arange(longest, device=self.device).expand_as(ids)
-        logits = self.model(ids, position_ids=positions, past_key_values=self, use_cache=True).logits[0]
+        logits = self.model(
+            ids, past_key_values=self, use_cache=True, position_ids=torch.arange(longest, device=self.device)[None]
+        ).logits[0]
         rows, self.pick, self.source = self.source, None, None
-        prompts = logits[len(sequences) :].split([len(sequences[i]) - 1 for i in scored]) if scored else ()
-        return logits[rows].float(), prompts
+        return logits[rows].float()
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Append `tokens[i]` at `positions[i] < length` to row i; float32 logits `[batch, vocab]` of what follows."""
-        self.num_rows = tokens.numel()
-        self._reserve(self.num_rows, length)
-        self.length = min(-(-length // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """Append `tokens[i]` as the last of `lengths[i]` to row i; float32 logits `[batch, vocab]` of what follows."""
+        self.num_rows = len(tokens)
+        self._reserve(self.num_rows, max(lengths))
+        self.length = min(-(-max(lengths) // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
+        ids, ends = torch.tensor([tokens, lengths], device=self.device)[:, :, None]
         heads = torch.arange(self.num_rows * self.kv_heads, device=self.device)
-        self.where = heads * self.data.shape[4] + positions.repeat_interleave(self.kv_heads)
-        unseen = torch.arange(self.length, device=self.device) > positions[:, None]
+        self.where = heads * self.data.shape[4] + (ends[:, 0] - 1).repeat_interleave(self.kv_heads)
+        unseen = torch.arange(self.length, device=self.device) >= ends
         mask = self.data.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
-        ids, at = tokens[:, None], positions[:, None]
-        out = self.model(ids, position_ids=at, attention_mask=mask, past_key_values=self, use_cache=True)
+        out = self.model(ids, position_ids=ends - 1, attention_mask=mask, past_key_values=self, use_cache=True)
         return out.logits[:, -1].float()
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of the second to last token, each given those before it; the cache is not touched."""
+        ids = torch.tensor([tokens], device=self.device)
+        logits = self.model(ids, use_cache=False).logits[0, :-1]
+        parts = zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True)  # bounds the float32 copy
+        return [p for part, at in parts for p in part.float().log_softmax(-1).gather(1, at)[:, 0].tolist()]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention: store the new keys and values, return those to attend to."""
@@ -133,8 +116,3 @@ class Runner(Cache):
         if self.source is not None:
             return key_states, value_states
         return self.data[layer_idx, :, : self.num_rows, :, : self.length].unbind(0)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The cache with its rows first."""
-        return self.data.transpose(0, 2)

@@ -1,10 +1,8 @@
 """The next token: the processed distribution, and a draw that depends on nothing but (seed, position)."""
 
-from __future__ import annotations
-
 import torch
 
-Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # top_k int64, top_p and min_p float32, [batch] each
+Truncation = tuple[torch.Tensor, torch.Tensor]  # top_k int64 and top_p float32, [batch] each
 # splitmix64's constants (Steele et al. 2014) as signed integers: torch has no uint64 arithmetic, int64 wraps the same.
 _GAMMA, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -25,9 +23,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Logits `[batch, vocab]` with -inf outside min_p, top_k and top_p, applied in vLLM's order."""
-    top_k, top_p, min_p = (x[:, None] for x in truncation)
-    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
+    """Logits `[batch, vocab]` with -inf outside top_k and top_p, applied in vLLM's order."""
+    top_k, top_p = (x[:, None] for x in truncation)
     ordered, where = logits.sort(-1, descending=True)
     ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k, -torch.inf)
     probs = ordered.softmax(-1)
@@ -39,7 +36,7 @@ def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 `[batch]`, and log-probs float32 `[batch, vocab]` of the distribution they were drawn from.
+    """Tokens int64 `[batch]`, and their log-probs float32 `[batch]` in the distribution they were drawn from.
 
     `logits` are float32 `[batch, vocab]`; `uniform` float64 `[batch]` in [0, 1) is inverted through the cumulative
     distribution; temperature 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
@@ -49,5 +46,5 @@ def sample(
     log_probs = (logits if truncation is None else truncate(logits, truncation)).log_softmax(-1)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens.clamp_(max=logits.shape[1] - 1), log_probs  # the clamp acts on NaN logits only
+    tokens = torch.where(greedy, logits.argmax(-1), tokens).clamp_(max=logits.shape[1] - 1)  # acts on NaN logits only
+    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
