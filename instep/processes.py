@@ -20,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
+# Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
+# sleeps. GNU's default (milliseconds) starves the other process, no spinning at all doubles a small model's step.
+OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 
 
 class SupervisedProcess:

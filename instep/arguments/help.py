@@ -1,6 +1,6 @@
-"""`instep train --help` and docs/flags.md, both made from the records.
+"""`instep train --help` and docs/arguments.md, both made from the records.
 
-`python -m instep.arguments.help > docs/flags.md` writes the latter.
+`python -m instep.arguments.help > docs/arguments.md` writes the latter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def format_help(command: str = "train") -> str:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
-        f"{count} more flags of Megatron are handed to megatron-core as they are. docs/flags.md lists these, and the",
+        f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these, and the",
         "flags of slime, vime and Megatron that come later or are refused, with the reason and what to use instead.",
         "Names are never abbreviated; --flag=value works, too. Everything that is wrong is reported at once.",
         "",
@@ -71,14 +71,14 @@ def _entry(flag: Flag) -> list[str]:
 
 
 def flags_markdown() -> str:
-    """docs/flags.md."""
+    """docs/arguments.md."""
     own = list(dict.fromkeys(own_flags().values()))
     megatron = list(dict.fromkeys(passed_through().values()))
     count = {s: sum(f.status == s for f in own) for s in ("acts", "later", "refused")}
     lines = [
         "# Flags of `instep train` and `instep sft`",
         "",
-        "Made by `python -m instep.arguments.help > docs/flags.md`; do not edit.",
+        "Made by `python -m instep.arguments.help > docs/arguments.md`; do not edit.",
         "",
         f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
         f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "

@@ -36,7 +36,7 @@ from instep.observability.memory import PssSampler
 from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
-from instep.processes import num_usable_cpus, stop_all
+from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.training import lr_schedule
@@ -119,7 +119,7 @@ class Controller:
         logs = self.run_dir / "logs"
         threads = max(1, num_threads // num_ranks)
         worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-        worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # engine and trainer take turns on the same cores
+        worker_env |= OPENMP_ENV
         self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
         if self._with_engines:
             self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, EngineError
-from instep.processes import SupervisedProcess, free_port, port_is_free
+from instep.processes import OPENMP_ENV, SupervisedProcess, free_port, port_is_free
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -125,6 +125,6 @@ def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, po
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    env = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}  # it takes turns with the trainer
+    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
     process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log", env)
     return Engine(f"engine {index}", f"http://127.0.0.1:{port}", process)
