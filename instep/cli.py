@@ -1,4 +1,4 @@
-"""`instep train | sft | report ...`. Imports nothing heavy before a command line has been found right."""
+"""`instep train | sft | plan | report ...`. Imports nothing heavy before a command line has been found right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ LATER = {
     "train-async": "asynchronous training",
     "convert": "the conversion of checkpoints",
     "serve": "the generation server",
-    "plan": "the plan of a cluster's GPUs",
     "samples": "the display of a run's samples",
     "doctor": "the check of an installation",
 }
@@ -28,6 +27,7 @@ usage: instep COMMAND ...
 
   train     reinforcement learning: rollout, reward, step, weight sync
   sft       supervised fine-tuning through the same trainer
+  plan      where the flags of `train` or `sft` would put ranks and engines; starts nothing
   report    RUN_DIR: write the run's report.html
 
 `instep COMMAND --help` explains a command; `instep --version` prints the version.
@@ -56,6 +56,8 @@ def _run(words: list[str]) -> int:
         print(f"instep {__version__}")
     elif command in ("train", "sft"):
         _train(command, rest)
+    elif command == "plan":
+        _plan(rest)
     elif command == "report":
         _report(rest)
     elif command in LATER:
@@ -86,6 +88,24 @@ def _train(command: str, words: list[str]) -> None:
         from instep.train import train
 
         train(args)
+
+
+def _plan(words: list[str]) -> None:
+    if "-h" in words or "--help" in words:
+        print(
+            "usage: instep plan [--FLAG ...]\n\nPrint where ranks and engines go on a cluster of nodes with "
+            "--num-gpus-per-node GPUs.\nTakes the flags of `instep train`, needs none and starts nothing."
+        )
+        return
+    from instep.arguments import parse
+    from instep.cluster.placement import make_plan, table
+
+    args = parse(words, "plan")
+    for note in args.notes:
+        print(note)
+    from rich.console import Console
+
+    Console().print(table(make_plan(args)))
 
 
 def _report(words: list[str]) -> None:

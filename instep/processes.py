@@ -18,11 +18,27 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
 # sleeps. GNU's default (milliseconds) starves the other process, no spinning at all doubles a small model's step.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+
+
+class Process(Protocol):
+    """What an owner can ask of a child, here or (`cluster/ray.py`) on another host."""
+
+    name: str
+    log_path: Path
+
+    def alive(self) -> bool: ...
+    def log_tail(self, num_lines: int = 15) -> str: ...
+    def describe_death(self) -> str: ...
+    def dump_stacks(self) -> None: ...
+    def terminate(self) -> None: ...
+    def wait(self, seconds: float) -> None: ...
+    def kill(self) -> None: ...
 
 
 class SupervisedProcess:
@@ -98,6 +114,24 @@ class SupervisedProcess:
         """End the child and all of its process group: SIGTERM, then SIGKILL after `grace` seconds."""
         stop_all([self], grace)
 
+    def terminate(self) -> None:
+        """Ask it to end, if it lives."""
+        if self.alive():
+            self._signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or for `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def kill(self) -> None:
+        """End it now, and also what it has started itself."""
+        self._signal(signal.SIGKILL)
+        self._process.wait(10)
+        self._close_lifeline()
+
     def _signal(self, number: int) -> None:
         try:
             os.killpg(self.pid, number)
@@ -110,21 +144,15 @@ class SupervisedProcess:
             self._lifeline = -1
 
 
-def stop_all(processes: Sequence[SupervisedProcess], grace: float = 3.0) -> None:
+def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
     """End several children at once, within about `grace` seconds."""
     for process in processes:
-        if process.alive():
-            process._signal(signal.SIGTERM)
+        process.terminate()
     deadline = time.monotonic() + grace
     for process in processes:
-        try:
-            process._process.wait(max(0.05, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+        process.wait(max(0.05, deadline - time.monotonic()))
     for process in processes:
-        process._signal(signal.SIGKILL)  # also what the child itself has started
-        process._process.wait(10)
-        process._close_lifeline()
+        process.kill()
 
 
 def follow_parent() -> None:

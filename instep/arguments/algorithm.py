@@ -59,7 +59,11 @@ ALGORITHM = Group(
         Flag("--tis-clip", Number(float, 0, above=True), 2.0, "its upper bound", seeds="C"),
         Flag("--tis-clip-low", NON_NEGATIVE, 0.0, "its lower bound", seeds="C"),
         *later(ALGORITHMS, "VC", "--num-critic-only-steps", "--value-clip", "--megatron-config-path"),
-        *later(ALGORITHMS, "V", "--critic-num-nodes", "--critic-num-gpus-per-node", "--critic-load", "--critic-save"),
+        Flag(
+            "--critic-num-nodes", COUNT, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", seeds="V"
+        ),
+        Flag("--critic-num-gpus-per-node", COUNT, None, "its ranks on each; default: the actor's", seeds="V"),
+        *later(ALGORITHMS, "V", "--critic-load", "--critic-save"),
         *later(ALGORITHMS, "V", "--critic-lr", "--critic-lr-warmup-iters"),
         *later(
             ALGORITHMS, "C", "--gamma", "--lambd", "--custom-loss-function-path", "--custom-advantage-function-path"

@@ -1,15 +1,30 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, RAY, VLLM, Flag, Group, Number, later, refused
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, VLLM, Flag, Group, Number, later, refused, switch
+
+RAY = "messages travel in one way"
+OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
 
 CLUSTER = Group(
     "Cluster and device",
     (
-        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs the Ray cluster", seeds="VSC"),
-        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on this host (GPUs, or processes)", seeds="VSC"),
+        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", seeds="VSC"),
+        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", seeds="VSC"),
         Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", seeds="VSC"),
         Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", seeds="VSRC"),
-        Flag("--cluster", default="local", choices=("local", "ray"), help="local: one supervised process per rank"),
+        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", seeds="C"),
+        switch("--colocate", "engines use the trainer's GPUs, --rollout-num-gpus is ignored", "VSC"),
+        Flag(
+            "--cluster",
+            default="local",
+            choices=("local", "ray"),
+            help="local: one supervised process per rank, on this host; ray: on the hosts of a Ray cluster",
+        ),
+        Flag(
+            "--ray-address",
+            default="auto",
+            help="HOST:PORT of a Ray cluster; local: a Ray of the run's own; auto: RAY_ADDRESS, else local",
+        ),
         Flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU"),
         Flag(
             "--precision",
@@ -21,8 +36,7 @@ CLUSTER = Group(
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
-        *later(RAY, "C", "--num-gpus-per-node", "--offload", "--offload-train", "--offload-rollout"),
-        *later(RAY, "VSC", "--colocate"),
+        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
         *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
         *refused(

@@ -19,7 +19,6 @@ from typing import Any, Literal
 Status = Literal["acts", "later", "refused"]
 
 # Why a flag has to wait; one phrase per body of work.
-RAY = "comes with the Ray cluster; today all processes run on one host"
 HARDENING = "comes with the debugging and fault-tolerance work"
 ALGORITHMS = "comes with the other algorithms; today there are GRPO and SFT"
 VLLM = "comes with the vLLM backend; today there is the embedded engine"

@@ -12,9 +12,11 @@ from typing import Any
 
 from instep.arguments.args import Args
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import ALGORITHMS, RAY, VLLM
+from instep.arguments.flag import ALGORITHMS, VLLM
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
+from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.errors import ConfigError
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
@@ -23,7 +25,7 @@ def validate(args: Args, scan: Scan) -> list[Problem]:
     """All problems of `args`, which is completed on the way (`derive` and the eval data sets)."""
     problems: list[Problem] = []
     given = set(scan.given)
-    for rule, reads in RULES:
+    for rule, reads in PLAN_RULES if args.command == "plan" else RULES:
         if not scan.broken.intersection(reads.split()):
             problems += rule(args, given)
     return problems
@@ -60,13 +62,10 @@ def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     for flag, value, allowed, note in (
         ("--advantage-estimator", args.advantage_estimator, ("grpo",), ALGORITHMS),
-        ("--cluster", args.cluster, ("local",), RAY),
         ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
     ):
         if value not in allowed:
             yield Problem(f"later: '{value}' {note}", flag, f"use {' or '.join(allowed)}")
-    if args.actor_num_nodes > 1:
-        yield Problem(f"later: more than one host {RAY}", "--actor-num-nodes", "use 1")
     if args.command == "sft":
         return
     if args.loss_type == "sft_loss":
@@ -276,7 +275,8 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.megatron_overrides and args.train_backend == "hf":
         names = ", ".join(sorted(args.megatron_overrides))
         yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
-    if args.device == "cpu" and args.world_size > (cores := os.cpu_count() or 1):
+    cores = os.cpu_count() or 1
+    if args.device == "cpu" and args.cluster == "local" and args.world_size > cores:
         yield Problem(
             f"{args.world_size} trainer ranks on {cores} CPU cores",
             "--actor-num-gpus-per-node",
@@ -288,9 +288,40 @@ def engines(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command == "sft":
         return
     for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
-        if name in given and getattr(args, name) > 1:
+        if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):
             flag = "--" + name.replace("_", "-")
             yield Problem(f"later: more than the one embedded engine {VLLM}", flag, "use 1")
+    if args.colocate and args.rollout_num_engines > 1 and args.rollout_num_gpus_per_engine == 1:
+        what = f"{args.rollout_num_gpus} GPUs of the trainer would be as many engines; later: more than the one "
+        yield Problem(f"{what}embedded engine {VLLM}", "--colocate", "leave it out, or use one trainer rank")
+
+
+def placement(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Where everything goes, on a Ray cluster."""
+    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
+        if name in given and args.advantage_estimator != "ppo":
+            flag = "--" + name.replace("_", "-")
+            yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
+    if args.command != "plan" and args.cluster == "local":
+        if args.actor_num_nodes > 1:
+            yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
+        for name in ("ray_address", "num_gpus_per_node"):
+            if name in given:
+                yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+        return
+    try:
+        plan = make_plan(args)
+    except ConfigError as error:
+        yield Problem(error.what, error.where, error.remedy)
+        return
+    away = [i for i, engine in enumerate(plan.engines) if engine[0].node != plan.actor[0].node]
+    if away and args.command == "train" and args.sync_way == "shm":
+        yield Problem(
+            f"engine {away[0]} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
+            "memory does not reach it",
+            "--sync-way shm with --cluster ray",
+            "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
+        )
 
 
 def precision(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -326,13 +357,20 @@ def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
 
 
-# Rules, and the attributes that they need to have been read.
+# Rules, and the attributes that they need to have been read. `instep plan` asks only where things go.
+PLAN_RULES: tuple[tuple[Rule, str], ...] = (
+    (
+        placement,
+        "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node num_gpus_per_node "
+        "rollout_num_gpus rollout_num_gpus_per_engine cluster sync_way advantage_estimator",
+    ),
+)
 RULES: tuple[tuple[Rule, str], ...] = (
     (missing, "hf_checkpoint"),
     (missing_data, "prompt_data data_source_path num_rollout"),
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
-    (not_yet, "advantage_estimator cluster rollout_backend actor_num_nodes loss_type"),
+    (not_yet, "advantage_estimator rollout_backend loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
     (groups, "n_samples_per_prompt advantage_estimator rollout_batch_size"),
     (
@@ -354,6 +392,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
         "train_backend",
     ),
     (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
+    *PLAN_RULES,
     (precision, "precision"),
     (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
     (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),
@@ -367,6 +406,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.train_backend = "hf"
     if args.bf16:
         args.precision = "bf16" if args.precision == "auto" else args.precision
+    args.notes = []
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.dp_size = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
     if args.command == "sft":
@@ -375,6 +415,14 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = 0
         if "rollout_function_path" not in given:
             args.rollout_function_path = "instep.rollout.sft_rollout.generate_rollout"
+    elif args.colocate:
+        trainer = args.world_size + num_critic_gpus(args)
+        if args.rollout_num_gpus not in (None, trainer):
+            args.notes.append(
+                f"--colocate: --rollout-num-gpus {args.rollout_num_gpus} is ignored, the engines use the trainer's "
+                f"{trainer}"
+            )
+        args.rollout_num_gpus = trainer
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine

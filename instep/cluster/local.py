@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError, WorkerError
-from instep.processes import SupervisedProcess, stop_all
+from instep.processes import Process, SupervisedProcess, stop_all
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 SEND_SECONDS = 60  # a rank that takes no request for so long is stopped or dead
@@ -29,28 +29,19 @@ class WorkerGroup:
 
     def __init__(self, role: str, num_ranks: int, log_dir: Path, env: Mapping[str, str] | None = None):
         self.role = role
-        self._processes: list[SupervisedProcess] = []
+        self._processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
-            ours, theirs = socket.socketpair()
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
-            process = SupervisedProcess(
-                f"{role} rank {rank}",
-                [sys.executable, "-m", "instep.cluster.worker_main"],
-                log_dir / f"{role}-rank{rank}.log",
-                env={**(env or {}), CONNECTION_VARIABLE: str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
-            )
-            theirs.close()
+            process, connection = start_rank(role, rank, log_dir, env or {})
             self._processes.append(process)
-            self._connections.append(Connection(ours.detach()))
+            self._connections.append(connection)
 
     @property
     def num_ranks(self) -> int:
         return len(self._processes)
 
     @property
-    def processes(self) -> Sequence[SupervisedProcess]:
+    def processes(self) -> Sequence[Process]:
         return tuple(self._processes)
 
     def call(
@@ -154,6 +145,23 @@ class WorkerGroup:
         stop_all(self._processes, grace)
         for connection in self._connections:
             connection.close()
+
+
+def start_rank(
+    role: str, rank: int, log_dir: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> tuple[SupervisedProcess, Connection]:
+    """Start the process of one rank; the connection is the only way to talk to it."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+    process = SupervisedProcess(
+        f"{role} rank {rank}",
+        [sys.executable, "-m", "instep.cluster.worker_main"],
+        log_dir / f"{role}-rank{rank}.log",
+        env={**env, CONNECTION_VARIABLE: str(theirs.fileno())},
+        pass_fds=[theirs.fileno(), *pass_fds],
+    )
+    theirs.close()
+    return process, Connection(ours.detach())
 
 
 class WorkerChannel:

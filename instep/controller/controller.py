@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
@@ -29,14 +31,13 @@ from instep.controller.run_state import (
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.training import TrainingRound
 from instep.controller.watch import run_watched
-from instep.engines.launch import Engine, start_embedded
+from instep.engines.launch import Engine
 from instep.errors import ConfigError
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
-from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.training import lr_schedule
@@ -66,6 +67,7 @@ class Controller:
         self.max_probe_diff = 0.0
         self._engines: list[Engine] = []
         self._workers: WorkerGroup | None = None
+        self._cluster: Cluster | None = None
         self._sync: WeightSync | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
         self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
@@ -103,9 +105,8 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         runtime.shutdown()
-        processes = [e.process for e in self._engines if e.process is not None]
-        processes += self._workers.processes if self._workers is not None else []
-        stop_all(processes, grace=2.0)
+        if self._cluster is not None:
+            self._cluster.close()
         if self._sync is not None:
             self._sync.close()
         self._memory.stop()
@@ -114,16 +115,18 @@ class Controller:
 
     def _start(self) -> None:
         args = self.args
-        num_ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-        num_threads = args.num_threads or num_usable_cpus()
-        logs = self.run_dir / "logs"
-        threads = max(1, num_threads // num_ranks)
-        worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-        worker_env |= OPENMP_ENV
-        self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
-        if self._with_engines:
-            self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]
-        requests = [(args, rank, num_ranks, str(self._scratch / "rendezvous"), threads) for rank in range(num_ranks)]
+        for note in args.notes:
+            self.log.status(note)
+        self._cluster = make_cluster(
+            args,
+            log_dir=self.run_dir / "logs",
+            scratch=self._scratch,
+            with_engines=self._with_engines,
+            status=self.log.status,
+        )
+        self._cluster.start()
+        self._workers, self._engines = self._cluster.workers, self._cluster.engines
+        requests = self._cluster.setup_requests
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
         total = self.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt if self.num_rollout else 0
@@ -139,12 +142,12 @@ class Controller:
             self.log.status(note)
         for engine in self._engines:
             engine.wait_ready(args.engine_start_timeout)
-        url = self._engines[0].url if self._engines else "http://127.0.0.1:0"
+        url = urlsplit(self._engines[0].url if self._engines else "http://127.0.0.1:0")
         self._runtime.update(
             {
-                "vllm_router_ip": "127.0.0.1",
-                "vllm_router_port": int(url.rsplit(":", 1)[1]),
-                "vllm_model_routers": {"actor": ("127.0.0.1", int(url.rsplit(":", 1)[1]))},
+                "vllm_router_ip": url.hostname,
+                "vllm_router_port": url.port,
+                "vllm_model_routers": {"actor": (url.hostname, url.port)},
                 "rollout_engine_urls": [e.url for e in self._engines],
                 "num_rollout": self.num_rollout,
             }
@@ -192,7 +195,7 @@ class Controller:
         args = self.args
         if args.device == "auto":
             args.device = "cuda" if torch.cuda.is_available() else "cpu"
-        if args.device == "cuda" and not torch.cuda.is_available():
+        if args.device == "cuda" and args.cluster == "local" and not torch.cuda.is_available():
             raise ConfigError("this machine has no CUDA device", where="--device cuda", remedy="use --device cpu")
         if args.precision == "auto":
             args.precision = "bf16" if args.device == "cuda" else "fp32"

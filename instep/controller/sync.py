@@ -136,8 +136,9 @@ class WeightSync:
         return manifests
 
     def _send_disk(self, deadline: float) -> list[BucketManifest]:
-        with tempfile.TemporaryDirectory(prefix="instep-golden-") as root:
-            path = Path(root) / "hf"
+        shared = self._args.run_dir if self._args.cluster == "ray" else None  # which all hosts see
+        with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=shared) as root:
+            path = Path(root).absolute() / "hf"
             self._workers.call("export_hf", path, timeout=_left(deadline))
             self._each("/update_weights", deadline, {"update_info": {"backend": "disk", "path": str(path)}})
         return []

@@ -9,11 +9,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, EngineError
-from instep.processes import OPENMP_ENV, SupervisedProcess, free_port, port_is_free
+from instep.processes import OPENMP_ENV, Process, SupervisedProcess, free_port, port_is_free, stop_all
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -22,7 +23,7 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 class Engine:
     """One running engine: its address, its process (None for one that somebody else runs) and its control calls."""
 
-    def __init__(self, name: str, url: str, process: SupervisedProcess | None = None):
+    def __init__(self, name: str, url: str, process: Process | None = None):
         self.name, self.url, self.process = name, url, process
 
     def check_alive(self) -> None:
@@ -85,7 +86,7 @@ class Engine:
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.stop()
+            stop_all([self.process])
 
 
 class EngineRefusal(EngineError):
@@ -105,19 +106,28 @@ class EngineRefusal(EngineError):
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor)
 
 
-def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, port: int | None = None) -> Engine:
-    """Start an embedded engine on loopback; it is not ready yet when this returns.
+def start_embedded(
+    args: Any,
+    index: int,
+    *,
+    num_threads: int,
+    log_dir: Path,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    env: Mapping[str, str] | None = None,
+) -> Engine:
+    """Start an embedded engine that listens on `host` only; it is not ready yet when this returns.
 
     Raises:
         ConfigError: the wanted port is taken.
     """
-    if port is not None and not port_is_free(port):
+    if port is not None and not port_is_free(port, host):
         raise ConfigError(
             f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
         )
-    port = port or free_port()
+    port = port or free_port(host)
     command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(args.hf_checkpoint)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", args.device]
+    command += ["--host", host, "--port", str(port), "--device", args.device]
     dtypes = {"auto": "bfloat16" if args.precision == "bf16" else "float32", "half": "float16", "float": "float32"}
     command += ["--dtype", dtypes.get(args.vllm_dtype, args.vllm_dtype)]
     command += ["--num-threads", str(num_threads)]
@@ -125,6 +135,6 @@ def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, po
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
+    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV, **(env or {})}
     process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log", env)
-    return Engine(f"engine {index}", f"http://127.0.0.1:{port}", process)
+    return Engine(f"engine {index}", f"http://{host}:{port}", process)

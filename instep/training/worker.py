@@ -38,7 +38,11 @@ class Worker:
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def setup(self, args: Any, rank: int, world_size: int, rendezvous: str, num_threads: int) -> ParallelInfo:
-        """Join the process group (through the file `rendezvous`) and build the model, without weights.
+        """Join the process group and build the model, without weights.
+
+        Args:
+            rendezvous: a file that all ranks see, or `tcp://HOST:PORT`; rank 0 gets `tcp://HOST:PORT?fd=N` with a
+                socket that listens there.
 
         Returns:
             Where this rank stands, without its process group.
@@ -51,7 +55,7 @@ class Worker:
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=f"file://{rendezvous}",
+            store=_store(rendezvous, world_size, args.train_timeout),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=args.train_timeout),
@@ -223,6 +227,24 @@ class Worker:
         if self.device.type != "cuda":
             return {}
         return {"perf/gpu_peak_bytes": float(torch.cuda.max_memory_allocated(self.device))}
+
+
+def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
+    if not rendezvous.startswith("tcp://"):
+        store = dist.FileStore(rendezvous, world_size)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    host, _, rest = rendezvous.removeprefix("tcp://").rpartition(":")
+    port, _, fd = rest.partition("?fd=")
+    return dist.TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=bool(fd),
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=int(fd) if fd else None,  # TCPStore itself would listen on all addresses of the host
+    )
 
 
 def _cannot_write(path: Path, error: Exception) -> CheckpointError:

@@ -1,0 +1,82 @@
+"""What the controller starts a run's processes with: the same interface on one host and on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from instep.cluster.local import WorkerGroup
+from instep.engines.launch import Engine, start_embedded
+from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
+
+
+class Cluster(Protocol):
+    """The workers and engines of a run.
+
+    Attributes:
+        workers: the ranks of the actor; after `start`.
+        engines: not ready yet when `start` returns.
+        setup_requests: of each rank, the arguments of `Worker.setup`.
+    """
+
+    workers: WorkerGroup
+    engines: list[Engine]
+    setup_requests: list[tuple[Any, ...]]
+
+    def start(self) -> None:
+        """Start all processes."""
+
+    def close(self) -> None:
+        """End all processes, also after a `start` that has failed half-way."""
+
+
+def make_cluster(
+    args: Any, *, log_dir: Path, scratch: Path, with_engines: bool, status: Callable[[str], None]
+) -> Cluster:
+    """The cluster that `--cluster` names; nothing is started.
+
+    Args:
+        scratch: a folder on this host.
+        status: tells the user what is being waited for.
+    """
+    if args.cluster == "ray":
+        from instep.cluster.ray import RayCluster
+
+        return RayCluster(args, log_dir=log_dir.absolute(), with_engines=with_engines, status=status)
+    return LocalCluster(args, log_dir=log_dir, scratch=scratch, with_engines=with_engines)
+
+
+def worker_env(num_threads: int) -> dict[str, str]:
+    """The environment of a rank that uses `num_threads` cores."""
+    return {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
+
+
+class LocalCluster:
+    """All processes on this host."""
+
+    workers: WorkerGroup
+
+    def __init__(self, args: Any, *, log_dir: Path, scratch: Path, with_engines: bool):
+        self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
+        self.engines: list[Engine] = []
+        ranks = range(args.world_size)
+        self._num_threads = args.num_threads or num_usable_cpus()
+        self._threads_per_rank = max(1, self._num_threads // len(ranks))
+        rendezvous = str(scratch / "rendezvous")
+        self.setup_requests: list[tuple[Any, ...]] = [
+            (args, rank, len(ranks), rendezvous, self._threads_per_rank) for rank in ranks
+        ]
+
+    def start(self) -> None:
+        args, logs = self._args, self._log_dir
+        env = {**worker_env(self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
+        self.workers = WorkerGroup("actor", args.world_size, logs, env)
+        if self._with_engines:
+            self.engines = [start_embedded(args, 0, num_threads=self._num_threads, log_dir=logs, port=args.engine_port)]
+
+    def close(self) -> None:
+        processes = [engine.process for engine in self.engines if engine.process is not None]
+        if hasattr(self, "workers"):
+            processes += self.workers.processes
+        stop_all(processes, grace=2.0)

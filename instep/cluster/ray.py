@@ -1,0 +1,442 @@
+"""The `ray` cluster: the same supervised processes as on the `local` one, on the nodes of a Ray cluster.
+
+One placement-group bundle and one actor (`ray_host.Host`) per node of the plan. The messages between controller and
+workers are the local ones; here they travel as bytes through the actor of the worker's node:
+
+    WorkerGroup -> Relay -> Host.send -> socket pair -> worker
+    worker -> socket pair -> Host.receive -> a thread here -> socket pair -> WorkerGroup
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from instep.arguments.args import SECRETS, Args
+from instep.cluster.launch import worker_env
+from instep.cluster.local import WorkerGroup
+from instep.cluster.placement import Plan, make_plan
+from instep.cluster.ray_host import Death, Host, HostInfo
+from instep.engines.launch import Engine
+from instep.errors import ConfigError, InstepError, WorkerError
+from instep.processes import num_usable_cpus, stop_all
+
+POLL_SECONDS = 1.0
+HOST_SECONDS = 60.0  # a node's actor that is silent for so long is lost (Ray itself notices most losses sooner)
+STATUS_SECONDS = 15.0
+OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
+# Variables that processes on other hosts get from the controller's environment, by the beginning of their name.
+FORWARDED = ("PYTHONPATH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "NVTE_")
+
+
+class RayCluster:
+    """All processes on the nodes of a Ray cluster, which is joined or started here. See `launch.Cluster`."""
+
+    workers: WorkerGroup
+
+    def __init__(self, args: Any, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
+        self._args = Args(**{k: v for k, v in vars(args).items() if k not in SECRETS})
+        self._log_dir, self._status = log_dir, status
+        self._plan = make_plan(args)
+        self._with_engines = with_engines
+        self._ray = Ray(args.ray_address)
+        self._hosts: list[HostHandle] = []
+        self._processes: list[RemoteProcess] = []
+        self.engines: list[Engine] = []
+        self.setup_requests: list[tuple[Any, ...]] = []
+
+    def start(self) -> None:
+        args, plan = self._args, self._plan
+        self._ray.connect(num_cpus=plan.num_gpus, status=self._status)
+        self._hosts = self._ray.reserve(
+            plan, gpus=args.device == "cuda", timeout=args.worker_start_timeout, status=self._status
+        )
+        self._check_hosts()
+        env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
+        first = self._hosts[plan.actor[0].node]
+        rendezvous, fd = first.ask("open_rendezvous")
+        workers, relays = [], []
+        for rank, slot in enumerate(plan.actor):
+            host = self._hosts[slot.node]
+            ranks_there = sum(other.node == slot.node for other in plan.actor)
+            threads = max(1, (args.num_threads or host.info.num_cpus) // ranks_there)
+            more = {**worker_env(threads), **self._devices([slot.gpu], slot.node)}
+            relay = host.add(f"actor rank {rank}", self._log_dir / f"actor-rank{rank}.log", self._processes)
+            fds = [fd] if rank == 0 else []
+            host.ask("start_worker", "actor", rank, str(self._log_dir), {**more, **env}, fds)
+            workers.append(self._processes[-1])
+            relays.append(relay)
+            url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
+            self.setup_requests.append((args, rank, len(plan.actor), url, threads))
+        self.workers = RayWorkerGroup("actor", workers, relays)
+        for index, slots in enumerate(plan.engines if self._with_engines else ()):
+            host = self._hosts[slots[0].node]
+            name = f"engine {index}"
+            address = "127.0.0.1" if self._ray.is_here(host) else host.info.address
+            more = self._devices([slot.gpu for slot in slots], slots[0].node)
+            host.add(name, self._log_dir / f"engine-{index}.log", self._processes)
+            url = host.ask("start_engine", args, index, str(self._log_dir), address, {**env, **more})
+            self.engines.append(Engine(name, url, self._processes[-1]))
+
+    def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
+        """What makes exactly these GPUs of the plan visible: Ray's ids stand for the plan's, in order."""
+        if self._args.device != "cuda":
+            return {}
+        ids, planned = self._hosts[node].info.gpus, self._plan.nodes[node]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ids[planned.index(gpu)] for gpu in gpus)}
+
+    def _check_hosts(self) -> None:
+        """Shared folders, and a way of the weight sync that reaches every engine."""
+        args, here = self._args, self._ray.is_here
+        if self._with_engines and args.sync_way == "shm":
+            needed = {self._plan.actor[0].node, *(slots[0].node for slots in self._plan.engines)}
+            for host in (self._hosts[node] for node in sorted(needed)):
+                if not here(host):
+                    raise ConfigError(
+                        f"rank 0 of the trainer, the engines and this process share memory in this way of a sync, but "
+                        f"node {host.info.address} is another host than this one",
+                        where="--sync-way shm with --cluster ray",
+                        remedy="use --sync-way disk (through --run-dir, on a folder that all hosts share), or start "
+                        "from a node that has the CPUs and GPUs; nccl comes later",
+                    )
+        others = [host for host in self._hosts if not here(host)]
+        if not others:
+            return
+        probe = self._log_dir.parent / f".shared-{secrets.token_hex(4)}"
+        probe.touch()
+        try:
+            for host in others:
+                if not host.ask("sees", str(probe)):
+                    raise ConfigError(
+                        f"{self._log_dir.parent} is not the same folder on node {host.info.address}",
+                        where="--run-dir",
+                        remedy="with several hosts put it, checkpoints and data on a file system that all of them see",
+                    )
+        finally:
+            probe.unlink()
+
+    def close(self) -> None:
+        stop_all(self._processes, grace=2.0)
+        for host in self._hosts:
+            host.close()
+        self._ray.close()
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers on the nodes of a Ray cluster; calls, deadlines and errors are those of the local group."""
+
+    def __init__(self, role: str, processes: Sequence[RemoteProcess], relays: Sequence[Relay]):
+        self.role = role
+        self._processes = list(processes)
+        self._connections = list(relays)
+
+
+class Relay(Connection):
+    """The controller's end of a worker's connection: sends through the worker's host, receives from a socket pair."""
+
+    def __init__(self, host: HostHandle, name: str):
+        ours, theirs = socket.socketpair()
+        super().__init__(ours.detach())
+        self._host, self._name = host, name
+        self._far = Connection(theirs.detach())
+
+    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
+        self._host.tell("send", self._name, bytes(buf))
+
+    def deliver(self, data: bytes) -> None:
+        self._far.send_bytes(data)
+
+    def end(self) -> None:
+        """No more will come: the reader gets an EOFError."""
+        self._far.close()
+
+
+class RemoteProcess:
+    """A process on another node; see `processes.Process`. Its death is told, not asked for."""
+
+    def __init__(self, host: HostHandle, name: str, log_path: Path):
+        self.name, self.log_path, self._host = name, log_path, host
+        self.death: str | None = None
+
+    def alive(self) -> bool:
+        return self.death is None
+
+    def describe_death(self) -> str:
+        return self.death or f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        return self.death or str(self._host.ask("log_tail", self.name, num_lines))
+
+    def dump_stacks(self) -> None:
+        self._tell("dump_stacks")
+
+    def terminate(self) -> None:
+        self._tell("terminate")
+
+    def wait(self, seconds: float) -> None:
+        if self.alive():
+            self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
+
+    def kill(self) -> None:
+        self._tell("kill")
+
+    def _tell(self, method: str) -> None:
+        if self.alive():
+            self._host.tell(method, self.name)
+
+
+class HostHandle:
+    """The controller's side of a node's actor, with a thread that hands on what the node reports."""
+
+    def __init__(self, actor: Any, timeout: float):
+        self._actor = actor
+        self._processes: dict[str, RemoteProcess] = {}
+        self._relays: dict[str, Relay] = {}
+        self._closed = False
+        self.info: HostInfo = self.ask("info", timeout=timeout)
+        self._thread = threading.Thread(target=self._pump, name=f"node {self.info.address}", daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, log_path: Path, processes: list[RemoteProcess]) -> Relay:
+        """Register a process that is about to be started; it is appended to `processes`."""
+        self._relays[name] = Relay(self, name)
+        self._processes[name] = RemoteProcess(self, name, log_path)
+        processes.append(self._processes[name])
+        return self._relays[name]
+
+    def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:
+        """Call a method of the actor and wait.
+
+        Raises:
+            InstepError: what the method raised, or a WorkerError that says why there is no answer.
+        """
+        import ray
+
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InstepError):
+                raise error.cause from None
+            raise WorkerError(f"a node's actor raised in '{method}':\n{error}", where="Ray") from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(
+                f"a node's actor did not answer '{method}': {_why(error)}",
+                where="Ray",
+                remedy="instep must be installed on every node, in the same version; `ray status` and the files in "
+                "Ray's logs folder say more",
+            ) from None
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the actor and do not wait."""
+        getattr(self._actor, method).remote(*args)
+
+    def _pump(self) -> None:
+        import ray
+
+        while not self._closed:
+            try:
+                news = ray.get(self._actor.receive.remote(POLL_SECONDS), timeout=HOST_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
+                if not self._closed:
+                    for name in self._processes:
+                        self._bury(name, f"{name} is lost with its node {self.info.address}: {_why(error)}")
+                return
+            for name, item in news:
+                try:
+                    if isinstance(item, Death):
+                        self._bury(name, item.text)
+                    else:
+                        self._relays[name].deliver(item)
+                except OSError:  # the controller has closed its end
+                    pass
+
+    def _bury(self, name: str, text: str) -> None:
+        self._processes[name].death = self._processes[name].death or text
+        self._relays[name].end()
+
+    def close(self) -> None:
+        import ray
+
+        self._closed = True
+        ray.kill(self._actor)
+        for relay in self._relays.values():
+            relay.end()
+        self._thread.join(5)
+
+
+class Ray:
+    """The connection to a Ray cluster, or a Ray of this run's own that ends with it.
+
+    Args:
+        address: `--ray-address`.
+    """
+
+    def __init__(self, address: str):
+        self.address = os.environ.get("RAY_ADDRESS") or "local" if address == "auto" else address
+        self._temp_dir: Path | None = None
+        self._group: Any = None
+        self._node_id = ""
+        self._connected = False
+
+    def connect(self, *, num_cpus: int, status: Callable[[str], None]) -> None:
+        """Join, or start with at least `num_cpus` slots (they count processes; nothing is bound to a core).
+
+        Raises:
+            ConfigError: Ray is not installed, or there is no cluster at the address.
+        """
+        handler = signal.getsignal(signal.SIGTERM)
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # no new Ray when something is asked after the end
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if self.address == "local":
+            options |= self._own(num_cpus)
+        else:
+            _check_address(self.address)
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError(
+                "Ray is not installed",
+                where="--cluster ray",
+                remedy="pip install 'instep[ray]', on every node; or leave --cluster out on one host",
+            ) from None
+        try:
+            ray.init(self.address, **options)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"no Ray at '{self.address}': {_why(error)}",
+                where="--ray-address",
+                remedy="give the host:port that `ray start --head` printed, and run on a node that has joined",
+            ) from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray sets its own
+        self._connected = True
+        self._node_id = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        where = "a Ray of this run's own" if self.address == "local" else f"Ray at {self.address}"
+        status(f"{where}: {len(nodes)} node(s), {_total(nodes, 'CPU'):g} CPUs, {_total(nodes, 'GPU'):g} GPUs")
+
+    def _own(self, num_cpus: int) -> dict[str, Any]:
+        """Options of a Ray that only this host can reach, and there only who holds its token."""
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read at import: Ray listens on loopback only
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="instep-ray-", dir=os.environ.get("RAY_TMPDIR")))
+        return {
+            "num_cpus": max(num_cpus, num_usable_cpus()),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+            "_temp_dir": str(self._temp_dir),
+        }
+
+    def reserve(self, plan: Plan, *, gpus: bool, timeout: float, status: Callable[[str], None]) -> list[HostHandle]:
+        """Wait for the plan's resources and start an actor on each of its nodes; the first is this one if it can be.
+
+        Raises:
+            ConfigError: the cluster does not have the resources within `timeout` seconds.
+        """
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        counts = [len(used) for used in plan.nodes]
+        bundles = [{"CPU": n, "GPU": n} if gpus else {"CPU": n} for n in counts]
+        here = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == self._node_id)
+        pins: list[dict[str, str]] = [{} for _ in bundles]
+        if all(here.get(kind, 0) >= amount for kind, amount in bundles[0].items()):
+            pins[0] = {"ray.io/node-id": self._node_id}
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=pins)
+        self._wait(plan, bundles, timeout, status)
+        actor = ray.remote(Host)
+        actors = [
+            actor.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=bundle["CPU"] + 8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            ).remote(os.getcwd())
+            for index, bundle in enumerate(bundles)
+        ]
+        return [HostHandle(a, timeout) for a in actors]
+
+    def _wait(self, plan: Plan, bundles: list[dict[str, int]], timeout: float, status: Callable[[str], None]) -> None:
+        import ray
+
+        kind = "GPU" if "GPU" in bundles[0] else "CPU"
+        wanted = f"{len(bundles)} node(s) with {', '.join(str(b[kind]) for b in bundles)} {kind}s"
+        deadline = time.monotonic() + timeout
+        told = time.monotonic()
+        while not self._group.wait(POLL_SECONDS):
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            has = f"{len(nodes)} node(s) with {', '.join(f'{_total([n], kind):g}' for n in nodes)} {kind}s"
+            too_few = self.address == "local" and _total(nodes, kind) < plan.num_gpus  # that will not change
+            if too_few or time.monotonic() > deadline:
+                free = ray.available_resources().get(kind, 0)
+                raise ConfigError(
+                    f"the plan needs {wanted}, but Ray has {has}, {free:g} of them free"
+                    + ("" if too_few else f", after {timeout:.0f} s"),
+                    where="--cluster ray",
+                    remedy="see `instep plan` with the same flags; use fewer, let trainer and engines share with "
+                    "--colocate, wait for more nodes with a larger --worker-start-timeout, or set --num-gpus-per-node",
+                )
+            if time.monotonic() - told > STATUS_SECONDS:
+                told = time.monotonic()
+                status(f"waiting for {wanted}; Ray has {has}")
+
+    def is_here(self, host: HostHandle) -> bool:
+        """Whether this process runs on that node."""
+        return host.info.node_id == self._node_id
+
+    def close(self) -> None:
+        if self._connected:
+            import ray
+            from ray.util.placement_group import remove_placement_group
+
+            if self._group is not None:
+                remove_placement_group(self._group)
+            ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _check_address(address: str) -> None:
+    """That somebody listens at `host:port`, which Ray itself would take minutes to find out."""
+    if address == "auto":  # of RAY_ADDRESS: the cluster of this host
+        return
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit():
+        raise ConfigError(
+            f"'{address}' is no host:port",
+            where="--ray-address (or RAY_ADDRESS)",
+            remedy="give that of the head node, such as 10.0.0.1:6379; Ray Client (ray://) is not supported",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray at '{address}': {error}",
+            where="--ray-address (or RAY_ADDRESS)",
+            remedy="start it with `ray start --head`, and join from this host with `ray start --address`",
+        ) from None
+
+
+def _total(nodes: Sequence[dict[str, Any]], kind: str) -> float:
+    return sum(node["Resources"].get(kind, 0) for node in nodes)
+
+
+def _why(error: Exception) -> str:
+    """The beginning of Ray's text."""
+    return " ".join(str(error).split())[:600] or type(error).__name__

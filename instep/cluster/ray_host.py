@@ -1,0 +1,215 @@
+"""What runs on each node of a Ray cluster: an actor that owns the worker and engine processes of its node.
+
+Every rank and engine is a supervised subprocess of the actor, the same as on the `local` cluster. So exit signals and
+logs are exact, and when the controller dies, Ray ends the actor and the actor's death ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from instep.cluster.local import start_rank
+from instep.engines.launch import start_embedded
+from instep.errors import ConfigError
+from instep.processes import SupervisedProcess, num_usable_cpus
+
+WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """A node as its actor sees it. `gpus`: the ids that Ray has given, in order."""
+
+    node_id: str
+    address: str
+    num_cpus: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Death:
+    """The last thing that is heard of a process."""
+
+    text: str
+
+
+class _Child:
+    def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
+        self.process, self.connection = process, connection
+        self.num_bytes = self.peak = self.host_used = 0
+        self._info = psutil.Process(process.pid)
+
+    def measure(self) -> None:
+        try:
+            self.num_bytes = self._info.memory_info().rss or self.num_bytes  # 0 of one that has just ended
+        except psutil.NoSuchProcess:
+            return
+        self.peak = max(self.peak, self.num_bytes)
+        memory = psutil.virtual_memory()
+        self.host_used = memory.total - memory.available
+
+    def death(self) -> Death:
+        memory = (
+            f"memory at its death: {_gb(self.num_bytes)} resident (peak {_gb(self.peak)}); its host "
+            f"{socket.gethostname()} used {_gb(self.host_used)} of {_gb(psutil.virtual_memory().total)}"
+        )
+        return Death(f"{self.process.describe_death()}\n{memory}")
+
+
+class Host:
+    """The actor. Ray calls its methods from several threads.
+
+    Args:
+        folder: the controller's working directory, which must be on this node, too: relative paths count from it.
+    """
+
+    def __init__(self, folder: str):
+        self._children: dict[str, _Child] = {}
+        self._lock = threading.Lock()
+        self._folder = folder
+        self._listeners: list[socket.socket] = []
+
+    def info(self) -> HostInfo:
+        """
+        Raises:
+            ConfigError: the working directory is not on this node.
+        """
+        import ray
+
+        try:
+            os.chdir(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {self._folder} is not on host {socket.gethostname()}: {error.strerror}",
+                where="--cluster ray",
+                remedy="start from a folder that all hosts of the cluster share",
+            ) from None
+        context = ray.get_runtime_context()
+        gpus = tuple(str(gpu) for gpu in sorted(context.get_accelerator_ids().get("GPU", ())))
+        self._address = ray.util.get_node_ip_address()
+        return HostInfo(context.get_node_id(), self._address, num_usable_cpus(), gpus)
+
+    def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    # ---- starting ------------------------------------------------------------------------------------------------
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """A socket for rank 0 that listens on this node's address only: its URL and its descriptor."""
+        listener = socket.socket()
+        listener.bind((self._address, 0))
+        listener.listen(4096)
+        self._listeners.append(listener)
+        return f"tcp://{self._address}:{listener.getsockname()[1]}", listener.fileno()
+
+    def start_worker(self, role: str, rank: int, log_dir: str, env: Mapping[str, str], fds: Sequence[int]) -> None:
+        if "GLOO_SOCKET_IFNAME" not in env:
+            env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
+        process, connection = start_rank(role, rank, Path(log_dir), env, fds)
+        with self._lock:
+            self._children[process.name] = _Child(process, connection)
+
+    def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> str:
+        """Start an embedded engine that listens on `host`; its URL."""
+        threads = args.num_threads or num_usable_cpus()
+        port = None if args.engine_port is None else args.engine_port + index
+        engine = start_embedded(args, index, num_threads=threads, log_dir=Path(log_dir), port=port, host=host, env=env)
+        assert isinstance(engine.process, SupervisedProcess)
+        with self._lock:
+            self._children[engine.name] = _Child(engine.process)
+        return engine.url
+
+    # ---- talking -------------------------------------------------------------------------------------------------
+
+    def send(self, name: str, data: bytes) -> None:
+        """One message to a worker; that it is gone is told by `receive`."""
+        connection = self._children[name].connection
+        assert connection is not None
+        try:
+            connection.send_bytes(data)
+        except OSError:
+            pass
+
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Death]]:
+        """What workers have sent, and which processes have ended; waits for something at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        out: list[tuple[str, bytes | Death]] = []
+        while not out and time.monotonic() < deadline:
+            with self._lock:
+                children = dict(self._children)
+            for child in children.values():
+                child.measure()
+            names = {child.connection: name for name, child in children.items() if child.connection is not None}
+            ended = {name for name, child in children.items() if not child.process.alive()}
+            for connection in wait(list(names), WATCH_SECONDS) if names else _sleep():
+                assert isinstance(connection, Connection)
+                try:
+                    out.append((names[connection], connection.recv_bytes()))
+                    ended.discard(names[connection])  # its last words first
+                except (EOFError, OSError):
+                    ended.add(names[connection])
+            out += [(name, self._bury(name)) for name in sorted(ended)]
+        return out
+
+    def _bury(self, name: str) -> Death:
+        with self._lock:
+            child = self._children.pop(name)
+        child.process.wait(1.0)  # the connection closes a moment before the process ends
+        death = child.death()
+        child.process.kill()
+        if child.connection is not None:
+            child.connection.close()
+        return death
+
+    # ---- one process ---------------------------------------------------------------------------------------------
+
+    def log_tail(self, name: str, num_lines: int) -> str:
+        child = self._children.get(name)
+        return child.process.log_tail(num_lines) if child is not None else ""
+
+    def dump_stacks(self, name: str) -> None:
+        if (child := self._children.get(name)) is not None:
+            child.process.dump_stacks()
+
+    def terminate(self, name: str) -> None:
+        if (child := self._children.get(name)) is not None:
+            child.process.terminate()
+
+    def wait(self, name: str, seconds: float) -> None:
+        if (child := self._children.get(name)) is not None:
+            child.process.wait(seconds)
+
+    def kill(self, name: str) -> None:
+        if (child := self._children.get(name)) is not None:
+            child.process.kill()
+
+
+def _sleep() -> list[Any]:
+    time.sleep(WATCH_SECONDS)
+    return []
+
+
+def _interface(address: str) -> str:
+    """The network interface with this address: gloo listens there and nowhere else."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    raise ConfigError(
+        f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it",
+        where="--cluster ray",
+        remedy="start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME",
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
