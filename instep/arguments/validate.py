@@ -6,6 +6,7 @@ so that one mistake is reported once.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -309,6 +310,9 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
             if name in given:
                 yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
         return
+    if args.command != "plan" and importlib.util.find_spec("ray") is None:
+        remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
+        yield Problem("Ray is not installed here", "--cluster ray", remedy)
     try:
         plan = make_plan(args)
     except ConfigError as error:

@@ -301,14 +301,8 @@ class Ray:
             options |= self._own(num_cpus)
         else:
             _check_address(self.address)
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError(
-                "Ray is not installed",
-                where="--cluster ray",
-                remedy="pip install 'instep[ray]', on every node; or leave --cluster out on one host",
-            ) from None
+        import ray  # after the environment: Ray reads it now
+
         try:
             ray.init(self.address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:

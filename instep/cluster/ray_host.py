@@ -118,6 +118,8 @@ class Host:
         process, connection = start_rank(role, rank, Path(log_dir), env, fds)
         with self._lock:
             self._children[process.name] = _Child(process, connection)
+        for listener in self._listeners if fds else ():
+            listener.close()  # it is the rank's now
 
     def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> str:
         """Start an embedded engine that listens on `host`; its URL."""

@@ -232,7 +232,9 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
 
 
 def test_docs_are_made_from_the_table():
-    assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), "python -m instep.arguments.help > docs/arguments.md"
+    assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), (
+        "python -m instep.arguments.help > docs/arguments.md"
+    )
 
 
 def test_built_in_rewards_are_those_of_the_rollout():
@@ -363,9 +365,8 @@ def test_an_unset_shell_variable():
 
 
 NOT_ACTING = [
-    ("--colocate", "later", "Ray"),
-    ("--cluster ray", "later", "Ray"),
-    ("--actor-num-nodes 2", "later", "Ray"),
+    ("--offload", "later", "memory work"),
+    ("--use-distributed-post", "later", "one way"),
     ("--advantage-estimator ppo", "later", "other algorithms"),
     ("--loss-type custom_loss", "later", "other algorithms"),
     ("--critic-lr 1e-5", "later", "other algorithms"),
@@ -407,7 +408,7 @@ def test_every_flag_that_does_not_act_is_an_error():
 
 def test_everything_wrong_is_told_at_once_and_each_thing_once():
     text = refusal(
-        "--rollout-batch-size x --global-batch-size 7 --colocate --nonsense --lr -5 --kl-coef 1 --kl-loss-coef 1"
+        "--rollout-batch-size x --global-batch-size 7 --offload --nonsense --lr -5 --kl-coef 1 --kl-loss-coef 1"
     )
     assert "6 things are wrong" in text  # the unreadable batch size hides its quotient with 7
     assert text.count("--rollout-batch-size") == 1
@@ -673,13 +674,13 @@ def test_the_view_is_read_only_and_knows_the_run():
 def test_missing_attributes_say_why():
     args = parse(argv())
     for holder in (args, args.view({})):
-        with pytest.raises(AttributeError, match="--colocate is later: comes with the Ray cluster"):
-            _ = holder.colocate
+        with pytest.raises(AttributeError, match="--offload is later: comes with the memory work"):
+            _ = holder.offload
         with pytest.raises(AttributeError, match="did you mean args.rollout_batch_size"):
             _ = holder.rollout_batchsize
         with pytest.raises(AttributeError, match="is args.vllm_router_ip here"):
             _ = holder.sglang_router_ip
-        assert not hasattr(holder, "colocate")
+        assert not hasattr(holder, "offload")
 
 
 def test_args_and_views_survive_pickling():
