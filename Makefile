@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 BACKEND ?= hf
 DEVICE ?= cpu
+CLUSTER ?= local
 SEED ?= 0
 OUT ?= runs/quickstart
 PYTEST := .venv/bin/python -m pytest -q --durations=15
@@ -16,9 +17,9 @@ help:  ## print this
 venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
 	@scripts/setup_venv.sh
 
-quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda SEED=0 OUT=]
+quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
-	    --seed $(SEED) --out $(OUT)
+	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
 
 test: venv  ## the tests, fast ones first (at most 15 minutes on 4 cores)
 	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not gpu and not slow' $(TESTS)

@@ -31,7 +31,8 @@ echo "setup: installing $torch and what it needs (once; takes minutes where it i
 pip install --quiet --no-compile --constraint requirements/cpu.txt "$torch"
 echo "setup: installing the other pinned packages"
 # The pins are complete, so nothing needs resolving.
-pip install --quiet --no-compile --no-deps --requirement requirements/cpu.txt --requirement requirements/dev.txt
+pip install --quiet --no-compile --no-deps --requirement requirements/cpu.txt --requirement requirements/dev.txt \
+    --requirement requirements/ray.txt
 pip install --quiet --no-deps --no-build-isolation --editable .
 echo "setup: compiling" # here, on all cores, rather than at the first start of each of a run's processes
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages ship files for other Pythons

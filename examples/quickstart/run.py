@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="everything is written below it")
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cluster", choices=("local", "ray"), default="local", help="what starts the processes")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
     args = parser.parse_args()
@@ -50,6 +51,7 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     out, task = args.out, args.out / "task"
     instep = [sys.executable, "-m", "instep.cli"]
     common = ["--train-backend", args.backend, "--device", args.device, "--seed", str(args.seed)]
+    common += ["--cluster", args.cluster]
     common += ["--actor-num-gpus-per-node", "1", "--rollout-seed", str(args.seed)]
     common += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
     common += ADAM

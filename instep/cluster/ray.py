@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +30,7 @@ from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Death, Host, HostInfo
 from instep.engines.launch import Engine
 from instep.errors import ConfigError, InstepError, WorkerError
-from instep.processes import num_usable_cpus, stop_all
+from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
 
 POLL_SECONDS = 1.0
 HOST_SECONDS = 60.0  # a node's actor that is silent for so long is lost (Ray itself notices most losses sooner)
@@ -185,7 +186,10 @@ class RemoteProcess:
 
     def wait(self, seconds: float) -> None:
         if self.alive():
-            self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
+            try:
+                self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
+            except WorkerError:
+                pass  # its node is being lost, and the process with it
 
     def kill(self) -> None:
         self._tell("kill")
@@ -284,6 +288,7 @@ class Ray:
     def __init__(self, address: str):
         self.address = os.environ.get("RAY_ADDRESS") or "local" if address == "auto" else address
         self._temp_dir: Path | None = None
+        self._reaper: SupervisedProcess | None = None
         self._group: Any = None
         self._node_id = ""
         self._connected = False
@@ -327,11 +332,14 @@ class Ray:
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._temp_dir = Path(tempfile.mkdtemp(prefix="instep-ray-", dir=os.environ.get("RAY_TMPDIR")))
+        command = [sys.executable, "-m", "instep.cluster.ray_reaper", str(self._temp_dir)]
+        self._reaper = SupervisedProcess("reaper", command, self._temp_dir / "reaper.log")
         return {
             "num_cpus": max(num_cpus, num_usable_cpus()),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
+            "_system_config": {"prestart_worker_first_driver": False},  # no idle workers, one per core
             "_temp_dir": str(self._temp_dir),
         }
 
@@ -402,7 +410,8 @@ class Ray:
             if self._group is not None:
                 remove_placement_group(self._group)
             ray.shutdown()
-        if self._temp_dir is not None:
+        if self._temp_dir is not None and self._reaper is not None:
+            self._reaper.stop()
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 

@@ -1,0 +1,38 @@
+"""Ends a run's own Ray when the controller was killed: `python -m instep.cluster.ray_reaper FOLDER`.
+
+Most of Ray follows its driver by itself, but its agents stay for minutes, because they want to tell a Ray that is gone
+of the end. FOLDER is the one that this Ray was given for its sessions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import psutil
+
+from instep.processes import LIFELINE_VARIABLE
+
+
+def main(folder: str) -> None:
+    lifeline = int(os.environ.pop(LIFELINE_VARIABLE))
+    while os.read(lifeline, 1):
+        pass
+    while processes := [process for process in psutil.process_iter() if _belongs(process, folder)]:
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=1)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _belongs(process: psutil.Process, folder: str) -> bool:
+    """Whether it has a file below `folder` open: each process of Ray writes a log there."""
+    try:
+        return process.pid != os.getpid() and any(file.path.startswith(folder) for file in process.open_files())
+    except (psutil.Error, OSError):  # of another user, or just gone
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

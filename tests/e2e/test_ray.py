@@ -1,0 +1,278 @@
+"""`--cluster ray`: a Ray of the run's own, and joining one of several nodes; endings without orphans."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from instep.arguments import parse
+from instep.cluster.placement import make_plan
+from instep.errors import ConfigError
+from tests.e2e import commands
+from tests.e2e.commands import grpo_arguments, run, start
+from tests.e2e.test_endings import LONG, children, gone_within, in_rollout, wait_for
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE.parent.parent / "scripts"
+# Loopback only; idle workers, one per CPU of each node, would only slow the tests down. Ray reads it when imported.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
+
+
+@pytest.fixture
+def ray_tmp(monkeypatch):
+    """A folder for sessions of Ray (its sockets need a short path); it must be empty at the end."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as path:
+        monkeypatch.setitem(commands.ENVIRONMENT, "RAY_TMPDIR", path)
+        yield Path(path)
+
+
+def on_ray(tiny, run_dir, *more):
+    return grpo_arguments(tiny, run_dir, "--cluster", "ray", "--ray-address", "local", *more)
+
+
+def matching(processes, text):
+    return [p for p in processes if text in " ".join(p.cmdline())]
+
+
+def metrics(run_dir, name):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+# ---- a Ray of the run's own ------------------------------------------------------------------------------------------
+
+
+def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tmp):
+    process = start(on_ray(tiny, tmp_path, *LONG))
+    wait_for(in_rollout(tmp_path), 90, process)
+    ours = children(process.pid)
+    assert matching(ours, "raylet") and matching(ours, "worker_main") and matching(ours, "engines.embedded")
+    listening = [c for p in ours for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert len(listening) > 5 and {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    assert 8265 not in {c.laddr.port for c in listening}  # the dashboard's
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert gone_within(ours, 10)
+    assert list(ray_tmp.iterdir()) == []
+    process.communicate()
+
+
+def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
+    process = start(on_ray(tiny, tmp_path, *LONG))
+    wait_for(in_rollout(tmp_path), 90, process)
+    ours = children(process.pid)
+    process.kill()
+    assert gone_within(ours, 10)
+    deadline = time.monotonic() + 10
+    while list(ray_tmp.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(ray_tmp.iterdir()) == []
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    "victim, words",
+    [
+        ("worker_main", ["WorkerError", "actor rank 0", "SIGKILL", "memory at its death", "GB resident (peak"]),
+        pytest.param("engines.embedded", ["EngineError", "engine 0", "SIGKILL"], marks=pytest.mark.slow),
+        pytest.param("ray::Host", ["is lost with its node 127.0.0.1"], marks=pytest.mark.slow),
+        pytest.param("raylet/raylet", ["is lost with its node 127.0.0.1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, words):
+    process = start(on_ray(tiny, tmp_path, *LONG))
+    wait_for(in_rollout(tmp_path), 90, process)
+    ours = children(process.pid)
+    (log,) = (tmp_path / "logs").glob("actor-rank0.log")
+    with open(log, "a") as file:
+        file.write("its last words\n")
+    os.kill(matching(ours, victim)[0].pid, signal.SIGKILL)
+    started = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - started < 30
+    assert process.returncode == 1 and "remedy" in stderr, stderr
+    assert [word for word in words if word not in stderr] == [], stderr
+    assert "its last words" in stderr or victim != "worker_main", stderr
+    assert gone_within(ours, 20)
+
+
+# ---- a cluster of three nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a Ray with 3 nodes of 8 CPUs and 8 GPUs, which are numbers only; and its process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOOPBACK.items():
+            patch.setenv(name, value)
+            patch.setitem(commands.ENVIRONMENT, name, value)
+        command = [sys.executable, str(HERE / "ray_nodes.py"), "3", "8", "8"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
+            assert nodes.stdin and nodes.stdout
+            address = nodes.stdout.readline().strip()
+            assert address.startswith("127.0.0.1:")
+            ours = children(nodes.pid)
+            yield address, nodes
+            nodes.stdin.close()
+            nodes.wait(60)
+        assert gone_within(ours, 10)
+
+
+@pytest.fixture
+def joined(cluster):
+    """A connection of this process to the cluster."""
+    from instep.cluster.ray import Ray
+
+    ray = Ray(cluster[0])
+    ray.connect(num_cpus=0, status=print)
+    yield ray
+    ray.close()
+
+
+PPO = "--advantage-estimator ppo --actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --rollout-num-gpus 8"
+TWO_NODES = "--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16"
+
+
+@pytest.mark.parametrize("words, num_nodes, free", [(PPO, 2, 8), (TWO_NODES, 3, 0)])
+def test_the_seeds_plans_are_reserved_as_planned(joined, words, num_nodes, free):
+    import ray
+
+    plan = make_plan(parse(words.split(), "plan"))
+    hosts = joined.reserve(plan, gpus=True, timeout=60, status=print)
+    assert [host.info.gpus for host in hosts] == [tuple("01234567")] * num_nodes
+    assert len({host.info.node_id for host in hosts}) == num_nodes and joined.is_here(hosts[0])
+    assert ray.available_resources().get("GPU", 0) == free
+    (group,) = [g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED"]
+    assert group["bundles"] == {i: {"CPU": 8.0, "GPU": 8.0} for i in range(num_nodes)}
+    assert group["bundles_to_node_id"] == {i: host.info.node_id for i, host in enumerate(hosts)}
+    for host in hosts:
+        host.close()
+
+
+def test_a_plan_that_does_not_fit_says_what_there_is(joined):
+    plan = make_plan(parse("--actor-num-nodes 4 --actor-num-gpus-per-node 8".split(), "plan"))
+    with pytest.raises(ConfigError) as caught:
+        joined.reserve(plan, gpus=True, timeout=2, status=print)
+    text = "the plan needs 5 node(s) with 8, 8, 8, 8, 1 GPUs, but Ray has 3 node(s) with 8, 8, 8 GPUs, 24 of them free"
+    assert text in caught.value.what
+
+
+def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
+    """Trainer on node 0, engine on node 1, weights through the disk: the same rollouts and losses."""
+    common = ["--sync-way", "disk", "--actor-num-gpus-per-node", "2"]
+    more = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "2"]
+    there = run(grpo_arguments(tiny, tmp_path / "ray", *common, *more))
+    assert there.returncode == 0, there.stderr[-3000:]
+    here = run(grpo_arguments(tiny, tmp_path / "local", *common))
+    assert here.returncode == 0, here.stderr[-3000:]
+    for name in ("rollout/response_length_mean", "train/loss", "train/grad_norm"):
+        expected = metrics(tmp_path / "local", name)
+        assert len(expected) == 2 and metrics(tmp_path / "ray", name) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    assert {p.name for p in (tmp_path / "ray" / "logs").iterdir()} >= {"actor-rank1.log", "engine-0.log"}
+
+
+def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
+    words = f"sft --hf-checkpoint {tiny}/hf --prompt-data {tiny}/sft.jsonl --input-key messages --train-backend hf "
+    words += "--rollout-batch-size 8 --global-batch-size 8 --num-rollout 2 --lr 1e-3 --lr-decay-style constant "
+    words += "--actor-num-nodes 2 --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --num-threads 1 "
+    words += f"--device cpu --run-dir {tmp_path} --cluster ray --ray-address {cluster[0]}"
+    done = run(words.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(metrics(tmp_path, "train/loss")) == 2
+
+
+def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
+    process = start(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
+    wait_for(in_rollout(tmp_path), 90, process)
+    nodes = children(cluster[1].pid)
+    ours = [p for name in ("worker_main", "engines.embedded", "ray::Host") for p in matching(nodes, name)]
+    assert len(ours) == 3
+    process.kill()
+    assert gone_within(ours, 30)
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    "address, text", [("127.0.0.1:1", "no Ray at '127.0.0.1:1'"), ("ray://127.0.0.1:1", "is no host:port")]
+)
+def test_an_address_where_there_is_no_ray(tiny, tmp_path, address, text):
+    started = time.monotonic()
+    done = run(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", address), timeout=60)
+    assert done.returncode == 2 and text in done.stderr and time.monotonic() - started < 30
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+def script_environment(tmp_path):
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, **LOOPBACK, "PATH": path}
+
+
+def test_ray_run_gives_the_command_a_ray_and_returns_its_code(tmp_path):
+    from instep.processes import free_port
+
+    address = f"127.0.0.1:{free_port()}"
+    words = f"--rank 0 --num-nodes 1 --num-cpus 1 --head {address} -- sh -c".split()
+    probe = f"{sys.executable} -c 'import ray; ray.init(); print(ray.cluster_resources()[\"CPU\"])' > cpus"
+    command = [str(SCRIPTS / "ray_run.sh"), *words, f"echo $RAY_ADDRESS > found; {probe}; exit 7"]
+    process = subprocess.Popen(command, env=script_environment(tmp_path), cwd=tmp_path)
+    ours: list[psutil.Process] = []
+    while process.poll() is None:
+        ours += [p for p in children(process.pid) if p not in ours] if psutil.pid_exists(process.pid) else []
+        time.sleep(0.5)
+    assert process.returncode == 7 and (tmp_path / "found").read_text().strip() == address
+    assert (tmp_path / "cpus").read_text().strip() == "1.0"
+    assert len(ours) > 3 and gone_within(ours, 5)
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ("--rank 2 --num-nodes 2 --head a:1", "--rank 2 is not below"),
+        ("--rank 0 --num-nodes 2 --head a", "no HOST:PORT"),
+        ("--rank 0 --num-nodes 2 --head a:1", "no command"),
+        ("--rank 0 --nodes 2", "unknown option '--nodes'"),
+        ("--rank 1 --num-nodes 2 --head 127.0.0.1:1 --wait 1", "no Ray answers at 127.0.0.1:1 after 1 s"),
+    ],
+)
+def test_ray_run_refuses(tmp_path, words, text):
+    command = [str(SCRIPTS / "ray_run.sh"), *words.split()]
+    done = subprocess.run(command, env=script_environment(tmp_path), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and text in done.stderr
+
+
+@pytest.mark.slow
+def test_slurm_run_joins_all_hosts(tmp_path):
+    """With a `scontrol` and an `srun` that know one host twice; for the second node Ray chooses the address."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 127.0.0.2; echo 127.0.0.3\n")
+    srun = "#!/bin/bash\nwhile [[ $1 == --* ]]; do case $1 in *=* | --exclusive) shift ;; *) shift 2 ;; esac; done\n"
+    srun += 'SLURM_PROCID=1 "$@" & SLURM_PROCID=0 "$@"; code=$?; wait; exit $code\n'
+    (tmp_path / "srun").write_text(srun)
+    (tmp_path / "count.py").write_text(
+        "import time, ray\nray.init('auto', log_to_driver=False)\nend = time.monotonic() + 60\n"
+        "while len([n for n in ray.nodes() if n['Alive']]) < 2 and time.monotonic() < end: time.sleep(0.5)\n"
+        "open('found', 'w').write(str([n['Resources'].get('GPU') for n in ray.nodes() if n['Alive']]))\n"
+    )
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    env = script_environment(tmp_path) | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "SLURM_JOB_ID": "12345"}
+    env |= {"SLURM_JOB_NODELIST": "host[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    command = [str(SCRIPTS / "slurm_run.sh"), sys.executable, "count.py"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "found").read_text() == "[4.0, 4.0]"
