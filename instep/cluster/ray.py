@@ -314,7 +314,8 @@ class Ray:
             raise ConfigError(
                 f"no Ray at '{self.address}': {_why(error)}",
                 where="--ray-address",
-                remedy="give the host:port that `ray start --head` printed, and run on a node that has joined",
+                remedy="give the host:port that `ray start --head` printed, and run on a node that has joined, "
+                "with the RAY_AUTH_TOKEN of the cluster, if it has one",
             ) from None
         finally:
             if threading.current_thread() is threading.main_thread():
