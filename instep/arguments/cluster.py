@@ -1,6 +1,6 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, RAY, VLLM, Flag, Group, Number, later, refused
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, RAY, VLLM, Flag, Group, Number, later, refused
 
 CLUSTER = Group(
     "Cluster and device",
@@ -19,6 +19,12 @@ CLUSTER = Group(
         ),
         Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
+        Flag(
+            "--controller-memory-limit",
+            POSITIVE,
+            help="GB by which the controller, where rewards and other hooks run, may grow during the run; "
+            "default: half of the memory that is free at the start",
+        ),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
         *later(RAY, "C", "--num-gpus-per-node", "--offload", "--offload-train", "--offload-rollout"),

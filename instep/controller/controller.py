@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from instep.arguments.table import own_hooks
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.local import WorkerGroup
 from instep.controller.ledger import Ledger, LedgeredDataSource
@@ -28,7 +29,7 @@ from instep.controller.run_state import (
 )
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.training import TrainingRound
-from instep.controller.watch import run_watched
+from instep.controller.watch import Watch
 from instep.engines.launch import Engine, start_embedded
 from instep.errors import ConfigError
 from instep.hooks import load_function
@@ -36,7 +37,7 @@ from instep.observability.memory import PssSampler
 from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
-from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
+from instep.processes import OPENMP_ENV, FolderLock, num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.training import lr_schedule
@@ -50,6 +51,10 @@ class Controller:
         self.started = time.monotonic()
         self.args, self._with_engines = args, with_engines
         self.run_dir = Path(args.run_dir)
+        folders = {Path(args.run_dir).resolve(): "--run-dir"}
+        if args.save:
+            folders.setdefault(Path(args.save).resolve(), "--save")
+        self._locks = [FolderLock(folder, flag) for folder, flag in folders.items()]
         self._resolve_device()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self._runtime: dict[str, Any] = {}
@@ -70,6 +75,7 @@ class Controller:
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
         self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
         self._memory = PssSampler()
+        self._watch = Watch(self._check_processes, ", ".join(own_hooks(args).values()), args.controller_memory_limit)
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
         start = self._start_rollout_id(checkpoint)
@@ -111,6 +117,8 @@ class Controller:
         self._memory.stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self.log.__exit__(kind, error, traceback)
+        for lock in self._locks:
+            lock.release()
 
     def _start(self) -> None:
         args = self.args
@@ -120,9 +128,12 @@ class Controller:
         threads = max(1, num_threads // num_ranks)
         worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
         worker_env |= OPENMP_ENV
-        self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
+        self._workers = WorkerGroup("actor", num_ranks, logs, worker_env, heartbeat=args.heartbeat_timeout)
         if self._with_engines:
             self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]
+        self._workers.watch = self._check_processes
+        for engine in self._engines:
+            engine.watch = self._check_processes
         requests = [(args, rank, num_ranks, str(self._scratch / "rendezvous"), threads) for rank in range(num_ranks)]
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
@@ -233,10 +244,8 @@ class Controller:
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         started, dropped_before = time.monotonic(), self.ledger.num_dropped
         with self.log.phase("rollout"):
-            output = run_watched(
+            output = self._watch.run(
                 lambda: self._rollout_function(self.hook_args, rollout_id, self.data_source, evaluation=False),
-                self._engines,
-                self._require_workers(),
                 timeout=args.rollout_timeout,
                 what=f"rollout {rollout_id}",
             )
@@ -275,10 +284,8 @@ class Controller:
         """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
         with self.log.phase("eval"):
             output = as_eval_output(
-                run_watched(
+                self._watch.run(
                     lambda: self._eval_function(self.hook_args, rollout_id, self.data_source, evaluation=True),
-                    self._engines,
-                    self._require_workers(),
                     timeout=self.args.rollout_timeout,
                     what=f"evaluation before rollout {rollout_id}",
                 )
@@ -361,6 +368,12 @@ class Controller:
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
         self.log.finish(summary)
         return summary
+
+    def _check_processes(self) -> None:
+        """Raise if an engine or a worker has died, or has been stopped."""
+        for engine in self._engines:
+            engine.check_alive()
+        self._require_workers().check_alive()
 
     def _require_workers(self) -> WorkerGroup:
         assert self._workers is not None, "the controller is used as a context manager"

@@ -27,7 +27,7 @@ def test_death_is_described_with_signal_and_log(tmp_path):
     assert wait_until(lambda: "up" in child.log_tail())
     os.kill(child.pid, signal.SIGKILL)
     assert wait_until(lambda: not child.alive())
-    text = child.describe_death()
+    text = child.describe()
     assert "engine 7" in text and "SIGKILL" in text and "up" in text
     child.stop()
 
@@ -35,7 +35,7 @@ def test_death_is_described_with_signal_and_log(tmp_path):
 def test_exit_code_and_last_words_are_quoted(tmp_path):
     child = SupervisedProcess("worker", [sys.executable, "-c", "raise SystemExit('no luck')"], tmp_path / "log")
     assert wait_until(lambda: not child.alive())
-    assert "exited with code 1" in child.describe_death() and "no luck" in child.describe_death()
+    assert "exited with code 1" in child.describe() and "no luck" in child.describe()
     child.stop()
 
 
