@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+
+from tests.assets import make_checkpoint, make_prompts
+from tests.e2e.commands import grpo_arguments, run
+
+
+def prepare(root: Path) -> tuple[Path, Path]:
+    """`tiny/` (model and data) and `saved/`, the checkpoints of a run of two rollouts on them."""
+    make_checkpoint(root / "tiny" / "hf")
+    make_prompts(root / "tiny" / "train.jsonl", 64)
+    done = run(grpo_arguments(root / "tiny", root / "run", "--save", str(root / "saved"), "--save-interval", "1"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root / "tiny", root / "saved"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> tuple[Path, Path]:
+    return prepare(tmp_path_factory.mktemp("prepared"))

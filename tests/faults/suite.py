@@ -1,0 +1,466 @@
+"""The faults, and the scenarios that make them happen. `docs/faults.md` is made from this list (see `document.py`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+from instep.checkpoints.files import check_whole
+from tests.faults.harness import ENDLESS, Place, Result, gone, steps
+
+RECOVERED, ERROR, ENDED = "recovered", "error", "ended in order"
+FAULTS: dict[str, tuple[str, str]] = {}  # name -> what happens, outcome
+SCENARIOS: dict[str, Callable[[Place], None]] = {}
+
+
+def scenario(**faults: str) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
+    """One function may try several faults, one after the other. `name="outcome: what happens"`."""
+
+    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+        for name, text in faults.items():
+            outcome, what = text.split(": ", 1)
+            FAULTS[name] = (what, outcome)
+        SCENARIOS[function.__name__] = function
+        return function
+
+    return register
+
+
+# ---- processes that die, stand still or are slow -----------------------------------------------------------------
+
+
+@scenario(worker_killed="error: a training worker is killed (SIGKILL, as the kernel does when memory is short)")
+def worker_killed(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("worker", signal.SIGKILL)
+        run.error("worker_killed", "WorkerError: actor rank 0 died", "SIGKILL", "memory", "--max-tokens-per-gpu")
+
+
+@scenario(worker_stopped="error: a training worker is stopped (SIGSTOP)")
+def worker_stopped(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("worker", signal.SIGSTOP)
+        run.error("worker_stopped", "WorkerError: actor rank 0 is stopped", "SIGSTOP", "kill -CONT")
+
+
+@scenario(worker_hangs="error: a training worker hangs (`--heartbeat-timeout 3`)")
+def worker_hangs(place: Place) -> None:
+    hang = """
+        import ctypes
+        from instep.training.hf.backend import HfBackend
+        def hang(self, lr):
+            mark()
+            ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock: no thread of it runs any more
+        HfBackend.optimizer_step = hang
+        """
+    with place.run("--heartbeat-timeout", "3", patches={"worker": hang}) as run:
+        run.error("worker_hangs", "WorkerError: actor rank 0 has not answered for", "in hang", "optimizer_step")
+
+
+@scenario(engine_killed="error: an engine is killed (SIGKILL)")
+def engine_killed(place: Place) -> None:
+    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGKILL)
+        run.error("engine_killed", "EngineError: engine 0 died", "SIGKILL")
+
+
+@scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
+def engine_stopped(place: Place) -> None:
+    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGSTOP)
+        run.error("engine_stopped", "EngineError: engine 0 is stopped", "SIGSTOP", "kill -CONT")
+
+
+ANSWERS = """
+    from aiohttp import web
+    real, num = web.json_response, 0
+    def json_response(body, **kwargs):
+        global num
+        num += "choices" in body
+        return spoil() if num > 30 else real(body, **kwargs)
+    web.json_response = json_response
+    """
+
+
+@scenario(engine_hangs="error: an engine hangs (`--heartbeat-timeout 3`)")
+def engine_hangs(place: Place) -> None:
+    hang = """
+        def spoil():
+            import ctypes
+            mark()
+            ctypes.PyDLL(None).sleep(1000)
+        """
+    with place.run(*ENDLESS, "--heartbeat-timeout", "3", patches={"engine": unindent(ANSWERS, hang)}) as run:
+        run.error("engine_hangs", "EngineError: engine 0 has not answered for", "in spoil")
+
+
+@scenario(engine_garbage="error: an engine answers with garbage")
+def engine_garbage(place: Place) -> None:
+    garbage = """
+        def spoil():
+            mark()
+            return web.Response(text="<html>It works!</html>")
+        """
+    with place.run(*ENDLESS, patches={"engine": unindent(ANSWERS, garbage)}) as run:
+        run.error("engine_garbage", "EngineError: ", "JSON", "http://127.0.0.1:")
+
+
+@scenario(
+    worker_slow="recovered: a training worker stands still for 2 s",
+    engine_slow="recovered: an engine stands still for 2 s",
+    row_deleted="recovered: a row of the data file is deleted during the run",
+    sigterm="ended in order: SIGTERM",
+    row_deleted_resume="error: a resume finds that a row of the data file was deleted",
+)
+def slow_and_deleted(place: Place) -> None:
+    data = Path(shutil.copy(place.tiny / "train.jsonl", place.folder))
+    ckpt = place.folder / "ckpt"
+    flags = ("--prompt-data", str(data), "--save", str(ckpt), "--load", str(ckpt), "--save-interval", "1")
+    with place.run(*ENDLESS, *flags) as run:
+        run.wait_steps()
+        run.pause("worker", 2)
+        run.recovered("worker_slow", "nothing but a slow step; 3 s and more count as stopped")
+        run.pause("engine", 2)
+        run.recovered("engine_slow", "nothing but a slow step; 3 s and more count as stopped")
+        run.mark()
+        data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
+        run.recovered("row_deleted", "nothing: the rows were read when the run began")
+        run.signal("controller", signal.SIGTERM)
+        run.interrupted("sigterm")
+    with place.run(*ENDLESS, *flags, name="again") as run:
+        run.error("row_deleted_resume", "DataError: ", "63 usable prompts, but 64", str(data), code=2)
+
+
+@scenario(ctrl_c_twice="ended in order: Ctrl-C twice within 0.2 s")
+def ctrl_c_twice(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("controller", signal.SIGINT)
+        time.sleep(0.2)
+        run.process.send_signal(signal.SIGINT)
+        run.interrupted("ctrl_c_twice")
+
+
+@scenario(
+    two_runs="error: two runs in one folder",
+    controller_killed="ended in order: the controller is killed (SIGKILL)",
+    stale_lock="recovered: the lock of a run that was killed",
+)
+def two_runs(place: Place) -> None:
+    folder = place.folder / "shared"
+    with place.run(*ENDLESS, run_dir=folder, name="first") as first:
+        first.wait_steps()
+        with place.run(run_dir=folder, name="second") as second:
+            text = second.error("two_runs", "ConfigError: another run is at work", "--run-dir", "wait for", code=2)
+        assert f"process {first.process.pid} on {socket.gethostname()}" in text
+        first.wait_steps()
+        first.signal("controller", signal.SIGKILL)
+        started = time.monotonic()
+        assert gone(first.children, 5)
+        seconds = time.monotonic() - started
+        place.results["controller_killed"] = Result(seconds, "no process is left; the next run cleans shared memory")
+        first.process.communicate()
+    lock = folder / ".lock"
+    started = time.monotonic()
+    with place.run(*ENDLESS, run_dir=folder, name="third") as third:
+        third.wait(lambda: f"process {third.process.pid} " in lock.read_text())
+        place.results["stale_lock"] = Result(time.monotonic() - started, "nothing: the lock ends with its process")
+
+
+@scenario(port_stolen="error: the engine's port is taken by another program before it can be used")
+def port_stolen(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        patch = f"import instep.processes; instep.processes.free_port = lambda: {port}"
+        with place.run(patches={"controller": patch}) as run:
+            run.error("port_stolen", "EngineError: engine 0 ", str(port), "ddress already in use")
+
+
+@scenario(port_taken="error: `--engine-port` names one that is taken")
+def port_taken(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with place.run("--engine-port", port) as run:
+            run.error("port_taken", f"ConfigError: port {port} is taken", "--engine-port", code=2)
+
+
+@scenario(worker_out_of_memory="error: a training worker gets no more memory (a limit, RLIMIT_AS)")
+def worker_out_of_memory(place: Place) -> None:
+    patch = """
+        from instep.training.hf.backend import HfBackend
+        real = HfBackend.forward_backward
+        def forward_backward(self, *args):
+            import psutil, resource, torch
+            limit = psutil.Process().memory_info().vms + (1 << 28)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            mark()
+            self.activations = torch.ones(1 << 28)
+            return real(self, *args)
+        HfBackend.forward_backward = forward_backward
+        """
+    with place.run(patches={"worker": patch}) as run:
+        words = ("ran out of memory in 'train'", "lower --max-tokens-per-gpu")
+        run.error("worker_out_of_memory", "WorkerError: actor rank 0 ", *words)
+
+
+# ---- disks and files ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[dict[str, str]]:
+    """A file system of so many bytes at `folder` where this user may mount one; else no file may be that large."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(folder)]
+    if os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0:
+        try:
+            yield {}
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+    else:
+        yield {"all": f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, {num_bytes}))"}
+
+
+@scenario(disk_full_at_save="error: the disk is full when a checkpoint is saved")
+def disk_full_at_save(place: Place) -> None:
+    """The folder holds two checkpoints, and half of a third has room in it."""
+    sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
+    marking = """
+        import instep.controller.run_state as module
+        save = module.save_checkpoint
+        def save_checkpoint(*args):
+            mark()
+            return save(*args)
+        module.save_checkpoint = save_checkpoint
+        """
+    with small_disk(place.folder / "disk", int(1.25 * sum(sizes.values()))) as limit:
+        ckpt = Path(shutil.copytree(place.saved, place.folder / "disk" / "ckpt"))
+        if limit:  # by file size: below that of the trainer's file
+            limit = {"all": limit["all"].replace(str(int(1.25 * sum(sizes.values()))), str(max(sizes.values()) - 1))}
+        flags = ("--save", str(ckpt), "--load", str(ckpt), "--save-interval", "1", "--num-rollout", "4")
+        with place.run(*flags, patches={"controller": marking, **limit}) as run:
+            run.error("disk_full_at_save", "CheckpointError: the checkpoint of iteration 2 could", "untouched", "free")
+        left = sorted(p.name for p in ckpt.iterdir() if p.name != ".lock")
+        assert left == ["iter_0000000", "iter_0000001", "latest_checkpointed_iteration.txt"], left
+        assert (ckpt / "latest_checkpointed_iteration.txt").read_text() == "1"
+        check_whole(ckpt / "iter_0000001")
+
+
+@scenario(disk_full_at_metrics="error: the disk is full when metrics are written")
+def disk_full_at_metrics(place: Place) -> None:
+    patch = """
+        from instep.observability.sinks import JsonLines
+        real = JsonLines.write
+        def write(self, row):
+            import resource
+            if row.get("step") == 1:  # no file may grow any more
+                mark()
+                size = self._file.tell()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+            return real(self, row)
+        JsonLines.write = write
+        """
+    with place.run(*ENDLESS, patches={"controller": patch}) as run:
+        run.error("disk_full_at_metrics", "OutputError: RUN_DIR".replace("RUN_DIR", str(run.run_dir)), "free space")
+    assert len(steps(run.run_dir)) == 1  # half of a row at the end is none
+
+
+DROP_DAC_OVERRIDE = """
+    import ctypes  # root may write everywhere, unless it gives up the right to
+    header, caps = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    assert libc.capget(header, caps) == 0
+    caps[0] &= ~2
+    assert libc.capset(header, caps) == 0
+    """
+
+
+@scenario(read_only_run_dir="error: `--run-dir` is read-only")
+def read_only_run_dir(place: Place) -> None:
+    folder = place.folder / "read-only"
+    folder.mkdir()
+    folder.chmod(0o500)
+    with place.run(run_dir=folder, patches={"controller": DROP_DAC_OVERRIDE}) as run:
+        run.error("read_only_run_dir", f"OutputError: {folder} cannot be written: Permission denied", "--run-dir")
+
+
+@scenario(checkpoint_truncated="error: a file of the newest checkpoint is cut off")
+def checkpoint_truncated(place: Place) -> None:
+    ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
+    victim = max((ckpt / "iter_0000001").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    with open(victim, "r+b") as file:
+        file.truncate(victim.stat().st_size // 2)
+    flags = ("--load", str(ckpt), "--num-rollout", "2")
+    with place.run(*flags) as run:
+        words = ("CheckpointError: the checkpoint iter_0000001 is damaged", str(victim), "--ckpt-step: 0")
+        run.error("checkpoint_truncated", *words)
+    with place.run(*flags, "--ckpt-step", "0", name="remedy") as run:
+        assert run.end()[0] == 0
+    assert [row["step"] for row in steps(run.run_dir)] == [1]
+
+
+@scenario(tracker_corrupt="error: `latest_checkpointed_iteration.txt` holds garbage")
+def tracker_corrupt(place: Place) -> None:
+    ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
+    (ckpt / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x00garbage")
+    with place.run("--load", str(ckpt)) as run:
+        words = ("is no iteration", str(ckpt), "--ckpt-step: 0, 1")
+        run.error("tracker_corrupt", "CheckpointError: ", *words)
+
+
+@scenario(shm_corrupted="error: a byte of a weight changes in shared memory during a sync")
+def shm_corrupted(place: Place) -> None:
+    patch = """
+        from instep.engines.launch import Engine
+        real = Engine.post
+        def post(self, path, body=None, **kwargs):
+            manifest = (body or {}).get("update_info", {}).get("manifest")
+            if manifest and manifest["version"] == "2":
+                with open(manifest["path"], "r+b") as file:
+                    first = file.read(1)[0]
+                    file.seek(0)
+                    file.write(bytes([first ^ 1]))
+                mark()
+            return real(self, path, body, **kwargs)
+        Engine.post = post
+        """
+    with place.run(*ENDLESS, patches={"controller": patch}) as run:
+        run.error("shm_corrupted", "SyncError: version 2 did not arrive", "tensor model.embed_tokens.weight")
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@scenario(nan_in_weights="error: a weight becomes NaN")
+def nan_in_weights(place: Place) -> None:
+    patch = """
+        from instep.training.hf.backend import HfBackend
+        real = HfBackend.optimizer_step
+        def optimizer_step(self, lr):
+            out = real(self, lr)
+            next(self.policy.parameters()).data.view(-1)[0] = float("nan")
+            mark()
+            return out
+        HfBackend.optimizer_step = optimizer_step
+        """
+    with place.run(*ENDLESS, patches={"worker": patch}) as run:
+        run.error("nan_in_weights", "TrainingError: ", "weights are not finite: model.", "--lr")
+
+
+GRADIENTS = """
+    from instep.training.hf.backend import HfBackend
+    real, num = HfBackend.optimizer_step, 0
+    def optimizer_step(self, lr):
+        global num
+        num += 1
+        if bad(num):
+            mark()
+            next(p for p in self.policy.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        return real(self, lr)
+    HfBackend.optimizer_step = optimizer_step
+    """
+
+
+@scenario(nan_in_gradients_once="recovered: the gradients of one optimizer step are NaN")
+def nan_in_gradients_once(place: Place) -> None:
+    with place.run("--num-rollout", "3", patches={"worker": unindent("bad = lambda num: num == 2", GRADIENTS)}) as run:
+        code, stderr, seconds = run.end()
+    assert code == 0 and stderr.count("it was skipped") == 1, stderr
+    assert [row["train/skipped_steps"] for row in steps(run.run_dir)] == [0, 1, 0]
+    seen = "a warning; the step is skipped, `train/skipped_steps` is 1"
+    place.results["nan_in_gradients_once"] = Result(seconds, seen)
+
+
+@scenario(nan_in_gradients="error: the gradients of three optimizer steps in a row are NaN")
+def nan_in_gradients(place: Place) -> None:
+    with place.run(*ENDLESS, patches={"worker": unindent("bad = lambda num: num >= 2", GRADIENTS)}) as run:
+        run.error("nan_in_gradients", "TrainingError: the gradients of 3 optimizer steps", "--lr")
+
+
+@scenario(
+    clock_jumps="recovered: the clock of every process jumps by 6 hours, forward and back, twice a second",
+)
+def clock_jumps(place: Place) -> None:
+    patch = """
+        real, monotonic = time.time, time.monotonic
+        time.time = lambda: real() + 6 * 3600 * (int(2 * monotonic()) % 2)
+        """
+    with place.run(*ENDLESS, patches={"all": patch}) as run:
+        run.wait_steps(2)
+        run.mark()
+        run.recovered("clock_jumps", "nothing: every wait counts monotonic time")
+
+
+# ---- the user's functions ----------------------------------------------------------------------------------------
+
+
+@scenario(reward_nan="error: a reward is NaN")
+def reward_nan(place: Place) -> None:
+    hooks = """
+        async def reward(args, sample, **kwargs):
+            return float("nan")
+        """
+    with place.run(hooks=marking(hooks)) as run:
+        run.error("reward_nan", "RewardError: the reward nan is no finite number", "my_hooks.reward", "sample")
+
+
+@scenario(reward_raises="error: a reward function raises")
+def reward_raises(place: Place) -> None:
+    hooks = """
+        def reward(args, sample, **kwargs):
+            return 1 / 0
+        """
+    with place.run(hooks=marking(hooks)) as run:
+        run.error("reward_raises", "RewardError: ", "ZeroDivisionError", "my_hooks.reward", "sample")
+
+
+@scenario(reward_hangs="error: a reward function hangs (`--reward-timeout 2`)")
+def reward_hangs(place: Place) -> None:
+    hooks = """
+        import time
+        async def reward(args, sample, **kwargs):
+            time.sleep(1000)
+        """
+    with place.run("--reward-timeout", "2", hooks=marking(hooks)) as run:
+        run.error("reward_hangs", "RewardError: the reward function took more than 2 s", "my_hooks.reward")
+
+
+@scenario(reward_leaks="error: a reward function leaks memory (`--controller-memory-limit 0.4`)")
+def reward_leaks(place: Place) -> None:
+    hooks = """
+        kept = []
+        async def reward(args, sample, **kwargs):
+            kept.append(b"x" * 30_000_000)
+            return 1.0
+        """
+    with place.run(*ENDLESS, "--controller-memory-limit", "0.4", hooks=marking(hooks)) as run:
+        words = ("the controller has grown by 0.", "my_hooks.reward", "--controller-memory-limit")
+        run.error("reward_leaks", "RolloutError: ", *words)
+
+
+def marking(hooks: str) -> str:
+    """The hooks' module, whose first call is the time of the fault."""
+    lines = unindent(hooks).splitlines()
+    body = next(i for i, line in enumerate(lines) if "def reward" in line) + 1
+    return "\n".join(["from sitecustomize import mark", *lines[:body], "    mark()", *lines[body:]])
+
+
+def unindent(*parts: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.dedent(part).strip("\n") for part in parts)
