@@ -6,7 +6,6 @@ program runs unchanged, in processes of its own. `mark()` there, and `Run.mark` 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from instep.observability.sinks import read_json_lines
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments
 
 ENDLESS = ("--num-rollout", "1000")
@@ -215,5 +215,5 @@ def left_in_shared_memory(pid: int) -> list[Path]:
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    """The rows of metrics of its training steps."""
+    return [row for row in read_json_lines(run_dir / "metrics.jsonl") if "train/loss" in row]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
 from instep.checkpoints.files import check_whole
 from tests.faults.harness import ENDLESS, Place, Result, gone, steps
 
@@ -53,18 +52,25 @@ def worker_stopped(place: Place) -> None:
         run.error("worker_stopped", "WorkerError: actor rank 0 is stopped", "SIGSTOP", "kill -CONT")
 
 
+# With the interpreter's lock held, so that no thread of the process runs any more.
+HANG = """
+    import ctypes
+    def hang(*args):
+        lib, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+        lib.pthread_mutex_lock(mutex)
+        mark()
+        lib.pthread_mutex_lock(mutex)
+    """
+
+
 @scenario(worker_hangs="error: a training worker hangs (`--heartbeat-timeout 3`)")
 def worker_hangs(place: Place) -> None:
-    hang = """
-        import ctypes
+    patch = """
         from instep.training.hf.backend import HfBackend
-        def hang(self, lr):
-            mark()
-            ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock: no thread of it runs any more
         HfBackend.optimizer_step = hang
         """
-    with place.run("--heartbeat-timeout", "3", patches={"worker": hang}) as run:
-        run.error("worker_hangs", "WorkerError: actor rank 0 has not answered for", "in hang", "optimizer_step")
+    with place.run("--heartbeat-timeout", "3", patches={"worker": unindent(HANG, patch)}) as run:
+        run.error("worker_hangs", "WorkerError: actor rank 0 has not answered for", "in hang", "in train")
 
 
 @scenario(engine_killed="error: an engine is killed (SIGKILL)")
@@ -96,14 +102,9 @@ ANSWERS = """
 
 @scenario(engine_hangs="error: an engine hangs (`--heartbeat-timeout 3`)")
 def engine_hangs(place: Place) -> None:
-    hang = """
-        def spoil():
-            import ctypes
-            mark()
-            ctypes.PyDLL(None).sleep(1000)
-        """
-    with place.run(*ENDLESS, "--heartbeat-timeout", "3", patches={"engine": unindent(ANSWERS, hang)}) as run:
-        run.error("engine_hangs", "EngineError: engine 0 has not answered for", "in spoil")
+    patch = unindent(ANSWERS, HANG, "spoil = hang")
+    with place.run(*ENDLESS, "--heartbeat-timeout", "3", patches={"engine": patch}) as run:
+        run.error("engine_hangs", "EngineError: engine 0 has not answered for", "in hang")
 
 
 @scenario(engine_garbage="error: an engine answers with garbage")
@@ -143,12 +144,12 @@ def slow_and_deleted(place: Place) -> None:
         run.error("row_deleted_resume", "DataError: ", "63 usable prompts, but 64", str(data), code=2)
 
 
-@scenario(ctrl_c_twice="ended in order: Ctrl-C twice within 0.2 s")
+@scenario(ctrl_c_twice="ended in order: Ctrl-C twice within 0.05 s")
 def ctrl_c_twice(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()
         run.signal("controller", signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(0.05)
         run.process.send_signal(signal.SIGINT)
         run.interrupted("ctrl_c_twice")
 

@@ -2,10 +2,16 @@
 
 import pytest
 
-from tests.faults.harness import Place
-from tests.faults.suite import SCENARIOS
+from tests.faults.document import PATH, documented
+from tests.faults.suite import FAULTS, SCENARIOS
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_fault(prepared, tmp_path, name):
-    SCENARIOS[name](Place(*prepared, tmp_path))
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_fault(outcomes, scenario):
+    results = outcomes[scenario].result(timeout=300)
+    assert results and set(results) <= set(FAULTS)
+
+
+def test_the_document_is_of_this_suite():
+    assert len(FAULTS) >= 20
+    assert documented(PATH.read_text()) == list(FAULTS.values()), "python -m tests.faults.document"
