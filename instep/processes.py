@@ -79,12 +79,13 @@ class SupervisedProcess:
         return self._process.poll() is None
 
     def fault(self) -> str | None:
-        """What is wrong with it: "died", "is stopped", "has not answered for 60 s"; None while it runs.
+        """What is wrong with it, as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
         Call it now and then: what has to last for a time is measured from call to call.
         """
-        if not self.alive():
-            return "died"
+        code = self._process.poll()
+        if code is not None:
+            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self.log_tail(1)}"
         state, ticks = _state_and_cpu_ticks(self.pid)
         if state != "T":
             self._stopped = None
@@ -133,12 +134,17 @@ class SupervisedProcess:
             self.dump_stacks()  # also of one that hangs with the interpreter's lock held
             time.sleep(0.3)
         elif code < 0:
-            how = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            how = f"was ended by {_signal_name(-code)}"
             if code == -signal.SIGKILL:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
         else:
             how = f"exited with code {code}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail()}"
+
+    def remedy(self) -> str:
+        """What a user can do about a `fault`."""
+        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and self._stopped is None else ""
+        return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
         """Ask a child that called `follow_parent` to write all its stacks into its log."""
@@ -190,6 +196,13 @@ def follow_parent() -> None:
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is not None:
         threading.Thread(target=_hold_lifeline, args=(int(fd),), name="lifeline", daemon=True).start()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:

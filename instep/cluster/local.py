@@ -127,28 +127,25 @@ class WorkerGroup:
         """Raise WorkerError if a rank has ended, or has been stopped."""
         for rank, process in enumerate(self._processes):
             if process.fault():
-                self._raise_death(rank, "waiting")
+                self._raise_death(rank)
 
-    def _raise_death(self, rank: int, method: str) -> None:
+    def _raise_death(self, rank: int, method: str = "") -> None:
         process = self._processes[rank]
         fault = process.fault()
         if fault is None:  # it closed its connection, so its end is a matter of moments
             process.died_within(1.0)
-            fault = "died"
-        remedy = "run again to resume from the last checkpoint"
-        if fault == "died":
-            remedy += f"; a SIGKILL usually means memory: {LESS_MEMORY}"
-        raise WorkerError(
-            f"{process.name} {fault}, during '{method}'", where=process.describe(), remedy=f"see its log; {remedy}"
-        )
+            fault = process.fault() or "closed its connection"
+        memory = f"; a SIGKILL usually means memory: {LESS_MEMORY}" if not process.alive() else ""
+        during = f", during '{method}'" if method else ""
+        raise WorkerError(f"{process.name} {fault}{during}", where=process.describe(), remedy=process.remedy() + memory)
 
     def _raise_remote(self, rank: int, method: str, error: BaseException | None, traceback: str) -> None:
         if isinstance(error, InstepError):
             raise error
         if any(sign in traceback for sign in OUT_OF_MEMORY):
             raise WorkerError(
-                f"{self.role} rank {rank} ran out of memory in '{method}': {traceback.rstrip().splitlines()[-1]}",
-                where=str(self._processes[rank].log_path),
+                f"{self.role} rank {rank} ran out of memory in '{method}'",
+                where=f"{traceback.rstrip().splitlines()[-1]} (its log: {self._processes[rank].log_path})",
                 remedy=f"{LESS_MEMORY}; run again to resume from the last checkpoint",
             )
         deadline = time.monotonic() + 1.0  # a rank that lost a peer answers before the peer's death is seen

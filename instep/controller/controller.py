@@ -78,6 +78,8 @@ class Controller:
         self._watch = Watch(self._check_processes, ", ".join(own_hooks(args).values()), args.controller_memory_limit)
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
+        if self._resumed_state is not None:
+            self._restore(self._resumed_state)
         start = self._start_rollout_id(checkpoint)
         self.start_rollout_id = self.rollout_id = start
         self.log = RunLogger(
@@ -173,8 +175,6 @@ class Controller:
         if self._checkpoint is not None:
             with_optimizer = not (args.no_load_optim or args.finetune)
             workers.call("load", self._checkpoint[0], with_optimizer, timeout=timeout)
-            if self._resumed_state is not None:
-                self._restore(self._resumed_state)
             self.log.status(f"continuing from {self._checkpoint[0]} at rollout {self.start_rollout_id}")
             return
         path = args.ref_load or args.hf_checkpoint

@@ -31,7 +31,7 @@ def latest_iteration(root: Path | None) -> int | None:
     """The number in `latest_checkpointed_iteration.txt`, or None where there is no such file."""
     if root is None or not (root / TRACKER).exists():
         return None
-    text = (root / TRACKER).read_text(errors="replace").strip()
+    text = (root / TRACKER).read_text(errors="backslashreplace").strip()
     try:
         return int(text)
     except ValueError:
@@ -93,12 +93,19 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written: {getattr(error, 'what', error)}",
-            where=str(root),
+            where=f"{root}, {_free_space(root)}",
             remedy="free space or fix permissions; the last complete checkpoint is untouched",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _free_space(root: Path) -> str:
+    try:
+        return f"where {shutil.disk_usage(root).free / 1e6:,.1f} MB are free"
+    except OSError as error:
+        return f"which cannot be looked at: {error.strerror}"
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ class Engine:
             raise EngineError(
                 f"{self.name} {fault}",
                 where=self.process.describe(),
-                remedy="see its log; run again to resume from the last checkpoint",
+                remedy=self.process.remedy(),
             )
 
     def wait_ready(self, timeout: float) -> None:

@@ -12,25 +12,25 @@ PATH = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """\
 # Faults
 
-What happens when something goes wrong: made and measured by `python -m tests.faults.document`, which runs the fault suite
-(`tests/faults/`; it is part of `make test`). Each fault is made in a real run of a tiny model on a CPU, with all its
+What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault suite
+(`tests/faults/`, a part of `make test`): each fault is made in a real run of a tiny model on a CPU, with all its
 processes, two runs at a time on one machine. A run recovers, or it ends within 10 s with one error that says what
-happened, where, and what to do; no process of it is left and no complete checkpoint is lost. An error is printed in three
-parts (what, where, remedy); the table has the first.
+happened, where, and what to do; no process of it is left and no complete checkpoint is lost. An error has three
+parts (what, where, remedy); the table shows the first.
 
-"Seconds" are counted from the fault until the command has ended with all its processes; for a fault that is there before
-the command, from its start (where Python's imports are most of it); for a recovered one, until the next training step is
-done.
+"Seconds" are counted from the fault until the command has ended with all its processes. A fault that was there
+before the command counts from its start (most of it Python's imports), a recovered one until the next training step
+is done or the command has ended.
 
 | fault | outcome | seconds | what you see |
 |---|---|---|---|
 """
 FOOT = """
-How a fault is noticed: while a call to a worker or an engine waits, and while a rollout runs, the controller looks at all
-its processes every 0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after
-3 s; one that sends no heartbeat any more, after `--heartbeat-timeout`. Every call has a bound of its own as well
-(`--train-timeout`, `--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the stacks of
-all ranks are in the error.
+While a call to a worker or an engine waits, and while a rollout runs, the controller looks at all its processes every
+0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after 3 s; one that
+sends no heartbeat, after `--heartbeat-timeout`. Every call has a bound of its own as well (`--train-timeout`,
+`--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the stacks of all ranks are
+in the error.
 """
 
 

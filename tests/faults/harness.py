@@ -182,7 +182,7 @@ class Run:
         missing = [word for word in words if word not in stderr]
         assert got == code and not missing, (got, missing, stderr[-3000:])
         assert stderr.count("\n  where: ") == stderr.count("\n  remedy: ") == 1, stderr[-3000:]
-        assert seconds <= 10, seconds
+        assert seconds <= (10 if self._mark.exists() else 20), seconds  # from the start: imports on a busy machine
         assert gone(self.children, 2) and not left_in_shared_memory(self.process.pid)
         self.place.results[fault] = Result(seconds, self._words(stderr))
         return stderr
@@ -201,7 +201,7 @@ class Run:
             line = line.replace(str(path), name)
         line = re.sub(r"\b(process|port) \d+", lambda m: f"{m[1]} N", line)
         line = re.sub(r" on [\w.-]+$", " on HOST", line)
-        return line if len(line) <= 170 else line[:167] + "..."
+        return line if len(line) <= 200 else line[:197] + "..."
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:

@@ -1,0 +1,29 @@
+"""The list of faults, and of the scenarios that make them happen."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+from tests.faults.harness import Place
+
+FAULTS: dict[str, tuple[str, str]] = {}  # name -> what happens, outcome
+SCENARIOS: dict[str, Callable[[Place], None]] = {}
+
+
+def scenario(**faults: str) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
+    """One function may try several faults, one after the other. `name="outcome: what happens"`."""
+
+    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+        for name, text in faults.items():
+            outcome, what = text.split(": ", 1)
+            FAULTS[name] = (what, outcome)
+        SCENARIOS[function.__name__] = function
+        return function
+
+    return register
+
+
+def unindent(*parts: str) -> str:
+    """Pieces of code, one after the other."""
+    return "\n".join(textwrap.dedent(part).strip("\n") for part in parts)
