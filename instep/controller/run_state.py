@@ -92,8 +92,9 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
-            f"the checkpoint of iteration {iteration} could not be written: {getattr(error, 'what', error)}",
-            where=f"{root}, {_free_space(root)}",
+            f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
+            f"{getattr(error, 'what', error)}",
+            where=str(root),
             remedy="free space or fix permissions; the last complete checkpoint is untouched",
         ) from error
     finally:
@@ -103,9 +104,9 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
 
 def _free_space(root: Path) -> str:
     try:
-        return f"where {shutil.disk_usage(root).free / 1e6:,.1f} MB are free"
-    except OSError as error:
-        return f"which cannot be looked at: {error.strerror}"
+        return f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
+    except OSError:  # the folder is not there, or may not be looked at: the error itself says so
+        return ""
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,10 +94,7 @@ def read_only_run_dir(place: Place) -> None:
         run.error("read_only_run_dir", f"OutputError: {folder} cannot be written: Permission denied", "--run-dir")
 
 
-@scenario(
-    checkpoint_truncated="error: a file of the newest checkpoint is cut off",
-    save_killed="recovered: a run was killed in the middle of a save",
-)
+@scenario(checkpoint_truncated="error: a file of the newest checkpoint is cut off")
 def checkpoint_truncated(place: Place) -> None:
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
     victim = max((ckpt / "iter_0000001").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
@@ -106,15 +104,30 @@ def checkpoint_truncated(place: Place) -> None:
     with place.run(*flags) as run:
         words = ("CheckpointError: the checkpoint iter_0000001 is damaged", str(victim), "--ckpt-step: 0")
         run.error("checkpoint_truncated", *words)
-    left = ckpt / ".iter_0000001.partial"
-    left.mkdir()
-    shutil.copy(victim, left)
     with place.run(*flags, "--ckpt-step", "0", "--save", str(ckpt), name="again") as run:
-        code, stderr, seconds = run.end()
+        code, stderr, _ = run.end()
     assert code == 0 and [row["step"] for row in steps(run.run_dir)] == [1], stderr
     check_whole(ckpt / "iter_0000001")
-    assert not left.exists()
-    place.results["save_killed"] = Result(seconds, "nothing: what is not complete is not there")
+
+
+@scenario(save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
+def save_killed(place: Place) -> None:
+    kill = """
+        import instep.checkpoints.files as module, signal
+        module.write_manifest = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+        """
+    ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
+    flags = ("--load", str(ckpt), "--save", str(ckpt), "--num-rollout", "3")
+    with place.run(*flags, patches={"controller": kill}) as run:
+        assert run.end()[0] == -signal.SIGKILL
+    half = ckpt / ".iter_0000002.partial"
+    assert half.is_dir()
+    with place.run(*flags, run_dir=run.run_dir, name="again") as run:
+        run.mark()
+        run.recovered("save_killed", "nothing: what is not complete is not there")
+        assert run.end()[0] == 0 and not half.exists()
+    assert [row["step"] for row in steps(run.run_dir)] == [2]
+    check_whole(ckpt / "iter_0000002")
 
 
 @scenario(tracker_corrupt="error: `latest_checkpointed_iteration.txt` holds garbage")

@@ -38,7 +38,7 @@ def document(faults: dict[str, tuple[str, str]], results: dict[str, Result]) -> 
     rows = []
     for name, (what, outcome) in faults.items():
         result = results[name]
-        seen = result.seen if "`" in result.seen or outcome == "recovered" else f"`{result.seen}`"
+        seen = f"`{result.seen}`" if outcome == "error" else result.seen
         rows.append(f"| {what} | {outcome} | {result.seconds:.1f} | {seen.replace('|', '/')} |\n")
     return HEAD + "".join(rows) + FOOT
 

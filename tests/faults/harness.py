@@ -201,6 +201,7 @@ class Run:
             line = line.replace(str(path), name)
         line = re.sub(r"\b(process|port) \d+", lambda m: f"{m[1]} N", line)
         line = re.sub(r" on [\w.-]+$", " on HOST", line)
+        line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", line)
         return line if len(line) <= 200 else line[:197] + "..."
 
 
