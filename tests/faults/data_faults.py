@@ -110,7 +110,7 @@ def checkpoint_truncated(place: Place) -> None:
     check_whole(ckpt / "iter_0000001")
 
 
-@scenario(save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
+@scenario(slow=True, save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
 def save_killed(place: Place) -> None:
     kill = """
         import instep.checkpoints.files as module, signal
@@ -219,7 +219,7 @@ def nan_in_gradients_once(place: Place) -> None:
     place.results["nan_in_gradients_once"] = Result(seconds, seen)
 
 
-@scenario(nan_in_gradients="error: the gradients of three optimizer steps in a row are NaN")
+@scenario(slow=True, nan_in_gradients="error: the gradients of three optimizer steps in a row are NaN")
 def nan_in_gradients(place: Place) -> None:
     with place.run(*ENDLESS, patches={"worker": unindent("bad = lambda num: num >= 2", GRADIENTS)}) as run:
         run.error("nan_in_gradients", "TrainingError: the gradients of 3 optimizer steps", "--lr")
@@ -242,7 +242,7 @@ def clock_jumps(place: Place) -> None:
 # ---- the user's functions ----------------------------------------------------------------------------------------
 
 
-@scenario(reward_nan="error: a reward is NaN")
+@scenario(slow=True, reward_nan="error: a reward is NaN")
 def reward_nan(place: Place) -> None:
     hooks = """
         async def reward(args, sample, **kwargs):

@@ -76,7 +76,7 @@ ANSWERS = """
     """
 
 
-@scenario(engine_hangs="error: an engine hangs (`--heartbeat-timeout 3`)")
+@scenario(slow=True, engine_hangs="error: an engine hangs (`--heartbeat-timeout 3`)")
 def engine_hangs(place: Place) -> None:
     patch = unindent(ANSWERS, HANG, "spoil = hang")
     with place.run(*ENDLESS, "--heartbeat-timeout", "3", patches={"engine": patch}) as run:

@@ -3,10 +3,12 @@
 import pytest
 
 from tests.faults.document import PATH, documented
-from tests.faults.suite import FAULTS, SCENARIOS
+from tests.faults.suite import FAULTS, SCENARIOS, SLOW
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
+)
 def test_fault(outcomes, scenario):
     results = outcomes[scenario].result(timeout=300)
     assert results and set(results) <= set(FAULTS)
