@@ -8,7 +8,7 @@ CLUSTER ?= local
 SEED ?= 0
 OUT ?= runs/quickstart
 PYTEST := .venv/bin/python -m pytest -q --durations=15
-TESTS := tests/unit tests/engines tests/distributed tests/e2e
+TESTS := tests/unit tests/engines tests/distributed tests/e2e tests/faults
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \

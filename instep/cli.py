@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; a second Ctrl-C changes nothing
         print("interrupted", file=sys.stderr)
         return 130
 

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class InstepError(Exception):
     """Base of all named errors.
@@ -69,5 +73,26 @@ class RewardError(InstepError):
     """A reward function raised, hung or returned something that is no finite number."""
 
 
+class TrainingError(InstepError):
+    """The numbers of the training are no numbers any more: weights or gradients are not finite."""
+
+
+class OutputError(InstepError):
+    """A file of the run (metrics, samples, reports) cannot be written."""
+
+
 class RolloutError(InstepError):
     """A rollout function or a hook returned something that cannot be trained on."""
+
+
+@contextmanager
+def writing(path: Path, flag: str = "") -> Iterator[None]:
+    """Around a write: an OSError becomes an OutputError that names `path` (and the flag that it came from)."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written: {error.strerror or error}",
+            where=flag or str(path),
+            remedy="free space, fix permissions or name another folder; run again to resume from the last checkpoint",
+        ) from error

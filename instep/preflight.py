@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.arguments.evaluation import EvalDataset
-from instep.arguments.flag import hook
-from instep.arguments.table import own_flags
+from instep.arguments.table import own_flags, own_hooks
+from instep.checkpoints.files import check_whole
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state
 from instep.data.dataset import check_file
@@ -51,11 +51,8 @@ def check_inputs(args: Any) -> None:
                 where="--ref-load",
                 remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
             )
-    hooks = {flag.attribute: flag.name for flag in own_flags().values() if flag.type is hook}
-    for attribute, name in hooks.items():
-        path = vars(args).get(attribute)
-        if path is not None and path != defaults[attribute] and not path.startswith("instep."):
-            _import_hook(path, name)
+    for name, path in own_hooks(args).items():
+        _import_hook(path, name)
     for dataset in args.eval_datasets:
         for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if path is not None:
@@ -65,6 +62,7 @@ def check_inputs(args: Any) -> None:
 def _check_load(args: Any) -> None:
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
     if found is not None:
+        check_whole(found[0])
         read_state(found[0])
 
 

@@ -1,14 +1,16 @@
 """One supervisor for every subprocess that instep starts: workers, engines, routers.
 
 A child keeps its output in a log file, its death is noticed and quoted, and it never outlives its parent: the parent
-holds the write end of a pipe (the lifeline) that only its own death or `stop` closes, and on Linux the kernel is told
-to kill the child with it.
+holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel is told
+to kill the child with it. The other way the lifeline carries a heartbeat, so that a child that hangs is told from one
+that works; one that is stopped (SIGSTOP) is known sooner, by what the kernel says of it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -20,10 +22,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from instep.errors import ConfigError, writing
+
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
 # sleeps. GNU's default (milliseconds) starves the other process, no spinning at all doubles a small model's step.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+BEAT_SECONDS = 0.5
+STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 
 
 class Process(Protocol):
@@ -34,7 +40,10 @@ class Process(Protocol):
 
     def alive(self) -> bool: ...
     def log_tail(self, num_lines: int = 15) -> str: ...
-    def describe_death(self) -> str: ...
+    def fault(self) -> str | None: ...
+    def died_within(self, seconds: float) -> bool: ...
+    def describe(self) -> str: ...
+    def remedy(self) -> str: ...
     def dump_stacks(self) -> None: ...
     def terminate(self) -> None: ...
     def wait(self, seconds: float) -> None: ...
@@ -50,6 +59,7 @@ class SupervisedProcess:
         log_path: file that gets its stdout and stderr.
         env: variables added to the environment.
         pass_fds: further descriptors for the child.
+        heartbeat: a child that has called `follow_parent` and is silent for so many seconds is a fault; None: never.
     """
 
     def __init__(
@@ -59,23 +69,26 @@ class SupervisedProcess:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        heartbeat: float | None = None,
     ):
         self.name, self.log_path = name, log_path
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, self._lifeline = os.pipe()
-        try:
+        self._heartbeat = heartbeat
+        self._last_beat: float | None = None  # when one was read
+        self._stopped: tuple[int, float] | None = None  # (CPU ticks, time) when it was first seen stopped
+        self._lifeline, theirs = socket.socketpair()
+        self._lifeline.setblocking(False)
+        with theirs, writing(log_path):
+            log_path.parent.mkdir(parents=True, exist_ok=True)
             with open(log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     list(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {}), LIFELINE_VARIABLE: str(read_end)},
-                    pass_fds=[read_end, *pass_fds],
+                    env={**os.environ, **(env or {}), LIFELINE_VARIABLE: str(theirs.fileno())},
+                    pass_fds=[theirs.fileno(), *pass_fds],
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the owner, which ends its children
                 )
-        finally:
-            os.close(read_end)
 
     @property
     def pid(self) -> int:
@@ -83,6 +96,44 @@ class SupervisedProcess:
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def fault(self) -> str | None:
+        """What is wrong with it, as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
+
+        Call it now and then: what has to last for a time is measured from call to call.
+        """
+        code = self._process.poll()
+        if code is not None:
+            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self.log_tail(1)}"
+        state, ticks = _state_and_cpu_ticks(self.pid)
+        if state != "T":
+            self._stopped = None
+        elif self._stopped is None or self._stopped[0] != ticks:  # between two looks it may have run
+            self._stopped = (ticks, time.monotonic())
+        elif time.monotonic() - self._stopped[1] >= STOPPED_SECONDS:
+            return "is stopped"
+        silent = self._silent_seconds()
+        if self._heartbeat is not None and silent > self._heartbeat:
+            return f"has not answered for {silent:.0f} s"
+        return None
+
+    def _silent_seconds(self) -> float:
+        """Since its last heartbeat; 0 before the first."""
+        try:
+            if self._lifeline.recv(1 << 16):
+                self._last_beat = time.monotonic()
+        except OSError:  # no beat since the last look
+            pass
+        return 0.0 if self._last_beat is None else time.monotonic() - self._last_beat
+
+    def died_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so within `seconds`: its sockets close a moment before it can be reaped."""
+        deadline = time.monotonic() + seconds
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its output."""
@@ -92,18 +143,27 @@ class SupervisedProcess:
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
-    def describe_death(self) -> str:
-        """How it ended, and what it said last."""
+    def describe(self) -> str:
+        """How it ended or stands, and what it said last."""
         code = self._process.poll()
-        if code is None:
-            how = "is running"
+        if code is None and self._stopped is not None:
+            how = "stands stopped: somebody sent it SIGSTOP (kill -CONT lets it go on)"
+        elif code is None:
+            how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
+            self.dump_stacks()  # also of one that hangs with the interpreter's lock held
+            time.sleep(0.3)
         elif code < 0:
-            how = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            how = f"was ended by {_signal_name(-code)}"
             if code == -signal.SIGKILL:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
         else:
             how = f"exited with code {code}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail()}"
+
+    def remedy(self) -> str:
+        """What a user can do about a `fault`."""
+        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and self._stopped is None else ""
+        return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
         """Ask a child that called `follow_parent` to write all its stacks into its log."""
@@ -118,6 +178,7 @@ class SupervisedProcess:
         """Ask it to end, if it lives."""
         if self.alive():
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # one that is stopped would not hear of it
 
     def wait(self, seconds: float) -> None:
         """Until it has ended, or for `seconds`."""
@@ -139,9 +200,7 @@ class SupervisedProcess:
             pass
 
     def _close_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        self._lifeline.close()
 
 
 def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
@@ -156,7 +215,7 @@ def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
 
 
 def follow_parent() -> None:
-    """For a child's first line: die with the parent, and write stacks to stderr on SIGUSR1."""
+    """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1."""
     parent = os.getppid()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -167,13 +226,86 @@ def follow_parent() -> None:
         os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is not None:
-        threading.Thread(target=_wait_for_eof, args=(int(fd),), name="lifeline", daemon=True).start()
+        threading.Thread(target=_hold_lifeline, args=(int(fd),), name="lifeline", daemon=True).start()
 
 
-def _wait_for_eof(fd: int) -> None:
-    while os.read(fd, 1):
-        pass
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
+    """The kernel's letter for the state of a process ("T": stopped by a signal), and the CPU time it has used."""
+    if sys.platform != "linux":
+        return "?", 0
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _hold_lifeline(fd: int) -> None:
+    with socket.socket(fileno=fd) as line:
+        line.settimeout(BEAT_SECONDS)
+        try:
+            while True:
+                try:
+                    if not line.recv(1):
+                        break
+                except TimeoutError:
+                    _beat(line)
+        except OSError:  # closed with beats unread
+            pass
     os._exit(1)
+
+
+def _beat(line: socket.socket) -> None:
+    try:
+        line.send(b".", socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        pass  # the parent has not looked for a long time
+
+
+class FolderLock:
+    """`folder` belongs to this process until `release`, or until it ends, however it ends (flock).
+
+    Args:
+        flag: the flag that named the folder, for the error.
+
+    Raises:
+        ConfigError: another process holds it.
+        OutputError: it cannot be written to.
+    """
+
+    _fd = -1
+
+    def __init__(self, folder: Path, flag: str):
+        with writing(folder, flag):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._fd, 100).decode(errors="replace").strip()
+            self.release()
+            raise ConfigError(
+                f"another run is at work in {folder}: {holder or 'its process is not known'}",
+                where=flag,
+                remedy="wait for its end (or end it), or name another folder",
+            ) from None
+        with writing(folder, flag):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = release
 
 
 def free_port(host: str = "127.0.0.1") -> int:

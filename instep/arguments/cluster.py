@@ -1,6 +1,6 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, VLLM, Flag, Group, Number, later, refused, switch
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, VLLM, Flag, Group, Number, later, refused, switch
 
 RAY = "messages travel in one way"
 OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
@@ -34,6 +34,12 @@ CLUSTER = Group(
         ),
         Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
+        Flag(
+            "--controller-memory-limit",
+            POSITIVE,
+            help="GB by which the controller, where rewards and other hooks run, may grow during the run; "
+            "default: half of the memory that is free at the start",
+        ),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
         *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),

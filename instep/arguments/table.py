@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
+from typing import Any
 
 from instep.arguments.algorithm import ALGORITHM
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
 from instep.arguments.debug import DEBUG
 from instep.arguments.engine import ENGINE, SGLANG
-from instep.arguments.flag import VLLM, Flag, Group, Status
+from instep.arguments.flag import VLLM, Flag, Group, Status, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -53,6 +54,16 @@ _PREFIXES: tuple[tuple[str, Status, str, str], ...] = (
 def own_flags() -> dict[str, Flag]:
     """Flags of the groups, by every name they have."""
     return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
+
+
+def own_hooks(args: Any) -> dict[str, str]:
+    """The user's functions that `args` names: flag -> dotted path."""
+    found = {}
+    for flag in own_flags().values():
+        path = vars(args).get(flag.attribute)
+        if flag.type is hook and path and path != flag.default and not path.startswith("instep."):
+            found[flag.name] = path
+    return found
 
 
 @cache

@@ -11,5 +11,11 @@ TIMEOUTS = Group(
         Flag("--train-timeout", POSITIVE, 3600.0, "for training on one rollout"),
         Flag("--rollout-timeout", POSITIVE, 3600.0, "for one rollout"),
         Flag("--reward-timeout", POSITIVE, 30.0, "for one reward"),
+        Flag(
+            "--heartbeat-timeout",
+            POSITIVE,
+            60.0,
+            "for a sign of life from a training rank or an engine (a process that the kernel calls stopped: 3 s)",
+        ),
     ),
 )

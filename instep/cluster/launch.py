@@ -71,7 +71,7 @@ class LocalCluster:
     def start(self) -> None:
         args, logs = self._args, self._log_dir
         env = {**worker_env(self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
-        self.workers = WorkerGroup("actor", args.world_size, logs, env)
+        self.workers = WorkerGroup("actor", args.world_size, logs, env, heartbeat=args.heartbeat_timeout)
         if self._with_engines:
             self.engines = [start_embedded(args, 0, num_threads=self._num_threads, log_dir=logs, port=args.engine_port)]
 

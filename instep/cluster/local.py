@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -21,18 +21,34 @@ from instep.errors import InstepError, WorkerError
 from instep.processes import Process, SupervisedProcess, stop_all
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
-SEND_SECONDS = 60  # a rank that takes no request for so long is stopped or dead
+# How torch and Python say it, on GPUs and CPUs.
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "MemoryError",
+)
+LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size"
+LOOK_SECONDS = 0.2  # between two looks at the processes of the run while a call waits
 
 
 class WorkerGroup:
     """The workers of one role (the actor); every method call goes to all ranks and has a deadline."""
 
-    def __init__(self, role: str, num_ranks: int, log_dir: Path, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        role: str,
+        num_ranks: int,
+        log_dir: Path,
+        env: Mapping[str, str] | None = None,
+        heartbeat: float | None = None,
+    ):
         self.role = role
+        self.watch: Callable[[], None] = self.check_alive  # called while a call waits
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
-            process, connection = start_rank(role, rank, log_dir, env or {})
+            process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat)
             self._processes.append(process)
             self._connections.append(connection)
 
@@ -63,19 +79,18 @@ class WorkerGroup:
             The results, by rank.
 
         Raises:
-            WorkerError: a rank died, raised or did not answer in time. A named error of a rank is raised as it is.
+            WorkerError: a rank died, was stopped, raised or did not answer in time. A named error of a rank is raised
+                as it is, and so is what `watch` raises.
         """
-        deadline = time.monotonic() + timeout
+        deadline, next_look = time.monotonic() + timeout, 0.0
         for rank, connection in enumerate(self._connections):
-            request = (method, per_rank[rank] if per_rank is not None else args)
-            try:
-                connection.send_bytes(pickle.dumps(request, protocol=5))
-            except OSError:
-                self._raise_death(rank, method)
+            request = pickle.dumps((method, per_rank[rank] if per_rank is not None else args), protocol=5)
+            # Beside the loop below, because a rank that is stopped takes nothing.
+            threading.Thread(target=_send, args=(connection, request), name=f"send {method}", daemon=True).start()
         results: list[Any] = [None] * self.num_ranks
         waiting = dict(enumerate(self._connections))
         while waiting:
-            ready = wait(list(waiting.values()), timeout=0.2)
+            ready = wait(list(waiting.values()), timeout=LOOK_SECONDS)
             for rank in [r for r, c in waiting.items() if c in ready]:
                 try:
                     kind, *payload = pickle.loads(waiting[rank].recv_bytes())
@@ -89,34 +104,41 @@ class WorkerGroup:
                     del waiting[rank]
                 else:
                     self._raise_remote(rank, method, *payload)
-            for rank in waiting:
-                if not ready and not self._processes[rank].alive():
-                    self._raise_death(rank, method)
+            if waiting and time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_SECONDS
+                for rank in waiting:
+                    if self._processes[rank].fault():
+                        self._raise_death(rank, method)
+                self.watch()
             if waiting and time.monotonic() > deadline:
                 self._raise_timeout(sorted(waiting), method, timeout)
         return results
 
     def check_alive(self) -> None:
-        """Raise WorkerError if a rank has ended."""
+        """Raise WorkerError if a rank has ended, or has been stopped."""
         for rank, process in enumerate(self._processes):
-            if not process.alive():
-                self._raise_death(rank, "waiting")
+            if process.fault():
+                self._raise_death(rank)
 
-    def _raise_death(self, rank: int, method: str) -> None:
+    def _raise_death(self, rank: int, method: str = "") -> None:
         process = self._processes[rank]
-        for _ in range(20):
-            if not process.alive():
-                break
-            time.sleep(0.05)
-        raise WorkerError(
-            f"a training worker died during '{method}'",
-            where=process.describe_death(),
-            remedy="see its log; a SIGKILL usually means memory: fewer --max-tokens-per-gpu or --micro-batch-size",
-        )
+        fault = process.fault()
+        if fault is None:  # it closed its connection, so its end is a matter of moments
+            process.died_within(1.0)
+            fault = process.fault() or "closed its connection"
+        memory = f"; a SIGKILL usually means memory: {LESS_MEMORY}" if not process.alive() else ""
+        during = f", during '{method}'" if method else ""
+        raise WorkerError(f"{process.name} {fault}{during}", where=process.describe(), remedy=process.remedy() + memory)
 
     def _raise_remote(self, rank: int, method: str, error: BaseException | None, traceback: str) -> None:
         if isinstance(error, InstepError):
             raise error
+        if any(sign in traceback for sign in OUT_OF_MEMORY):
+            raise WorkerError(
+                f"{self.role} rank {rank} ran out of memory in '{method}'",
+                where=f"{traceback.rstrip().splitlines()[-1]} (its log: {self._processes[rank].log_path})",
+                remedy=f"{LESS_MEMORY}; run again to resume from the last checkpoint",
+            )
         deadline = time.monotonic() + 1.0  # a rank that lost a peer answers before the peer's death is seen
         while self.num_ranks > 1 and time.monotonic() < deadline:
             for other, process in enumerate(self._processes):
@@ -148,20 +170,32 @@ class WorkerGroup:
 
 
 def start_rank(
-    role: str, rank: int, log_dir: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+    role: str,
+    rank: int,
+    log_dir: Path,
+    env: Mapping[str, str],
+    heartbeat: float | None,
+    pass_fds: Sequence[int] = (),
 ) -> tuple[SupervisedProcess, Connection]:
     """Start the process of one rank; the connection is the only way to talk to it."""
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
     process = SupervisedProcess(
         f"{role} rank {rank}",
         [sys.executable, "-m", "instep.cluster.worker_main"],
         log_dir / f"{role}-rank{rank}.log",
         env={**env, CONNECTION_VARIABLE: str(theirs.fileno())},
         pass_fds=[theirs.fileno(), *pass_fds],
+        heartbeat=heartbeat,
     )
     theirs.close()
     return process, Connection(ours.detach())
+
+
+def _send(connection: Connection, request: bytes) -> None:
+    try:
+        connection.send_bytes(request)
+    except OSError:
+        pass  # the rank is dead, which the waiting side sees
 
 
 class WorkerChannel:

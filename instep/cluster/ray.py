@@ -27,7 +27,7 @@ from instep.arguments.args import SECRETS, Args
 from instep.cluster.launch import worker_env
 from instep.cluster.local import WorkerGroup
 from instep.cluster.placement import Plan, make_plan
-from instep.cluster.ray_host import Death, Host, HostInfo
+from instep.cluster.ray_host import Fault, Host, HostInfo
 from instep.engines.launch import Engine
 from instep.errors import ConfigError, InstepError, WorkerError
 from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
@@ -74,7 +74,7 @@ class RayCluster:
             more = {**worker_env(threads), **self._devices([slot.gpu], slot.node)}
             relay = host.add(f"actor rank {rank}", self._log_dir / f"actor-rank{rank}.log", self._processes)
             fds = [fd] if rank == 0 else []
-            host.ask("start_worker", "actor", rank, str(self._log_dir), {**more, **env}, fds)
+            host.ask("start_worker", "actor", rank, str(self._log_dir), {**more, **env}, args.heartbeat_timeout, fds)
             workers.append(self._processes[-1])
             relays.append(relay)
             url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
@@ -140,6 +140,7 @@ class RayWorkerGroup(WorkerGroup):
         self.role = role
         self._processes = list(processes)
         self._connections = list(relays)
+        self.watch = self.check_alive
 
 
 class Relay(Connection):
@@ -167,16 +168,32 @@ class RemoteProcess:
 
     def __init__(self, host: HostHandle, name: str, log_path: Path):
         self.name, self.log_path, self._host = name, log_path, host
-        self.death: str | None = None
+        self.told: Fault | None = None
 
     def alive(self) -> bool:
-        return self.death is None
+        return self.told is None or not self.told.dead
 
-    def describe_death(self) -> str:
-        return self.death or f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
+    def fault(self) -> str | None:
+        return self.told.what if self.told is not None else None
+
+    def died_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+    def describe(self) -> str:
+        if self.told is not None:
+            return self.told.text
+        return f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
+
+    def remedy(self) -> str:
+        return self.told.remedy if self.told is not None else "see its log"
 
     def log_tail(self, num_lines: int = 15) -> str:
-        return self.death or str(self._host.ask("log_tail", self.name, num_lines))
+        if self.told is not None and self.told.dead:
+            return self.told.text
+        return str(self._host.ask("log_tail", self.name, num_lines))
 
     def dump_stacks(self) -> None:
         self._tell("dump_stacks")
@@ -253,20 +270,23 @@ class HostHandle:
             except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
                 if not self._closed:
                     for name in self._processes:
-                        self._bury(name, f"{name} is lost with its node {self.info.address}: {_why(error)}")
+                        text = f"{name} is lost with its node {self.info.address}: {_why(error)}"
+                        self._tell(name, Fault("is lost", text, "see Ray's logs and its node", dead=True))
                 return
             for name, item in news:
                 try:
-                    if isinstance(item, Death):
-                        self._bury(name, item.text)
+                    if isinstance(item, Fault):
+                        self._tell(name, item)
                     else:
                         self._relays[name].deliver(item)
                 except OSError:  # the controller has closed its end
                     pass
 
-    def _bury(self, name: str, text: str) -> None:
-        self._processes[name].death = self._processes[name].death or text
-        self._relays[name].end()
+    def _tell(self, name: str, fault: Fault) -> None:
+        if self._processes[name].alive():
+            self._processes[name].told = fault
+        if fault.dead:
+            self._relays[name].end()
 
     def close(self) -> None:
         import ray

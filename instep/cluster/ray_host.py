@@ -37,16 +37,20 @@ class HostInfo:
 
 
 @dataclass(frozen=True)
-class Death:
-    """The last thing that is heard of a process."""
+class Fault:
+    """What is wrong with a process, as `SupervisedProcess` says it; with `dead` it is the last that is heard of it."""
 
+    what: str
     text: str
+    remedy: str
+    dead: bool
 
 
 class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
         self.num_bytes = self.peak = self.host_used = 0
+        self._told = False
         self._info = psutil.Process(process.pid)
 
     def measure(self) -> None:
@@ -58,12 +62,19 @@ class _Child:
         memory = psutil.virtual_memory()
         self.host_used = memory.total - memory.available
 
-    def death(self) -> Death:
+    def fault(self) -> Fault | None:
+        """What is wrong with it, once."""
+        what = self.process.fault()
+        dead = not self.process.alive()
+        if what is None or (self._told and not dead):
+            return None
+        self._told = True
         memory = (
             f"memory at its death: {_gb(self.num_bytes)} resident (peak {_gb(self.peak)}); its host "
             f"{socket.gethostname()} used {_gb(self.host_used)} of {_gb(psutil.virtual_memory().total)}"
         )
-        return Death(f"{self.process.describe_death()}\n{memory}")
+        text = self.process.describe() + (f"\n{memory}" if dead else "")
+        return Fault(what, text, self.process.remedy(), dead)
 
 
 class Host:
@@ -112,10 +123,12 @@ class Host:
         self._listeners.append(listener)
         return f"tcp://{self._address}:{listener.getsockname()[1]}", listener.fileno()
 
-    def start_worker(self, role: str, rank: int, log_dir: str, env: Mapping[str, str], fds: Sequence[int]) -> None:
+    def start_worker(
+        self, role: str, rank: int, log_dir: str, env: Mapping[str, str], heartbeat: float, fds: Sequence[int]
+    ) -> None:
         if "GLOO_SOCKET_IFNAME" not in env:
             env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
-        process, connection = start_rank(role, rank, Path(log_dir), env, fds)
+        process, connection = start_rank(role, rank, Path(log_dir), env, heartbeat, fds)
         with self._lock:
             self._children[process.name] = _Child(process, connection)
         for listener in self._listeners if fds else ():
@@ -142,36 +155,39 @@ class Host:
         except OSError:
             pass
 
-    def receive(self, seconds: float) -> list[tuple[str, bytes | Death]]:
-        """What workers have sent, and which processes have ended; waits for something at most `seconds`."""
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Fault]]:
+        """What workers have sent, and what is wrong with processes; waits for something at most `seconds`."""
         deadline = time.monotonic() + seconds
-        out: list[tuple[str, bytes | Death]] = []
+        out: list[tuple[str, bytes | Fault]] = []
         while not out and time.monotonic() < deadline:
             with self._lock:
                 children = dict(self._children)
             for child in children.values():
                 child.measure()
             names = {child.connection: name for name, child in children.items() if child.connection is not None}
-            ended = {name for name, child in children.items() if not child.process.alive()}
+            closed, heard = set(), set()
             for connection in wait(list(names), WATCH_SECONDS) if names else _sleep():
                 assert isinstance(connection, Connection)
                 try:
                     out.append((names[connection], connection.recv_bytes()))
-                    ended.discard(names[connection])  # its last words first
+                    heard.add(names[connection])  # of one that has ended, its last words come first
                 except (EOFError, OSError):
-                    ended.add(names[connection])
-            out += [(name, self._bury(name)) for name in sorted(ended)]
+                    closed.add(names[connection])
+            for name, child in children.items():
+                if name in closed:
+                    child.process.died_within(1.0)  # the connection closes a moment before the process ends
+                if name not in heard and (fault := child.fault()) is not None:
+                    out.append((name, fault))
+                    if fault.dead:
+                        self._bury(name)
         return out
 
-    def _bury(self, name: str) -> Death:
+    def _bury(self, name: str) -> None:
         with self._lock:
             child = self._children.pop(name)
-        child.process.wait(1.0)  # the connection closes a moment before the process ends
-        death = child.death()
         child.process.kill()
         if child.connection is not None:
             child.connection.close()
-        return death
 
     # ---- one process ---------------------------------------------------------------------------------------------
 

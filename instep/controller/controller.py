@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from instep.arguments.table import own_hooks
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
@@ -30,7 +31,7 @@ from instep.controller.run_state import (
 )
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.training import TrainingRound
-from instep.controller.watch import run_watched
+from instep.controller.watch import Watch
 from instep.engines.launch import Engine
 from instep.errors import ConfigError
 from instep.hooks import load_function
@@ -38,6 +39,7 @@ from instep.observability.memory import PssSampler
 from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
+from instep.processes import FolderLock
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.training import lr_schedule
@@ -51,6 +53,10 @@ class Controller:
         self.started = time.monotonic()
         self.args, self._with_engines = args, with_engines
         self.run_dir = Path(args.run_dir)
+        folders = {Path(args.run_dir).resolve(): "--run-dir"}
+        if args.save:
+            folders.setdefault(Path(args.save).resolve(), "--save")
+        self._locks = [FolderLock(folder, flag) for folder, flag in folders.items()]
         self._resolve_device()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self._runtime: dict[str, Any] = {}
@@ -72,8 +78,11 @@ class Controller:
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
         self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
         self._memory = PssSampler()
+        self._watch = Watch(self._check_processes, ", ".join(own_hooks(args).values()), args.controller_memory_limit)
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
+        if self._resumed_state is not None:
+            self._restore(self._resumed_state)
         start = self._start_rollout_id(checkpoint)
         self.start_rollout_id = self.rollout_id = start
         self.log = RunLogger(
@@ -112,6 +121,8 @@ class Controller:
         self._memory.stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self.log.__exit__(kind, error, traceback)
+        for lock in self._locks:
+            lock.release()
 
     def _start(self) -> None:
         args = self.args
@@ -126,6 +137,9 @@ class Controller:
         )
         self._cluster.start()
         self._workers, self._engines = self._cluster.workers, self._cluster.engines
+        self._workers.watch = self._check_processes
+        for engine in self._engines:
+            engine.watch = self._check_processes
         requests = self._cluster.setup_requests
         layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
         self._load_weights()
@@ -165,8 +179,6 @@ class Controller:
         if self._checkpoint is not None:
             with_optimizer = not (args.no_load_optim or args.finetune)
             workers.call("load", self._checkpoint[0], with_optimizer, timeout=timeout)
-            if self._resumed_state is not None:
-                self._restore(self._resumed_state)
             self.log.status(f"continuing from {self._checkpoint[0]} at rollout {self.start_rollout_id}")
             return
         path = args.ref_load or args.hf_checkpoint
@@ -236,10 +248,8 @@ class Controller:
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         started, dropped_before = time.monotonic(), self.ledger.num_dropped
         with self.log.phase("rollout"):
-            output = run_watched(
+            output = self._watch.run(
                 lambda: self._rollout_function(self.hook_args, rollout_id, self.data_source, evaluation=False),
-                self._engines,
-                self._require_workers(),
                 timeout=args.rollout_timeout,
                 what=f"rollout {rollout_id}",
             )
@@ -278,10 +288,8 @@ class Controller:
         """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
         with self.log.phase("eval"):
             output = as_eval_output(
-                run_watched(
+                self._watch.run(
                     lambda: self._eval_function(self.hook_args, rollout_id, self.data_source, evaluation=True),
-                    self._engines,
-                    self._require_workers(),
                     timeout=self.args.rollout_timeout,
                     what=f"evaluation before rollout {rollout_id}",
                 )
@@ -364,6 +372,12 @@ class Controller:
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
         self.log.finish(summary)
         return summary
+
+    def _check_processes(self) -> None:
+        """Raise if an engine or a worker has died, or has been stopped."""
+        for engine in self._engines:
+            engine.check_alive()
+        self._require_workers().check_alive()
 
     def _require_workers(self) -> WorkerGroup:
         assert self._workers is not None, "the controller is used as a context manager"

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoints.files import others, write_manifest
 from instep.errors import CheckpointError, ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,12 +31,14 @@ def latest_iteration(root: Path | None) -> int | None:
     """The number in `latest_checkpointed_iteration.txt`, or None where there is no such file."""
     if root is None or not (root / TRACKER).exists():
         return None
-    text = (root / TRACKER).read_text().strip()
+    text = (root / TRACKER).read_text(errors="backslashreplace").strip()
     try:
         return int(text)
     except ValueError:
         raise CheckpointError(
-            f"{text!r} is no iteration", where=str(root / TRACKER), remedy="write the number of a complete iter_ folder"
+            f"{text!r:.60} is no iteration",
+            where=str(root / TRACKER),
+            remedy=f"write the number of a complete folder into it, or {others(root / TRACKER)}",
         ) from None
 
 
@@ -56,7 +59,7 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
         raise CheckpointError(
             f"there is no checkpoint of iteration {iteration}",
             where=str(folder),
-            remedy=f"correct {root / TRACKER} or --ckpt-step",
+            remedy=f"correct {root / TRACKER} or --ckpt-step; {others(folder)}",
         )
     return folder, iteration
 
@@ -79,6 +82,7 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         partial.mkdir()
         write(partial)
         write_json(partial / "run_state.json", state)
+        write_manifest(partial)
         replaced = root / f".{final.name}.old"
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
@@ -88,13 +92,21 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
-            f"the checkpoint of iteration {iteration} could not be written: {getattr(error, 'what', error)}",
+            f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
+            f"{getattr(error, 'what', error)}",
             where=str(root),
             remedy="free space or fix permissions; the last complete checkpoint is untouched",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _free_space(root: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
+    except OSError:  # the folder is not there, or may not be looked at: the error itself says so
+        return ""
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
@@ -106,7 +118,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"run_state.json cannot be read: {error}", where=str(path), remedy="name an earlier one with --ckpt-step"
+            f"run_state.json cannot be read: {error}", where=str(path), remedy=others(folder)
         ) from error
 
 

@@ -8,6 +8,7 @@ weights that are not proven.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -23,6 +24,7 @@ import psutil
 import torch
 
 from instep.cluster.local import WorkerGroup
+from instep.controller.training import check_weights
 from instep.engines.launch import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.types import TokenBatch
@@ -213,7 +215,10 @@ class WeightSync:
             sample_columns={"temperature": torch.ones(len(self._probe))},
         )
         results = self._workers.call("score", batch, timeout=_left(deadline))
-        return next(r for r in results if r is not None).tolist()
+        scores: list[float] = next(r for r in results if r is not None).tolist()
+        if not all(map(math.isfinite, scores)):
+            check_weights(self._workers, _left(deadline))  # the better name for it
+        return scores
 
     def _engine_scores(self, engine: Engine, deadline: float) -> list[float]:
         out: list[float] = []

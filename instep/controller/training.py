@@ -5,6 +5,7 @@ Statistics over groups belong here, because the samples of a group may lie on se
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from instep.algorithms.reductions import loss_weights
 from instep.cluster.local import WorkerGroup
 from instep.data.batch import build_batch
 from instep.data.schedule import plan_steps, steps_of_samples
-from instep.errors import RolloutError
+from instep.errors import RolloutError, TrainingError
 from instep.hooks import load_function
 from instep.rollout.outputs import flatten
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Group, Sample, Schedule, TokenBatch
+
+logger = logging.getLogger(__name__)
+MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
 
 
 class TrainingRound:
@@ -37,6 +41,7 @@ class TrainingRound:
         self._args, self._hook_args = args, hook_args
         self._workers, self._layout, self._lr = workers, layout, schedule
         self._dp_size = layout[0].dp_size
+        self._num_skipped = 0  # optimizer steps in a row
         self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
 
     def run(self, groups: list[Group], num_steps_before: int) -> list[dict[str, float]]:
@@ -72,7 +77,24 @@ class TrainingRound:
                 self._score(batch, schedule, names)
             self._add_advantages(batch, [s for g in groups for s in flatten(g)])
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        return self._train(batch, schedule, lrs)
+        steps = self._train(batch, schedule, lrs)
+        self._check_steps(steps)
+        return steps
+
+    def _check_steps(self, steps: list[dict[str, float]]) -> None:
+        """A step whose gradients are not finite was skipped, which may happen now and then; more must not."""
+        for step in steps:
+            self._num_skipped = self._num_skipped + 1 if step["skipped_steps"] else 0
+        if not self._num_skipped:
+            return
+        check_weights(self._workers, self._args.train_timeout)
+        if self._num_skipped >= MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"the gradients of {self._num_skipped} optimizer steps in a row were not finite",
+                where="the training worker; no weight has changed since the last good step",
+                remedy="look at rewards and advantages, lower --lr, or compute in --precision fp32",
+            )
+        logger.warning("the gradients of an optimizer step were not finite: it was skipped")
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
@@ -142,3 +164,14 @@ class TrainingRound:
         per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
         results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
         return next(r for r in results if r is not None)
+
+
+def check_weights(workers: WorkerGroup, timeout: float) -> None:
+    """Raise TrainingError, by name, if weights of the policy are not finite."""
+    names = [name for names in workers.call("broken_weights", timeout=timeout) for name in names]
+    if names:
+        raise TrainingError(
+            f"{len(names)} weights are not finite: {', '.join(names[:3])}",
+            where="the policy in the training worker",
+            remedy="load another checkpoint (--ckpt-step, --hf-checkpoint); if it happened on the way, lower --lr",
+        )

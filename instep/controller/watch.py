@@ -1,4 +1,4 @@
-"""Run a rollout function in a thread of its own, while this one watches engines, workers and the clock.
+"""Run a rollout function in a thread of its own, while this one watches processes, memory and the clock.
 
 A user's rollout function may block for as long as it likes; the death of an engine, an expired bound or Ctrl-C must
 still end the run in seconds.
@@ -6,58 +6,88 @@ still end the run in seconds.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from instep.cluster.local import WorkerGroup
-from instep.engines.launch import Engine
+import psutil
+
 from instep.errors import RolloutError
 from instep.rollout import runtime
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
+LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
-def run_watched(
-    work: Callable[[], T], engines: Sequence[Engine], workers: WorkerGroup, *, timeout: float, what: str
-) -> T:
-    """The result of `work()`.
+class Watch:
+    """Watches what a rollout depends on.
 
-    Raises:
-        EngineError, WorkerError: an engine or a worker died meanwhile.
-        RolloutError: `timeout` seconds have passed.
+    Args:
+        check: raises if a process of the run has died or was stopped.
+        hooks: the user's functions that run in this process, for messages.
+        limit_gb: growth of this process that ends the run; None: half of the memory that is available now.
     """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
 
-    def target() -> None:
+    def __init__(self, check: Callable[[], None], hooks: str, limit_gb: float | None = None):
+        self._check, self._hooks = check, hooks or "none"
+        self._process = psutil.Process()
+        self._first_rss: int | None = None
+        self._alarm = ALARM_BYTES
+        self._limit = limit_gb * 1e9 if limit_gb else LIMIT_RATIO * psutil.virtual_memory().available
+
+    def run(self, work: Callable[[], T], *, timeout: float, what: str) -> T:
+        """The result of `work()`.
+
+        Raises:
+            EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.
+            RolloutError: `timeout` seconds have passed, or the memory of this process grows without end.
+        """
+        outcome: list[T] = []
+        failure: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:  # noqa: BLE001 - handed over to the watching thread, which raises it
+                failure.append(error)
+
+        thread = threading.Thread(target=target, name=what, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + timeout
         try:
-            outcome.append(work())
-        except BaseException as error:  # noqa: BLE001 - handed over to the watching thread, which raises it
-            failure.append(error)
+            while thread.is_alive():
+                thread.join(0.1)
+                self._check()
+                self._check_memory(what)
+                if time.monotonic() > deadline:
+                    raise RolloutError(
+                        f"{what} did not end within {timeout:.0f} s",
+                        where=f"--rollout-timeout; hooks: {self._hooks}",
+                        remedy="look at the engines' logs and at your hooks (an async function must not block); "
+                        "raise the bound if the work is larger",
+                    )
+        except BaseException:
+            runtime.cancel_all()
+            thread.join(2.0)
+            raise
+        if failure:
+            self._check()  # a dead engine is the cause of what its clients say
+            raise failure[0]
+        return outcome[0]
 
-    thread = threading.Thread(target=target, name=what, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + timeout
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-            for engine in engines:
-                engine.check_alive()
-            workers.check_alive()
-            if time.monotonic() > deadline:
-                raise RolloutError(
-                    f"{what} did not end within {timeout:.0f} s",
-                    where="--rollout-timeout",
-                    remedy="look at the engines' logs and at your hooks; raise the bound if the work is larger",
-                )
-    except BaseException:
-        runtime.cancel_all()
-        thread.join(2.0)
-        raise
-    if failure:
-        for engine in engines:
-            engine.check_alive()  # a dead engine is the cause of what its clients say
-        raise failure[0]
-    return outcome[0]
+    def _check_memory(self, what: str) -> None:
+        rss = self._process.memory_info().rss
+        self._first_rss = self._first_rss or rss
+        grown = rss - self._first_rss
+        says = f"the controller has grown by {grown / 1e9:.1f} GB since its first rollout"
+        where = f"{what}; the hooks that run in it: {self._hooks}"
+        if grown > self._limit:
+            remedy = "let the hooks keep less, or raise --controller-memory-limit; run again to resume"
+            raise RolloutError(f"{says}, more than {self._limit / 1e9:.1f} GB", where=where, remedy=remedy)
+        if grown > self._alarm:
+            self._alarm = 2 * grown
+            logger.warning("%s (%s): does one of them keep what it should let go?", says, where)

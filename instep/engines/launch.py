@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,16 @@ class Engine:
 
     def __init__(self, name: str, url: str, process: Process | None = None):
         self.name, self.url, self.process = name, url, process
+        self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
 
     def check_alive(self) -> None:
-        """Raise EngineError if the process has ended."""
-        if self.process is not None and not self.process.alive():
+        """Raise EngineError if the process has ended, or has been stopped."""
+        fault = self.process.fault() if self.process is not None else None
+        if self.process is not None and fault is not None:
             raise EngineError(
-                f"{self.name} died",
-                where=self.process.describe_death(),
-                remedy="see its log; run again to resume from the last checkpoint",
+                f"{self.name} {fault}",
+                where=self.process.describe(),
+                remedy=self.process.remedy(),
             )
 
     def wait_ready(self, timeout: float) -> None:
@@ -42,9 +46,10 @@ class Engine:
             if self.process is not None and not self.process.alive():
                 raise EngineError(
                     f"{self.name} ended before it was ready",
-                    where=self.process.describe_death(),
+                    where=self.process.describe(),
                     remedy="the last lines of its log say why",
                 )
+            self.watch()
             try:
                 with _open(self.url + "/health", timeout=2) as answer:
                     if answer.status == 200:
@@ -59,12 +64,26 @@ class Engine:
         )
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any) -> dict[str, Any]:
-        """POST JSON to a control route.
+        """POST JSON to a control route; the processes of the run are watched meanwhile.
 
         Raises:
             EngineRefusal: the engine answered with an error.
             EngineError: it did not answer.
         """
+        answer: Future[dict[str, Any]] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(self._post(path, body, timeout, query))
+            except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name=f"{self.name} {path}", daemon=True).start()
+        while not wait([answer], 0.2).done:
+            self.watch()
+        return answer.result()
+
+    def _post(self, path: str, body: dict[str, Any] | None, timeout: float, query: dict[str, Any]) -> dict[str, Any]:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")
         request = urllib.request.Request(
             url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
@@ -76,7 +95,15 @@ class Engine:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             raise EngineRefusal.from_answer(self, path, error.code, text) from None
+        except ValueError as error:
+            raise EngineError(
+                f"{self.name} answered {path} with something that is no JSON: {error}",
+                where=url,
+                remedy="see its log; does something else answer at its address?",
+            ) from error
         except (OSError, http.client.HTTPException) as error:
+            if self.process is not None and not isinstance(error, TimeoutError):
+                self.process.died_within(1.0)
             self.check_alive()
             raise EngineError(
                 f"{self.name} did not answer {path} within {timeout:.0f} s: {error}",
@@ -135,5 +162,6 @@ def start_embedded(
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
     env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV, **(env or {})}
-    process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log", env)
+    log_path = log_dir / f"engine-{index}.log"
+    process = SupervisedProcess(f"engine {index}", command, log_path, env, heartbeat=args.heartbeat_timeout)
     return Engine(f"engine {index}", f"http://{host}:{port}", process)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from instep.errors import writing
 from instep.observability.progress import Progress, duration, number
 from instep.observability.report import make_report
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
@@ -49,7 +50,8 @@ class RunLogger:
         console: Console | None = None,
     ):
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with writing(self.run_dir, "--run-dir"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
         self._phases: list[str] = []
         self._phase_mark = 0.0
         self._phase_seconds: dict[str, float] = {}
@@ -131,7 +133,7 @@ class RunLogger:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and report.html, take the panel down and print the final table."""
         write_json(self.run_dir / "summary.json", summary)
-        with self.phase("report"):
+        with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
         self.progress.stop(keep_panel=False)
         console = self.progress.console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.errors import ConfigError
+from instep.errors import ConfigError, writing
 
 _SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
 _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
@@ -42,12 +43,12 @@ def jsonable(value: Any) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically: after a crash the file is the old one or the new one, never half of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("w", encoding="utf-8") as file:
+    with writing(path), part.open("w", encoding="utf-8") as file:
         json.dump(jsonable(value), file, indent=2, ensure_ascii=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
+        os.replace(part, path)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -75,16 +76,20 @@ class JsonLines:
     def __init__(self, path: Path, keep: Any = None):
         self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text("".join(_line(row) for row in self.kept), encoding="utf-8")
-        os.replace(part, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            part.write_text("".join(_line(row) for row in self.kept), encoding="utf-8")
+            os.replace(part, path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
+            self._file.close()
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -101,11 +106,12 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event = Event
+        self._event, self._folder = Event, folder
         if resume_from_step is None:  # a new run in an old folder: its curves would mix with the old ones
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
-        self._writer = EventFileWriter(str(folder))
+        with writing(folder):
+            self._writer = EventFileWriter(str(folder))
         if resume_from_step is not None:
             self._writer.add_event(Event(step=resume_from_step, session_log=SessionLog(status=SessionLog.START)))
 
@@ -113,11 +119,13 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=Summary(value=values)))
-        self._writer.flush()
+        with writing(self._folder):
+            self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+            self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):  # what could not be written was reported by `log`
+            self._writer.close()
 
 
 class WandB:

@@ -188,6 +188,10 @@ class Worker:
     def weight_digests(self) -> dict[str, str]:
         return source_digests(self.backend.weight_source())
 
+    def broken_weights(self) -> list[str]:
+        """Names of the weights that are not finite; collective, empty on ranks that do not gather."""
+        return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
+
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face checkpoint (collective)."""
         from instep.checkpoints.hf_export import export_hf

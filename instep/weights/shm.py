@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from instep.errors import SyncError
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 from instep.weights.source import WeightSource
 
@@ -33,6 +34,9 @@ def publish_shm(
 
     Returns:
         The number of bytes written by this rank.
+
+    Raises:
+        SyncError: there is no room for a bucket.
     """
     records: list[TensorRecord] = []
     parts: list[torch.Tensor] = []
@@ -41,10 +45,17 @@ def publish_shm(
     def flush() -> None:
         nonlocal records, parts, total, offset, num_buckets
         path = directory / f"{nonce}-{num_buckets}.bin"
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            for part in parts:
-                file.write(tensor_bytes(part))
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                for part in parts:
+                    file.write(tensor_bytes(part))
+        except OSError as error:
+            raise SyncError(
+                f"a bucket of {offset / 1e6:,.1f} MB does not fit into shared memory: {error.strerror}",
+                where=str(path),
+                remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --sync-way disk",
+            ) from error
         emit(BucketManifest(str(path), version, nonce, tuple(records)))
         total, num_buckets = total + offset, num_buckets + 1
         records, parts, offset = [], [], 0

@@ -7,8 +7,11 @@ import sys
 import time
 
 import psutil
+import pytest
 
-from instep.processes import SupervisedProcess, free_port, port_is_free, stop_all
+from instep import processes
+from instep.errors import ConfigError
+from instep.processes import FolderLock, SupervisedProcess, free_port, port_is_free, stop_all
 
 CHILD = (
     "import time; from instep.processes import follow_parent; follow_parent(); print('up', flush=True); time.sleep(60)"
@@ -27,7 +30,7 @@ def test_death_is_described_with_signal_and_log(tmp_path):
     assert wait_until(lambda: "up" in child.log_tail())
     os.kill(child.pid, signal.SIGKILL)
     assert wait_until(lambda: not child.alive())
-    text = child.describe_death()
+    text = child.describe()
     assert "engine 7" in text and "SIGKILL" in text and "up" in text
     child.stop()
 
@@ -35,7 +38,7 @@ def test_death_is_described_with_signal_and_log(tmp_path):
 def test_exit_code_and_last_words_are_quoted(tmp_path):
     child = SupervisedProcess("worker", [sys.executable, "-c", "raise SystemExit('no luck')"], tmp_path / "log")
     assert wait_until(lambda: not child.alive())
-    assert "exited with code 1" in child.describe_death() and "no luck" in child.describe_death()
+    assert "exited with code 1" in child.describe() and "no luck" in child.describe()
     child.stop()
 
 
@@ -73,6 +76,50 @@ def test_stacks_on_request(tmp_path):
     child.dump_stacks()
     assert wait_until(lambda: "most recent call first" in child.log_tail())
     child.stop()
+
+
+def test_a_stopped_child_is_a_fault_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "STOPPED_SECONDS", 0.4)
+    child = SupervisedProcess("c", [sys.executable, "-c", CHILD], tmp_path / "log")
+    assert wait_until(lambda: "up" in child.log_tail())
+    assert child.fault() is None
+    os.kill(child.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert wait_until(lambda: child.fault() == "is stopped")
+    assert 0.4 <= time.monotonic() - started < 5 and "SIGSTOP" in child.describe()
+    os.kill(child.pid, signal.SIGCONT)
+    assert wait_until(lambda: child.fault() is None)
+    os.kill(child.pid, signal.SIGSTOP)
+    child.stop(grace=5)  # and can be ended all the same
+    assert child.fault() == "died (SIGTERM)"
+
+
+def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path):
+    hang = "import ctypes, sys; from instep.processes import follow_parent; follow_parent(); sys.stdin.read();"
+    hang += "import time; time.sleep(1.5); lib, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"
+    hang += "def stuck(): lib.pthread_mutex_lock(lock); print('stuck', flush=True); lib.pthread_mutex_lock(lock)\n"
+    child = SupervisedProcess("c", [sys.executable, "-c", hang + "stuck()"], tmp_path / "log", heartbeat=1.2)
+    while "stuck" not in child.log_tail():
+        assert child.fault() is None
+        time.sleep(0.05)
+    assert wait_until(lambda: child.fault() == "has not answered for 1 s")
+    assert "in stuck" in child.describe() and "--heartbeat-timeout" in child.remedy()
+    child.stop(grace=0.1)
+
+
+def test_a_folder_has_one_owner_at_a_time(tmp_path):
+    code = "import sys, time; from pathlib import Path; from instep.processes import FolderLock;"
+    code += "lock = FolderLock(Path(sys.argv[1]), '--run-dir'); print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=f"process {other.pid} on ") as caught:
+        FolderLock(tmp_path, "--run-dir")
+    assert caught.value.where == "--run-dir"
+    other.kill()
+    other.communicate()
+    ours = FolderLock(tmp_path, "--run-dir")  # what a killed process leaves does not matter
+    ours.release()
+    FolderLock(tmp_path, "--run-dir").release()
 
 
 def test_port_checks():

@@ -4,6 +4,7 @@ import errno
 
 import pytest
 
+from instep.checkpoints.files import check_whole
 from instep.controller.run_state import find_checkpoint, latest_iteration, read_state, save_checkpoint
 from instep.errors import CheckpointError
 
@@ -48,3 +49,31 @@ def test_wrong_trackers_are_named(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     with pytest.raises(CheckpointError, match="no checkpoint of iteration 12"):
         find_checkpoint(tmp_path, None)
+
+
+def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
+    for number in (1, 2, 3):
+        save_checkpoint(tmp_path, number, write, {})
+    folder, _ = find_checkpoint(tmp_path, None)
+    check_whole(folder)
+    (folder / "weights.bin").write_bytes(b"x" * 99)
+    with pytest.raises(CheckpointError, match=r"weights\.bin has 99 bytes instead of 100") as caught:
+        check_whole(folder)
+    assert "--ckpt-step: 1, 2" in str(caught.value)
+    (folder / "weights.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.bin is missing"):
+        check_whole(folder)
+    (folder / "files.json").write_text("{")
+    with pytest.raises(CheckpointError, match="list of files cannot be read"):
+        check_whole(folder)
+    (folder / "files.json").unlink()
+    check_whole(folder)  # as another framework writes it
+
+
+def test_a_tracker_of_garbage_is_named(tmp_path):
+    save_checkpoint(tmp_path, 5, write, {})
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="is no iteration") as caught:
+        latest_iteration(tmp_path)
+    assert "--ckpt-step: 5" in str(caught.value)
+    assert find_checkpoint(tmp_path, 5)[1] == 5

@@ -1,0 +1,69 @@
+"""`python -m tests.faults.document` runs the suite and writes docs/faults.md with what it measured."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.faults.harness import Result
+
+PATH = Path(__file__).parents[2] / "docs" / "faults.md"
+HEAD = """\
+# Faults
+
+What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault suite
+(`tests/faults/`, a part of `make test`): each fault is made in a real run of a tiny model on a CPU, with all its
+processes, two runs at a time on one machine. A run recovers, or it ends within 10 s with one error that says what
+happened, where, and what to do; no process of it is left and no complete checkpoint is lost. An error has three
+parts (what, where, remedy); the table shows the first.
+
+"Seconds" are counted from the fault until the command has ended with all its processes. A fault that was there
+before the command counts from its start (most of it Python's imports), a recovered one until the next training step
+is done or the command has ended.
+
+| fault | outcome | seconds | what you see |
+|---|---|---|---|
+"""
+FOOT = """
+While a call to a worker or an engine waits, and while a rollout runs, the controller looks at all its processes every
+0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after 3 s; one that
+sends no heartbeat, after `--heartbeat-timeout`. Every call has a bound of its own as well (`--train-timeout`,
+`--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the stacks of all ranks are
+in the error.
+"""
+
+
+def document(faults: dict[str, tuple[str, str]], results: dict[str, Result]) -> str:
+    rows = []
+    for name, (what, outcome) in faults.items():
+        result = results[name]
+        seen = f"`{result.seen}`" if outcome == "error" else result.seen
+        rows.append(f"| {what} | {outcome} | {result.seconds:.1f} | {seen.replace('|', '/')} |\n")
+    return HEAD + "".join(rows) + FOOT
+
+
+def documented(text: str) -> list[tuple[str, str]]:
+    """Fault and outcome of the table's rows."""
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    return [(row[0].removeprefix("| "), row[1]) for row in rows]
+
+
+def main() -> None:
+    from tests.faults.conftest import run_all
+    from tests.faults.suite import FAULTS, SCENARIOS
+
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="instep-faults-") as root:
+        pool, futures = run_all(list(SCENARIOS), Path(root))
+        try:
+            for name, future in futures.items():
+                results |= future.result(timeout=600)
+                print(name, file=sys.stderr)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    PATH.write_text(document(FAULTS, results))
+
+
+if __name__ == "__main__":
+    main()

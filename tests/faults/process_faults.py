@@ -1,0 +1,198 @@
+"""Processes that die, stand still, hang or are slow; signals; ports; memory."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+from tests.faults.harness import ENDLESS, Place, Result, gone
+from tests.faults.registry import scenario, unindent
+
+
+@scenario(worker_killed="error: a training worker is killed (SIGKILL, as the kernel does when memory is short)")
+def worker_killed(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("worker", signal.SIGKILL)
+        run.error("worker_killed", "WorkerError: actor rank 0 died (SIGKILL)", "memory", "--max-tokens-per-gpu")
+
+
+@scenario(worker_stopped="error: a training worker is stopped (SIGSTOP)")
+def worker_stopped(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("worker", signal.SIGSTOP)
+        run.error("worker_stopped", "WorkerError: actor rank 0 is stopped", "SIGSTOP", "kill -CONT")
+
+
+# With the interpreter's lock held, so that no thread of the process runs any more.
+HANG = """
+    import ctypes
+    def hang(*args):
+        lib, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+        lib.pthread_mutex_lock(mutex)
+        mark()
+        lib.pthread_mutex_lock(mutex)
+    """
+
+
+@scenario(worker_hangs="error: a training worker hangs (`--heartbeat-timeout 3`)")
+def worker_hangs(place: Place) -> None:
+    patch = """
+        from instep.training.hf.backend import HfBackend
+        HfBackend.optimizer_step = hang
+        """
+    with place.run("--heartbeat-timeout", "3", patches={"worker": unindent(HANG, patch)}) as run:
+        run.error("worker_hangs", "WorkerError: actor rank 0 has not answered for", "in hang", "in train")
+
+
+@scenario(engine_killed="error: an engine is killed (SIGKILL)")
+def engine_killed(place: Place) -> None:
+    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGKILL)
+        run.error("engine_killed", "EngineError: engine 0 died (SIGKILL)", "log")
+
+
+@scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
+def engine_stopped(place: Place) -> None:
+    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGSTOP)
+        run.error("engine_stopped", "EngineError: engine 0 is stopped", "SIGSTOP", "kill -CONT")
+
+
+ANSWERS = """
+    from aiohttp import web
+    real, num = web.json_response, 0
+    def json_response(body, **kwargs):
+        global num
+        num += "choices" in body
+        return spoil() if num > 30 else real(body, **kwargs)
+    web.json_response = json_response
+    """
+
+
+@scenario(slow=True, engine_hangs="error: an engine hangs (`--heartbeat-timeout 3`)")
+def engine_hangs(place: Place) -> None:
+    patch = unindent(ANSWERS, HANG, "spoil = hang")
+    with place.run(*ENDLESS, "--heartbeat-timeout", "3", patches={"engine": patch}) as run:
+        run.error("engine_hangs", "EngineError: engine 0 has not answered for", "in hang")
+
+
+@scenario(engine_garbage="error: an engine answers with garbage")
+def engine_garbage(place: Place) -> None:
+    garbage = """
+        def spoil():
+            mark()
+            return web.Response(text="<html>It works!</html>")
+        """
+    with place.run(*ENDLESS, patches={"engine": unindent(ANSWERS, garbage)}) as run:
+        run.error("engine_garbage", "EngineError: ", "JSON", "http://127.0.0.1:")
+
+
+@scenario(
+    worker_slow="recovered: a training worker stands still for 2 s",
+    engine_slow="recovered: an engine stands still for 2 s",
+    row_deleted="recovered: a row of the data file is deleted during the run",
+    sigterm="ended in order: SIGTERM",
+    row_deleted_resume="error: a resume finds that a row of the data file was deleted",
+)
+def slow_and_deleted(place: Place) -> None:
+    data = Path(shutil.copy(place.tiny / "train.jsonl", place.folder))
+    ckpt = place.folder / "ckpt"
+    flags = ("--prompt-data", str(data), "--save", str(ckpt), "--load", str(ckpt), "--save-interval", "1")
+    with place.run(*ENDLESS, *flags) as run:
+        run.wait_steps()
+        run.pause("worker", 2)
+        run.recovered("worker_slow", "nothing but a slow step; 3 s and more count as stopped")
+        run.pause("engine", 2)
+        run.recovered("engine_slow", "nothing but a slow step; 3 s and more count as stopped")
+        run.mark()
+        data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
+        run.recovered("row_deleted", "nothing: the rows were read when the run began")
+        run.signal("controller", signal.SIGTERM)
+        run.interrupted("sigterm")
+    with place.run(*ENDLESS, *flags, name="again") as run:
+        run.error("row_deleted_resume", "DataError: ", "63 usable prompts, but 64", str(data), code=2)
+
+
+@scenario(ctrl_c_twice="ended in order: Ctrl-C twice within 0.05 s")
+def ctrl_c_twice(place: Place) -> None:
+    with place.run(*ENDLESS) as run:
+        run.wait_steps()
+        run.signal("controller", signal.SIGINT)
+        time.sleep(0.05)
+        run.process.send_signal(signal.SIGINT)
+        run.interrupted("ctrl_c_twice")
+
+
+@scenario(
+    two_runs="error: two runs in one folder",
+    controller_killed="ended in order: the controller is killed (SIGKILL)",
+    stale_lock="recovered: the lock of a run that was killed",
+)
+def two_runs(place: Place) -> None:
+    folder = place.folder / "shared"
+    with place.run(*ENDLESS, run_dir=folder, name="first") as first:
+        first.wait_steps()
+        with place.run(run_dir=folder, name="second") as second:
+            text = second.error("two_runs", "ConfigError: another run is at work", "--run-dir", "wait for", code=2)
+        assert f"process {first.process.pid} on {socket.gethostname()}" in text
+        first.wait_steps()
+        first.signal("controller", signal.SIGKILL)
+        started = time.monotonic()
+        assert gone(first.children, 5)
+        seconds = time.monotonic() - started
+        place.results["controller_killed"] = Result(seconds, "no process is left; the next run cleans shared memory")
+        first.process.communicate()
+    lock = folder / ".lock"
+    started = time.monotonic()
+    with place.run(*ENDLESS, run_dir=folder, name="third") as third:
+        third.wait(lambda: f"process {third.process.pid} " in lock.read_text())
+        place.results["stale_lock"] = Result(time.monotonic() - started, "nothing: the lock ends with its process")
+
+
+@scenario(port_stolen="error: the engine's port is taken by another program before it can be used")
+def port_stolen(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        patch = f"import instep.processes; instep.processes.free_port = lambda: {port}"
+        with place.run(patches={"controller": patch}) as run:
+            run.error(
+                "port_stolen", "EngineError: engine 0 died with exit code 2: ", str(port), "ddress already in use"
+            )
+
+
+@scenario(port_taken="error: `--engine-port` names one that is taken")
+def port_taken(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with place.run("--engine-port", port) as run:
+            run.error("port_taken", f"ConfigError: port {port} is taken", "--engine-port", code=2)
+
+
+@scenario(worker_out_of_memory="error: a training worker gets no more memory (a limit, RLIMIT_AS)")
+def worker_out_of_memory(place: Place) -> None:
+    patch = """
+        from instep.training.hf.backend import HfBackend
+        real = HfBackend.forward_backward
+        def forward_backward(self, *args):
+            import psutil, resource, torch
+            limit = psutil.Process().memory_info().vms + (1 << 28)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            mark()
+            self.activations = torch.ones(1 << 28)
+            return real(self, *args)
+        HfBackend.forward_backward = forward_backward
+        """
+    with place.run(patches={"worker": patch}) as run:
+        words = ("ran out of memory in 'train'", "lower --max-tokens-per-gpu")
+        run.error("worker_out_of_memory", "WorkerError: actor rank 0 ", *words)
