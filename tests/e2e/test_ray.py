@@ -63,6 +63,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
     assert matching(ours, "raylet") and matching(ours, "worker_main") and matching(ours, "engines.embedded")
     listening = [c for p in ours for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert len(listening) > 5 and {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    assert {p.nice() for p in matching(ours, "instep.")} == {psutil.Process().nice()}
     assert 8265 not in {c.laddr.port for c in listening}  # the dashboard's
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
