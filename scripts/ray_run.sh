@@ -38,6 +38,7 @@ command -v ray >/dev/null || fail "no 'ray' here" "remedy: pip install 'instep[r
 host=${head%:*} port=${head##*:}
 
 answers() { timeout 5 bash -c "exec 3<>/dev/tcp/$host/$port" 2>/dev/null; }
+export RAY_worker_niceness=0 # Ray's 15 would be that of ranks and engines, too
 # `ray start --block` keeps a node's processes in its own process group (setsid); the end of this script ends them.
 node_pid=''
 with_parent=() # should this script be killed, they end as well

@@ -360,7 +360,8 @@ class Ray:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
-            "_system_config": {"prestart_worker_first_driver": False},  # no idle workers, one per core
+            # No idle workers, one per core; and actors, hence ranks and engines, at normal priority (Ray: nice 15).
+            "_system_config": {"prestart_worker_first_driver": False, "worker_niceness": 0},
             "_temp_dir": str(self._temp_dir),
         }
 

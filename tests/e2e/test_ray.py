@@ -17,8 +17,7 @@ from instep.arguments import parse
 from instep.cluster.placement import make_plan
 from instep.errors import ConfigError
 from tests.e2e import commands
-from tests.e2e.commands import grpo_arguments, run, start
-from tests.e2e.test_endings import LONG, children, gone_within, in_rollout, wait_for
+from tests.e2e.commands import grpo_arguments, run
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE.parent.parent / "scripts"
@@ -30,6 +29,33 @@ LOOPBACK = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
+
+
+LONG = ["--num-rollout", "1000", "--rollout-max-response-len", "100"]
+
+
+def start_and_train(arguments):
+    """A run whose first training step is done, so that the engine is at work again."""
+    command = [sys.executable, "-m", "instep.cli", *arguments]
+    process = subprocess.Popen(
+        command, env=commands.ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    path = Path(arguments[arguments.index("--run-dir") + 1]) / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (path.exists() and "train/loss" in path.read_text()):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+    return process
+
+
+def children(pid):
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone_within(processes, seconds):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.fixture
@@ -57,12 +83,12 @@ def metrics(run_dir, name):
 
 
 def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tmp):
-    process = start(on_ray(tiny, tmp_path, *LONG))
-    wait_for(in_rollout(tmp_path), 90, process)
+    process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)
     assert matching(ours, "raylet") and matching(ours, "worker_main") and matching(ours, "engines.embedded")
     listening = [c for p in ours for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert len(listening) > 5 and {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    assert {p.nice() for p in matching(ours, "instep.")} == {psutil.Process().nice()}
     assert 8265 not in {c.laddr.port for c in listening}  # the dashboard's
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
@@ -72,8 +98,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
 
 
 def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
-    process = start(on_ray(tiny, tmp_path, *LONG))
-    wait_for(in_rollout(tmp_path), 90, process)
+    process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)
     process.kill()
     assert gone_within(ours, 10)
@@ -94,8 +119,7 @@ def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
     ],
 )
 def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, words):
-    process = start(on_ray(tiny, tmp_path, *LONG))
-    wait_for(in_rollout(tmp_path), 90, process)
+    process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)
     (log,) = (tmp_path / "logs").glob("actor-rank0.log")
     with open(log, "a") as file:
@@ -196,8 +220,7 @@ def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
 
 
 def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
-    process = start(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
-    wait_for(in_rollout(tmp_path), 90, process)
+    process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)
     ours = [p for name in ("worker_main", "engines.embedded", "ray::Host") for p in matching(nodes, name)]
     assert len(ours) == 3
