@@ -14,9 +14,10 @@ from rich.table import Table
 
 from instep.observability.progress import Progress, duration, number
 from instep.observability.report import make_report
+from instep.observability.samples import sample_row, spread
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
 from instep.observability.versions import versions
-from instep.types import Group, Sample
+from instep.types import Group
 
 
 class RunLogger:
@@ -90,12 +91,25 @@ class RunLogger:
             sink.log(step, row)
         self.progress.log(step, row)
 
-    def samples(self, rollout_id: int, groups: Sequence[Group], split: str, limit: int) -> None:
-        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on."""
-        deepest = max((len(group) for group in groups), default=0)
-        chosen = [group[i] for i in range(deepest) for group in groups if i < len(group)][:limit]
-        for sample in chosen:
-            self._samples.write({"rollout_id": rollout_id, "split": split, **_sample_row(sample)})
+    def samples(
+        self,
+        rollout_id: int,
+        groups: Sequence[Group],
+        split: str,
+        limit: int,
+        *,
+        texts: Callable[[list[int]], list[str]] | None = None,
+        log_probs: Mapping[int, Sequence[float]] | None = None,
+    ) -> None:
+        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on.
+
+        Args:
+            texts: token ids -> the text of each.
+            log_probs: by `id(sample)` the trainer's log-probs of the response tokens, where they are known.
+        """
+        for sample in spread(groups, limit):
+            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
+            self._samples.write({"rollout_id": rollout_id, "split": split, **row})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -123,6 +137,10 @@ class RunLogger:
         self._account()
         taken, self._phase_seconds = self._phase_seconds, {}
         return taken
+
+    def where(self) -> tuple[str, float]:
+        """The running phase and for how many seconds it has been running."""
+        return self.progress.phase, time.monotonic() - self.progress.phase_start
 
     def status(self, text: str) -> None:
         """A short note beside the phase, such as `groups 12/32`; empty takes it away."""
@@ -159,12 +177,6 @@ def _is_step(row: Mapping[str, Any]) -> bool:
 
 def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
     return None if limit is None else lambda row: row.get(key, 0) < limit
-
-
-def _sample_row(sample: Sample) -> dict[str, Any]:
-    keys = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata", "status")
-    row = sample.to_dict()
-    return {**{key: row[key] for key in keys}, "weight_versions": [span.version for span in sample.weight_versions]}
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
