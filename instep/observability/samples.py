@@ -64,4 +64,4 @@ def gaps(row: dict[str, Any]) -> list[float | None]:
 def _rounded(values: Sequence[float] | None, n: int) -> list[float | None] | None:
     if values is None:
         return None
-    return [float(f"{v:.7g}") if v is not None and math.isfinite(v) else None for v in values[:n]]
+    return [float(f"{v:.9g}") if v is not None and math.isfinite(v) else None for v in values[:n]]
