@@ -54,7 +54,7 @@ DEBUG = Group(
         Flag(
             "--alarm-entropy-fraction",
             FRACTION,
-            0.1,
+            0.02,
             "alarm when the entropy falls below this share of what it was at the start; 0: off",
         ),
         Flag(

@@ -26,7 +26,7 @@ Steps = Sequence[Mapping[str, float]]
 class Limits:
     """The flags `--alarm-*`."""
 
-    entropy_fraction: float = 0.1
+    entropy_fraction: float = 0.02
     gap: float = 0.1
     truncated_ratio: float = 0.5
     zero_std_ratio: float = 0.95
