@@ -81,7 +81,8 @@ def _train(command: str, words: list[str]) -> None:
 
         print(format_help(command))
         return
-    faulthandler.register(signal.SIGUSR1)  # until the controller takes it over: it must not end the process
+    if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
+        faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
     from instep.arguments import parse
 

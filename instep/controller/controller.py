@@ -131,6 +131,8 @@ class Controller:
     def _start(self) -> None:
         args = self.args
         self._trial.before_start()
+        if args.dump_details:
+            debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
         num_threads = args.num_threads or num_usable_cpus()
         logs = self.run_dir / "logs"

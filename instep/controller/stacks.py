@@ -52,7 +52,8 @@ class DumpOnSignal:
 
     def __exit__(self, *exc: object) -> None:
         if self._in_main:
-            signal.signal(signal.SIGUSR1, self._before)
+            unset = self._before in (None, signal.SIG_DFL)  # the end of a run must not be killed by a late one
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN if unset else self._before)
             signal.set_wakeup_fd(self._fd_before)
             self._sleep.close()
 

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,16 +26,18 @@ PINS = {
     "transformers": (">=5.17,<6", "models and tokenizers"),
     "megatron-core": ("==0.16.1", "--train-backend megatron"),
 }
-OPTIONAL = {"ray": "several hosts", "vllm": "the vLLM engine", "math-verify": "--rm-type math", "pyarrow": "parquet"}
+OPTIONAL = {"ray": "several hosts", "math-verify": "--rm-type math", "pyarrow": "parquet"}
+VLLM_SECONDS = 120.0  # for `import vllm`, cold
 MIN_FILES = 4096  # descriptors: a rollout keeps up to 2048 connections
 MIN_SHM = 1 << 30  # bytes; a sync over `shm` keeps two buckets of --update-weight-buffer-size there
+MIN_DISK = 5_000_000_000  # bytes; a checkpoint of 0.6 B parameters takes about twice that
 PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "instep.rollout.rewards.worker")
 
 
 def check_installation() -> list[Check]:
     """All checks, in the order in which faults cause each other."""
-    checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), _files(), *_cores(), _memory()]
-    return [*checks, _loopback(), *_hugging_face(), *_leftovers()]
+    checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
+    return [*checks, _memory(), _loopback(), *_hugging_face(), *_leftovers()]
 
 
 def _python() -> Check:
@@ -59,6 +62,23 @@ def _packages() -> Iterator[Check]:
             yield Check(name, "warn", f"{found}, tested with {pin}", f"pip install '{name}{pin}'")
     for name, use in OPTIONAL.items():
         yield Check(name, "ok", package_version(name) or f"not installed; needed for {use} only")
+    yield _vllm()
+
+
+def _vllm() -> Check:
+    """Imported in a process of its own: it sets up much, and what fails there must not end the doctor."""
+    found = package_version("vllm")
+    if found is None:
+        return Check("vllm", "ok", "not installed; the embedded engine needs none")
+    remedy = "install the vllm that is built for this torch; or do without, with --rollout-backend embedded"
+    try:
+        done = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, timeout=VLLM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Check("vllm", "warn", f"{found}; `import vllm` takes more than {VLLM_SECONDS:.0f} s", remedy)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        return Check("vllm", "fail", f"{found}, but it cannot be imported: {said[-1]}", remedy)
+    return Check("vllm", "ok", f"{found}, can be imported")
 
 
 def _torch() -> Iterator[Check]:
@@ -112,6 +132,14 @@ def _shm() -> Check:
         return Check("shared memory", "fail", "/dev/shm cannot be written", "mount it writable (docker: --shm-size=8g)")
     remedy = "docker: --shm-size=8g; or a smaller --update-weight-buffer-size, or --sync-way disk"
     return Check("shared memory", "ok" if usage.free >= MIN_SHM else "warn", text, remedy)
+
+
+def _disks() -> Iterator[Check]:
+    """Where runs are written by default, and where a run keeps what it throws away."""
+    for name, path in (("disk", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
+        usage = shutil.disk_usage(path)
+        text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {path}"
+        yield Check(name, "ok" if usage.free >= MIN_DISK else "warn", text, "free space; or point --run-dir elsewhere")
 
 
 def _files() -> Check:

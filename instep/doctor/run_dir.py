@@ -19,6 +19,7 @@ from instep.errors import ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe
 from instep.observability.progress import duration
 from instep.observability.sinks import read_json_lines
+from instep.observability.versions import versions
 
 TAIL = 12  # lines of an error or log
 
@@ -36,15 +37,16 @@ def check_run(run_dir: Path) -> list[Check]:
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else None
     try:
         rows = read_json_lines(run_dir / "metrics.jsonl")
-        damaged = []
+        metrics = _not_finite(rows)
     except ValueError as error:
-        rows, damaged = [], [Check("metrics", "fail", f"metrics.jsonl is damaged: {error}", "mend or remove that line")]
+        rows = []
+        metrics = Check("metrics", "fail", f"metrics.jsonl is damaged: {error}", "mend or remove that line")
     return [
         _config(config),
+        _versions(config),
         *_state(run_dir, config, summary),
-        *damaged,
+        metrics,
         _last_step(config, rows),
-        _not_finite(rows),
         _alarms(rows),
         *_checkpoints(config),
         *_ledger(config, summary),
@@ -56,6 +58,17 @@ def _config(config: dict[str, Any]) -> Check:
     args = config.get("args") or {}
     known = ("train_backend", "device", "precision", "hf_checkpoint", "prompt_data")
     return Check("config", "ok", f"{config.get('title')}; " + ", ".join(f"{n} {args.get(n)}" for n in known))
+
+
+def _versions(config: dict[str, Any]) -> Check:
+    """What the run ran on, beside what is installed here now."""
+    then, now = config.get("versions") or {}, versions()
+    names = ("instep", "git_commit", "python", "torch", "transformers", "megatron-core", "vllm")
+    other = [f"{n} {str(then.get(n))[:12]}, here {str(now.get(n))[:12]}" for n in names if then.get(n) != now.get(n)]
+    if other:
+        remedy = "a resume here goes on with other code than the run began with"
+        return Check("versions", "warn", "differ: " + "; ".join(other), remedy)
+    return Check("versions", "ok", ", ".join(f"{n} {str(then[n])[:12]}" for n in names if then.get(n)))
 
 
 def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
@@ -120,7 +133,7 @@ def _alarms(rows: list[dict[str, Any]]) -> Check:
         for name in ALARMS:
             if row.get(f"alarm/{name}") == 1:
                 first.setdefault(name, row["step"])
-    remedy = "docs/metrics.md says what each means and what to try"
+    remedy = "docs/debugging.md says what each means and what to try"
     return Check("alarms", "warn" if first else "ok", describe(first), remedy)
 
 

@@ -60,7 +60,7 @@ def gap_drift(steps: Steps, limits: Limits) -> str | None:
         if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
             told = (
                 f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "
-                "the same tokens; try `instep samples --sort gap`, the same dtype in both, --use-tis"
+                "the same tokens; try `instep samples RUN --worst gap`, the same dtype in both, --use-tis"
             )
     return told
 
@@ -88,7 +88,7 @@ def grad_norm_spike(steps: Steps, limits: Limits) -> str | None:
     if not steps or "train/grad_norm" not in steps[-1]:
         return None
     now, before = steps[-1]["train/grad_norm"], _values(steps[:-1], "train/grad_norm")[-RECENT:]
-    what = "try a lower --lr or --clip-grad, and look at the samples (`instep samples --sort length`)"
+    what = "try a lower --lr or --clip-grad, and look at the samples (`instep samples RUN --worst length`)"
     if not abs(now) < float("inf"):
         return f"train/grad_norm is {now}: the step was skipped; {what}"
     usual = median(before) if len(before) >= 5 else 0.0
@@ -103,8 +103,8 @@ def reward_stuck(steps: Steps, limits: Limits) -> str | None:
     if len(recent) < RECENT or max(recent) - min(recent) > STUCK:
         return ""
     return (
-        f"rollout/reward_mean is {values[-1]:.3g} for {RECENT} steps; look at `instep samples`: is the answer in the "
-        "form that the reward looks for, is --label-key right, is the task solved or too hard"
+        f"rollout/reward_mean is {values[-1]:.3g} for {RECENT} steps; look at `instep samples RUN`: is the answer in "
+        "the form that the reward looks for, is --label-key right, is the task solved or too hard"
     )
 
 
@@ -117,7 +117,7 @@ def length_explosion(steps: Steps, limits: Limits) -> str | None:
         return ""
     return (
         f"rollout/response_length_mean is {values[-1]:.0f}, usual were {median(before):.0f}; try a lower --lr, and "
-        "`instep samples --sort length`: a response that repeats itself misses the token that ends it"
+        "`instep samples RUN --worst length`: a response that repeats itself misses the token that ends it"
     )
 
 

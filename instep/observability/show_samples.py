@@ -19,7 +19,7 @@ from instep.observability.samples import gaps
 from instep.observability.sinks import read_json_lines
 
 WARN, BAD = 0.02, 0.2  # nats
-_SORT = ("reward", "gap", "length")
+_WORST = ("reward", "gap", "length")  # the lowest reward, the largest gap, the most tokens
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,8 +32,11 @@ def parser() -> argparse.ArgumentParser:
     out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
     out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
     out.add_argument("--step", type=int, metavar="N", help="of rollout N; default: the last one logged")
+    out.add_argument("--index", type=int, metavar="I", help="only sample number I (of any step without --step)")
     out.add_argument("--split", metavar="NAME", help="train, or eval/NAME; default: train")
-    out.add_argument("--sort", choices=_SORT, help="largest first; without it in the order of the run")
+    out.add_argument(
+        "--worst", choices=_WORST, help="lowest reward, largest gap or longest first; default: in the order of the run"
+    )
     out.add_argument("--limit", type=int, default=8, metavar="K", help="at most K samples; default: 8")
     out.add_argument("--tokens", action="store_true", help="a table of each sample's tokens, too")
     return out
@@ -42,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str], console: Console | None = None) -> int:
     """Run the command; the exit code."""
     options = parser().parse_args(words)
-    rows = select(options.run, step=options.step, split=options.split)
-    if options.sort is not None:
-        rows = sorted(rows, key=lambda row: _sort_value(row, options.sort), reverse=True)
+    rows = select(options.run, step=options.step, split=options.split, index=options.index)
+    if options.worst is not None:
+        rows = sorted(rows, key=lambda row: _badness(row, options.worst), reverse=True)
     console = console or Console(soft_wrap=True)
     for row in rows[: options.limit]:
         for part in render(row, with_tokens=options.tokens, marks=not console.is_terminal):
@@ -55,8 +58,10 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
     return 0
 
 
-def select(run_dir: Path, *, step: int | None = None, split: str | None = None) -> list[dict[str, Any]]:
-    """Rows of `run_dir`/samples.jsonl of one rollout and split, in the order of the run.
+def select(
+    run_dir: Path, *, step: int | None = None, split: str | None = None, index: int | None = None
+) -> list[dict[str, Any]]:
+    """Rows of `run_dir`/samples.jsonl of one split and one rollout (or one sample), in the order of the run.
 
     Raises:
         ConfigError: there are none; says which there are.
@@ -68,14 +73,24 @@ def select(run_dir: Path, *, step: int | None = None, split: str | None = None) 
         )
     splits = list(dict.fromkeys(row["split"] for row in rows))
     split = split or ("train" if "train" in splits else splits[0])
-    steps = list(dict.fromkeys(row["rollout_id"] for row in rows if row["split"] == split))
-    if not steps:
+    rows = [row for row in rows if row["split"] == split]
+    if not rows:
         raise ConfigError(f"no samples of split {split!r}", where=str(run_dir), remedy=f"there are {', '.join(splits)}")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        known = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
-        raise ConfigError(f"no samples of step {step}", where=f"{run_dir}, split {split}", remedy=f"there are {known}")
-    return [row for row in rows if row["split"] == split and row["rollout_id"] == step]
+    where, steps = f"{run_dir}, split {split}", list(dict.fromkeys(row["rollout_id"] for row in rows))
+    if step is None and index is None:
+        step = steps[-1]
+    if step is not None:
+        rows = [row for row in rows if row["rollout_id"] == step]
+        if not rows:
+            known = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+            raise ConfigError(f"no samples of step {step}", where=where, remedy=f"there are {known}")
+    if index is not None:
+        known = ", ".join(str(row["index"]) for row in rows[-8:])
+        rows = [row for row in rows if row["index"] == index]
+        if not rows:
+            remedy = f"there are {known} and maybe others; --num-logged-samples logs more"
+            raise ConfigError(f"no sample {index} is logged", where=where, remedy=remedy)
+    return rows
 
 
 def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[Text | Table]:
@@ -151,15 +166,15 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
     return ", ".join(f"#{i} {json.dumps(texts[i], ensure_ascii=False)} {number(g, 4)}" for g, i in worst)
 
 
-def _sort_value(row: dict[str, Any], by: str) -> float:
-    """What is unknown comes last."""
+def _badness(row: dict[str, Any], by: str) -> float:
+    """The larger, the worse; what is unknown comes last."""
     if by == "length":
         return float(row.get("response_length") or 0)
     if by == "gap":
         known = [g for g in gaps(row) if g is not None]
         return max(known, default=-1.0)
     reward = row.get("reward")
-    return float(reward) if isinstance(reward, (int, float)) else float("-inf")
+    return -float(reward) if isinstance(reward, (int, float)) else float("-inf")
 
 
 def _gap_style(gap: float | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import DataError, InstepError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import load_function, raised_at
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, flatten, name_of
 from instep.rollout.rewards.dispatch import apply_rewards
@@ -172,4 +172,5 @@ async def call_hook(path: str, where: str, function: Callable[..., Any], *args: 
     except InstepError:
         raise
     except Exception as error:  # the border to the user's code
-        raise RolloutError(f"{path} raised {error!r}", where=where, remedy="see the traceback in the log") from error
+        at = raised_at(error, function)
+        raise RolloutError(f"{path} raised {error!r}", where=f"{at}; {where}", remedy="mend the hook") from error
