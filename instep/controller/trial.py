@@ -107,18 +107,19 @@ class HookTrial:
         args = self._args
         num_tried = len(group) if args.group_rm else 1
         execution = Execution(self._hook_args, 0, evaluation=False, semaphore=asyncio.Semaphore(1))
-        for i in range(num_tried):
-            hooks = ", ".join(args.rollout_sample_hook_path)
-            group[i] = await self._bounded(hooks, group[i], run_sample_hooks(execution, group[i]))
+        try:
+            for i in range(num_tried):
+                hooks = ", ".join(args.rollout_sample_hook_path)
+                group[i] = await self._bounded(hooks, group[i], run_sample_hooks(execution, group[i]))
+            if args.custom_rm_path is not None:
+                await apply_rewards(self._hook_args, group[:num_tried], args.reward_key)
+        except InstepError as error:
+            error.where += f", {_row(group[0])}"
+            raise
         if args.custom_rm_path is None:  # a built-in rule needs no trial; what comes after gets rewards that differ
             for n, sample in enumerate(group):
                 sample.reward = float(n % 2)
             return
-        try:
-            await apply_rewards(self._hook_args, group[:num_tried], args.reward_key)
-        except InstepError as error:
-            error.where += f", {_row(group[0])}"
-            raise
         for sample in group[num_tried:]:
             sample.reward = copy.deepcopy(group[0].reward)
 
