@@ -1,6 +1,19 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, RAY, VLLM, Flag, Group, Number, later, refused
+from instep.arguments.flag import (
+    ASYNC,
+    COUNT,
+    HARDENING,
+    POSITIVE,
+    RAY,
+    VLLM,
+    Flag,
+    Group,
+    Number,
+    later,
+    refused,
+    switch,
+)
 
 CLUSTER = Group(
     "Cluster and device",
@@ -26,6 +39,12 @@ CLUSTER = Group(
             "default: half of the memory that is free at the start",
         ),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
+        switch(
+            "--deterministic-mode",
+            "the same bits in every run and after every resume: the engine computes each sample as if it were alone, "
+            "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
+            "M",
+        ),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
         *later(RAY, "C", "--num-gpus-per-node", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "VSC", "--colocate"),

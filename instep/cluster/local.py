@@ -47,6 +47,7 @@ class WorkerGroup:
         self.watch: Callable[[], None] = self.check_alive  # called while a call waits
         self._processes: list[SupervisedProcess] = []
         self._connections: list[Connection] = []
+        self.waits_for = ""  # the call that runs, and the ranks that have not answered it
         for rank in range(num_ranks):
             ours, theirs = socket.socketpair()
             process = SupervisedProcess(
@@ -99,6 +100,9 @@ class WorkerGroup:
         results: list[Any] = [None] * self.num_ranks
         waiting = dict(enumerate(self._connections))
         while waiting:
+            self.waits_for = (
+                f"{method} from ranks {sorted(waiting)}, since {timeout - deadline + time.monotonic():.0f} s"
+            )
             ready = wait(list(waiting.values()), timeout=LOOK_SECONDS)
             for rank in [r for r, c in waiting.items() if c in ready]:
                 try:
@@ -121,6 +125,7 @@ class WorkerGroup:
                 self.watch()
             if waiting and time.monotonic() > deadline:
                 self._raise_timeout(sorted(waiting), method, timeout)
+        self.waits_for = ""
         return results
 
     def check_alive(self) -> None:
