@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -18,8 +19,6 @@ LATER = {
     "train-async": "asynchronous training",
     "convert": "the conversion of checkpoints",
     "serve": "the generation server",
-    "samples": "the display of a run's samples",
-    "doctor": "the check of an installation",
 }
 
 HELP = """\
@@ -29,8 +28,11 @@ usage: instep COMMAND ...
   sft       supervised fine-tuning through the same trainer
   plan      where the flags of `train` or `sft` would put ranks and engines; starts nothing
   report    RUN_DIR: write the run's report.html
+  samples   RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
+  doctor    [RUN_DIR]: check this installation, or what became of a run
 
-`instep COMMAND --help` explains a command; `instep --version` prints the version.
+`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train or sft
+writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
 These come later: """ + ", ".join(LATER)
 
 
@@ -62,6 +64,14 @@ def _run(words: list[str]) -> int:
         _plan(rest)
     elif command == "report":
         _report(rest)
+    elif command == "samples":
+        from instep.observability.show_samples import main as samples
+
+        return samples(rest)
+    elif command == "doctor":
+        from instep.doctor.command import main as doctor
+
+        return doctor(rest)
     elif command in LATER:
         raise ConfigError(f"{LATER[command]} comes later", where=f"instep {command}", remedy="see `instep --help`")
     else:
@@ -75,6 +85,8 @@ def _train(command: str, words: list[str]) -> None:
 
         print(format_help(command))
         return
+    if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
+        faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
     from instep.arguments import parse
 

@@ -51,7 +51,7 @@ def check_inputs(args: Any) -> None:
                 where="--ref-load",
                 remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
             )
-    for name, path in own_hooks(args).items():
+    for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:
         for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):

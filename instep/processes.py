@@ -28,15 +28,20 @@ LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
 # sleeps. GNU's default (milliseconds) starves the other process, no spinning at all doubles a small model's step.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+# Without these the libraries may choose another order of summation from one run to the next.
+DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 BEAT_SECONDS = 0.5
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 
 
 class Process(Protocol):
-    """What an owner can ask of a child, here or (`cluster/ray.py`) on another host."""
+    """What an owner can ask of a child, here or (`cluster/ray_remote.py`) on another host."""
 
     name: str
     log_path: Path
+
+    @property
+    def pid(self) -> int: ...
 
     def alive(self) -> bool: ...
     def log_tail(self, num_lines: int = 15) -> str: ...
@@ -306,6 +311,15 @@ class FolderLock:
             self._fd = -1
 
     __del__ = release
+
+
+def lock_folders(folders: Mapping[str, str | None]) -> list[FolderLock]:
+    """Lock each folder once; `folders` is flag -> path, or None for a flag that is not set."""
+    flags: dict[Path, str] = {}
+    for flag, path in folders.items():
+        if path:
+            flags.setdefault(Path(path).resolve(), flag)
+    return [FolderLock(path, flag) for path, flag in flags.items()]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

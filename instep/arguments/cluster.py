@@ -41,6 +41,12 @@ CLUSTER = Group(
             "default: half of the memory that is free at the start",
         ),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
+        switch(
+            "--deterministic-mode",
+            "the same bits in every run and after every resume: the engine computes each sample as if it were alone, "
+            "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
+            "M",
+        ),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
         *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),

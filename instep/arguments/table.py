@@ -56,13 +56,14 @@ def own_flags() -> dict[str, Flag]:
     return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
-def own_hooks(args: Any) -> dict[str, str]:
-    """The user's functions that `args` names: flag -> dotted path."""
-    found = {}
-    for flag in own_flags().values():
-        path = vars(args).get(flag.attribute)
-        if flag.type is hook and path and path != flag.default and not path.startswith("instep."):
-            found[flag.name] = path
+def own_hooks(args: Any) -> list[tuple[str, str]]:
+    """The user's functions that `args` names: flag and dotted path of each."""
+    found = []
+    for flag in {flag.name: flag for flag in own_flags().values() if flag.type is hook}.values():
+        value = vars(args).get(flag.attribute)
+        for path in value if isinstance(value, list) else [value]:
+            if path and path != flag.default and not path.startswith("instep."):
+                found.append((flag.name, path))
     return found
 
 

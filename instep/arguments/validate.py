@@ -6,18 +6,17 @@ so that one mistake is reported once.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.arguments.args import Args
+from instep.arguments.cluster_rules import engines, parallel, placement
+from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import ALGORITHMS, VLLM
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
-from instep.cluster.placement import make_plan, num_critic_gpus
-from instep.errors import ConfigError
+from instep.cluster.placement import num_critic_gpus
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
@@ -252,82 +251,6 @@ def rewards(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
 
 
-def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % model:
-        yield Problem(
-            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
-            f"{args.world_size} trainer ranks",
-            "--actor-num-gpus-per-node",
-            f"use a multiple of {model}",
-        )
-    if args.train_backend == "hf" and model > 1:
-        yield Problem(
-            "the hf backend shards with FSDP2 only",
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
-            "use --train-backend megatron",
-        )
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
-    if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
-        yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
-    if args.use_distributed_optimizer and args.train_backend == "hf":
-        yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
-    if args.megatron_overrides and args.train_backend == "hf":
-        names = ", ".join(sorted(args.megatron_overrides))
-        yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
-    cores = os.cpu_count() or 1
-    if args.device == "cpu" and args.cluster == "local" and args.world_size > cores:
-        yield Problem(
-            f"{args.world_size} trainer ranks on {cores} CPU cores",
-            "--actor-num-gpus-per-node",
-            f"use at most {cores}; 1 is usual on a CPU",
-        )
-
-
-def engines(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "sft":
-        return
-    for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
-        if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):
-            flag = "--" + name.replace("_", "-")
-            yield Problem(f"later: more than the one embedded engine {VLLM}", flag, "use 1")
-    if args.colocate and args.rollout_num_engines > 1 and args.rollout_num_gpus_per_engine == 1:
-        what = f"{args.rollout_num_gpus} GPUs of the trainer would be as many engines; later: more than the one "
-        yield Problem(f"{what}embedded engine {VLLM}", "--colocate", "leave it out, or use one trainer rank")
-
-
-def placement(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Where everything goes, on a Ray cluster."""
-    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
-        if name in given and args.advantage_estimator != "ppo":
-            flag = "--" + name.replace("_", "-")
-            yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
-    if args.command != "plan" and args.cluster == "local":
-        if args.actor_num_nodes > 1:
-            yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
-        for name in ("ray_address", "num_gpus_per_node"):
-            if name in given:
-                yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
-        return
-    if args.command != "plan" and importlib.util.find_spec("ray") is None:
-        remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
-        yield Problem("Ray is not installed here", "--cluster ray", remedy)
-    try:
-        plan = make_plan(args)
-    except ConfigError as error:
-        yield Problem(error.what, error.where, error.remedy)
-        return
-    away = [i for i, engine in enumerate(plan.engines) if engine[0].node != plan.actor[0].node]
-    if away and args.command == "train" and args.sync_way == "shm":
-        yield Problem(
-            f"engine {away[0]} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
-            "memory does not reach it",
-            "--sync-way shm with --cluster ray",
-            "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
-        )
-
-
 def precision(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.bf16 and "precision" in given and args.precision != "bf16":
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
@@ -401,6 +324,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
     (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),
     (loggers, ""),
+    (debugging, "load_debug_rollout_data save_debug_rollout_data save_debug_train_data num_rollout start_rollout_id"),
 )
 
 
@@ -429,6 +353,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = trainer
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+    derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_reward_key = args.eval_reward_key or args.reward_key

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from instep.cluster.local import WorkerGroup
 from instep.engines.launch import Engine, start_embedded
-from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all
 
 
 class Cluster(Protocol):
@@ -17,7 +17,7 @@ class Cluster(Protocol):
     Attributes:
         workers: the ranks of the actor; after `start`.
         engines: not ready yet when `start` returns.
-        setup_requests: of each rank, the arguments of `Worker.setup`.
+        setup_requests: of each rank, the arguments of `Worker.setup`; none without a trainer.
     """
 
     workers: WorkerGroup
@@ -47,9 +47,10 @@ def make_cluster(
     return LocalCluster(args, log_dir=log_dir, scratch=scratch, with_engines=with_engines)
 
 
-def worker_env(num_threads: int) -> dict[str, str]:
+def worker_env(args: Any, num_threads: int) -> dict[str, str]:
     """The environment of a rank that uses `num_threads` cores."""
-    return {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
+    env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
+    return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
 
 class LocalCluster:
@@ -60,9 +61,8 @@ class LocalCluster:
     def __init__(self, args: Any, *, log_dir: Path, scratch: Path, with_engines: bool):
         self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
         self.engines: list[Engine] = []
-        ranks = range(args.world_size)
-        self._num_threads = args.num_threads or num_usable_cpus()
-        self._threads_per_rank = max(1, self._num_threads // len(ranks))
+        ranks = range(0 if args.debug_rollout_only else args.world_size)
+        self._threads_per_rank = max(1, args.num_threads // max(1, len(ranks)))
         rendezvous = str(scratch / "rendezvous")
         self.setup_requests: list[tuple[Any, ...]] = [
             (args, rank, len(ranks), rendezvous, self._threads_per_rank) for rank in ranks
@@ -70,13 +70,14 @@ class LocalCluster:
 
     def start(self) -> None:
         args, logs = self._args, self._log_dir
-        env = {**worker_env(self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
-        self.workers = WorkerGroup("actor", args.world_size, logs, env, heartbeat=args.heartbeat_timeout)
+        env = {**worker_env(args, self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
+        num_ranks = len(self.setup_requests)
+        self.workers = WorkerGroup("actor", num_ranks, logs, env, heartbeat=args.heartbeat_timeout)
         if self._with_engines:
-            self.engines = [start_embedded(args, 0, num_threads=self._num_threads, log_dir=logs, port=args.engine_port)]
+            self.engines = [start_embedded(args, 0, num_threads=args.num_threads, log_dir=logs, port=args.engine_port)]
 
     def close(self) -> None:
-        processes = [engine.process for engine in self.engines if engine.process is not None]
+        processes: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
         if hasattr(self, "workers"):
             processes += self.workers.processes
         stop_all(processes, grace=2.0)

@@ -35,6 +35,8 @@ LOOK_SECONDS = 0.2  # between two looks at the processes of the run while a call
 class WorkerGroup:
     """The workers of one role (the actor); every method call goes to all ranks and has a deadline."""
 
+    waits_for = ""  # the call that runs, and the ranks that have not answered it
+
     def __init__(
         self,
         role: str,
@@ -90,6 +92,9 @@ class WorkerGroup:
         results: list[Any] = [None] * self.num_ranks
         waiting = dict(enumerate(self._connections))
         while waiting:
+            self.waits_for = (
+                f"{method} from ranks {sorted(waiting)}, since {timeout - deadline + time.monotonic():.0f} s"
+            )
             ready = wait(list(waiting.values()), timeout=LOOK_SECONDS)
             for rank in [r for r, c in waiting.items() if c in ready]:
                 try:
@@ -112,6 +117,7 @@ class WorkerGroup:
                 self.watch()
             if waiting and time.monotonic() > deadline:
                 self._raise_timeout(sorted(waiting), method, timeout)
+        self.waits_for = ""
         return results
 
     def check_alive(self) -> None:

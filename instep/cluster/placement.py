@@ -28,7 +28,7 @@ class Plan:
     """Where everything goes.
 
     Attributes:
-        actor, critic: the slot of each rank.
+        actor, critic: the slot of each rank; none with `--debug-rollout-only`.
         engines: the slots of each engine, within one node or over whole nodes.
     """
 
@@ -54,8 +54,8 @@ def make_plan(args: Any) -> Plan:
 
     Args:
         args: `actor_num_nodes`, `actor_num_gpus_per_node`, `critic_num_nodes`, `critic_num_gpus_per_node`,
-            `advantage_estimator`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`, `num_gpus_per_node`, `colocate`
-            and `command` (sft has no engines).
+            `advantage_estimator`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`, `num_gpus_per_node`, `colocate`,
+            `command` (sft has no engines), `debug_train_only` (neither) and `debug_rollout_only` (no trainer).
 
     Raises:
         ConfigError: the counts do not fit together.
@@ -67,15 +67,18 @@ def make_plan(args: Any) -> Plan:
         _role("critic", 1, args.critic_num_gpus_per_node or args.actor_num_gpus_per_node, per_node)
     trainer = [Slot(*divmod(i, per_node)) for i in range(num_actor + num_critic)]
     size = args.rollout_num_gpus_per_engine
-    total = 0 if args.command == "sft" else len(trainer) if args.colocate else args.rollout_num_gpus
+    no_engines = args.command == "sft" or args.debug_train_only
+    total = 0 if no_engines else len(trainer) if args.colocate else args.rollout_num_gpus
     _check_engines(total, size, per_node, colocate=args.colocate)
-    position = 0 if args.colocate else len(trainer)
+    position = 0 if args.colocate or args.debug_rollout_only else len(trainer)
     engines = []
     for _ in range(total // size):
         if position % per_node + min(size, per_node) > per_node:  # the rest of this node is too small
             position += -position % per_node
         engines.append(tuple(Slot(*divmod(i, per_node)) for i in range(position, position + size)))
         position += size
+    if args.debug_rollout_only:
+        return Plan(per_node, (), (), tuple(engines))
     return Plan(per_node, tuple(trainer[:num_actor]), tuple(trainer[num_actor:]), tuple(engines))
 
 

@@ -1,10 +1,7 @@
 """The `ray` cluster: the same supervised processes as on the `local` one, on the nodes of a Ray cluster.
 
 One placement-group bundle and one actor (`ray_host.Host`) per node of the plan. The messages between controller and
-workers are the local ones; here they travel as bytes through the actor of the worker's node:
-
-    WorkerGroup -> Relay -> Host.send -> socket pair -> worker
-    worker -> socket pair -> Host.receive -> a thread here -> socket pair -> WorkerGroup
+workers are the local ones; how they travel is in `ray_remote.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +23,12 @@ from instep.arguments.args import SECRETS, Args
 from instep.cluster.launch import worker_env
 from instep.cluster.local import WorkerGroup
 from instep.cluster.placement import Plan, make_plan
-from instep.cluster.ray_host import Fault, Host, HostInfo
+from instep.cluster.ray_host import Host
+from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
-from instep.errors import ConfigError, InstepError, WorkerError
+from instep.errors import ConfigError
 from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
 
-POLL_SECONDS = 1.0
-HOST_SECONDS = 60.0  # a node's actor that is silent for so long is lost (Ray itself notices most losses sooner)
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
 # Variables that processes on other hosts get from the controller's environment, by the beginning of their name.
@@ -64,18 +59,19 @@ class RayCluster:
         )
         self._check_hosts()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
-        first = self._hosts[plan.actor[0].node]
-        rendezvous, fd = first.ask("open_rendezvous")
+        rendezvous, fd = self._hosts[plan.actor[0].node].ask("open_rendezvous") if plan.actor else ("", -1)
         workers, relays = [], []
         for rank, slot in enumerate(plan.actor):
             host = self._hosts[slot.node]
             ranks_there = sum(other.node == slot.node for other in plan.actor)
             threads = max(1, (args.num_threads or host.info.num_cpus) // ranks_there)
-            more = {**worker_env(threads), **self._devices([slot.gpu], slot.node)}
+            more = {**worker_env(args, threads), **self._devices([slot.gpu], slot.node)}
             relay = host.add(f"actor rank {rank}", self._log_dir / f"actor-rank{rank}.log", self._processes)
             fds = [fd] if rank == 0 else []
-            host.ask("start_worker", "actor", rank, str(self._log_dir), {**more, **env}, args.heartbeat_timeout, fds)
-            workers.append(self._processes[-1])
+            process = self._processes[-1]
+            request = ("actor", rank, str(self._log_dir), {**env, **more}, args.heartbeat_timeout, fds)
+            process.pid = host.ask("start_worker", *request)
+            workers.append(process)
             relays.append(relay)
             url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
             self.setup_requests.append((args, rank, len(plan.actor), url, threads))
@@ -86,8 +82,10 @@ class RayCluster:
             address = "127.0.0.1" if self._ray.is_here(host) else host.info.address
             more = self._devices([slot.gpu for slot in slots], slots[0].node)
             host.add(name, self._log_dir / f"engine-{index}.log", self._processes)
-            url = host.ask("start_engine", args, index, str(self._log_dir), address, {**env, **more})
-            self.engines.append(Engine(name, url, self._processes[-1]))
+            process = self._processes[-1]
+            env_there = {**env, **more}
+            url, process.pid = host.ask("start_engine", args, index, str(self._log_dir), address, env_there)
+            self.engines.append(Engine(name, url, process))
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
         """What makes exactly these GPUs of the plan visible: Ray's ids stand for the plan's, in order."""
@@ -99,7 +97,7 @@ class RayCluster:
     def _check_hosts(self) -> None:
         """Shared folders, and a way of the weight sync that reaches every engine."""
         args, here = self._args, self._ray.is_here
-        if self._with_engines and args.sync_way == "shm":
+        if self._with_engines and self._plan.actor and args.sync_way == "shm":
             needed = {self._plan.actor[0].node, *(slots[0].node for slots in self._plan.engines)}
             for host in (self._hosts[node] for node in sorted(needed)):
                 if not here(host):
@@ -131,171 +129,6 @@ class RayCluster:
         for host in self._hosts:
             host.close()
         self._ray.close()
-
-
-class RayWorkerGroup(WorkerGroup):
-    """Workers on the nodes of a Ray cluster; calls, deadlines and errors are those of the local group."""
-
-    def __init__(self, role: str, processes: Sequence[RemoteProcess], relays: Sequence[Relay]):
-        self.role = role
-        self._processes = list(processes)
-        self._connections = list(relays)
-        self.watch = self.check_alive
-
-
-class Relay(Connection):
-    """The controller's end of a worker's connection: sends through the worker's host, receives from a socket pair."""
-
-    def __init__(self, host: HostHandle, name: str):
-        ours, theirs = socket.socketpair()
-        super().__init__(ours.detach())
-        self._host, self._name = host, name
-        self._far = Connection(theirs.detach())
-
-    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
-        self._host.tell("send", self._name, bytes(buf))
-
-    def deliver(self, data: bytes) -> None:
-        self._far.send_bytes(data)
-
-    def end(self) -> None:
-        """No more will come: the reader gets an EOFError."""
-        self._far.close()
-
-
-class RemoteProcess:
-    """A process on another node; see `processes.Process`. Its death is told, not asked for."""
-
-    def __init__(self, host: HostHandle, name: str, log_path: Path):
-        self.name, self.log_path, self._host = name, log_path, host
-        self.told: Fault | None = None
-
-    def alive(self) -> bool:
-        return self.told is None or not self.told.dead
-
-    def fault(self) -> str | None:
-        return self.told.what if self.told is not None else None
-
-    def died_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.alive()
-
-    def describe(self) -> str:
-        if self.told is not None:
-            return self.told.text
-        return f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
-
-    def remedy(self) -> str:
-        return self.told.remedy if self.told is not None else "see its log"
-
-    def log_tail(self, num_lines: int = 15) -> str:
-        if self.told is not None and self.told.dead:
-            return self.told.text
-        return str(self._host.ask("log_tail", self.name, num_lines))
-
-    def dump_stacks(self) -> None:
-        self._tell("dump_stacks")
-
-    def terminate(self) -> None:
-        self._tell("terminate")
-
-    def wait(self, seconds: float) -> None:
-        if self.alive():
-            try:
-                self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
-            except WorkerError:
-                pass  # its node is being lost, and the process with it
-
-    def kill(self) -> None:
-        self._tell("kill")
-
-    def _tell(self, method: str) -> None:
-        if self.alive():
-            self._host.tell(method, self.name)
-
-
-class HostHandle:
-    """The controller's side of a node's actor, with a thread that hands on what the node reports."""
-
-    def __init__(self, actor: Any, timeout: float):
-        self._actor = actor
-        self._processes: dict[str, RemoteProcess] = {}
-        self._relays: dict[str, Relay] = {}
-        self._closed = False
-        self.info: HostInfo = self.ask("info", timeout=timeout)
-        self._thread = threading.Thread(target=self._pump, name=f"node {self.info.address}", daemon=True)
-        self._thread.start()
-
-    def add(self, name: str, log_path: Path, processes: list[RemoteProcess]) -> Relay:
-        """Register a process that is about to be started; it is appended to `processes`."""
-        self._relays[name] = Relay(self, name)
-        self._processes[name] = RemoteProcess(self, name, log_path)
-        processes.append(self._processes[name])
-        return self._relays[name]
-
-    def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:
-        """Call a method of the actor and wait.
-
-        Raises:
-            InstepError: what the method raised, or a WorkerError that says why there is no answer.
-        """
-        import ray
-
-        try:
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, InstepError):
-                raise error.cause from None
-            raise WorkerError(f"a node's actor raised in '{method}':\n{error}", where="Ray") from None
-        except ray.exceptions.RayError as error:
-            raise WorkerError(
-                f"a node's actor did not answer '{method}': {_why(error)}",
-                where="Ray",
-                remedy="instep must be installed on every node, in the same version; `ray status` and the files in "
-                "Ray's logs folder say more",
-            ) from None
-
-    def tell(self, method: str, *args: Any) -> None:
-        """Call a method of the actor and do not wait."""
-        getattr(self._actor, method).remote(*args)
-
-    def _pump(self) -> None:
-        import ray
-
-        while not self._closed:
-            try:
-                news = ray.get(self._actor.receive.remote(POLL_SECONDS), timeout=HOST_SECONDS)
-            except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
-                if not self._closed:
-                    for name in self._processes:
-                        text = f"{name} is lost with its node {self.info.address}: {_why(error)}"
-                        self._tell(name, Fault("is lost", text, "see Ray's logs and its node", dead=True))
-                return
-            for name, item in news:
-                try:
-                    if isinstance(item, Fault):
-                        self._tell(name, item)
-                    else:
-                        self._relays[name].deliver(item)
-                except OSError:  # the controller has closed its end
-                    pass
-
-    def _tell(self, name: str, fault: Fault) -> None:
-        if self._processes[name].alive():
-            self._processes[name].told = fault
-        if fault.dead:
-            self._relays[name].end()
-
-    def close(self) -> None:
-        import ray
-
-        self._closed = True
-        ray.kill(self._actor)
-        for relay in self._relays.values():
-            relay.end()
-        self._thread.join(5)
 
 
 class Ray:
@@ -332,7 +165,7 @@ class Ray:
             ray.init(self.address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(
-                f"no Ray at '{self.address}': {_why(error)}",
+                f"no Ray at '{self.address}': {why(error)}",
                 where="--ray-address",
                 remedy="give the host:port that `ray start --head` printed, and run on a node that has joined, "
                 "with the RAY_AUTH_TOKEN of the cluster, if it has one",
@@ -460,8 +293,3 @@ def _check_address(address: str) -> None:
 
 def _total(nodes: Sequence[dict[str, Any]], kind: str) -> float:
     return sum(node["Resources"].get(kind, 0) for node in nodes)
-
-
-def _why(error: Exception) -> str:
-    """The beginning of Ray's text."""
-    return " ".join(str(error).split())[:600] or type(error).__name__

@@ -125,7 +125,8 @@ class Host:
 
     def start_worker(
         self, role: str, rank: int, log_dir: str, env: Mapping[str, str], heartbeat: float, fds: Sequence[int]
-    ) -> None:
+    ) -> int:
+        """Start a rank; its pid."""
         if "GLOO_SOCKET_IFNAME" not in env:
             env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
         process, connection = start_rank(role, rank, Path(log_dir), env, heartbeat, fds)
@@ -133,16 +134,17 @@ class Host:
             self._children[process.name] = _Child(process, connection)
         for listener in self._listeners if fds else ():
             listener.close()  # it is the rank's now
+        return process.pid
 
-    def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> str:
-        """Start an embedded engine that listens on `host`; its URL."""
+    def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> tuple[str, int]:
+        """Start an embedded engine that listens on `host`; its URL and pid."""
         threads = args.num_threads or num_usable_cpus()
         port = None if args.engine_port is None else args.engine_port + index
         engine = start_embedded(args, index, num_threads=threads, log_dir=Path(log_dir), port=port, host=host, env=env)
         assert isinstance(engine.process, SupervisedProcess)
         with self._lock:
             self._children[engine.name] = _Child(engine.process)
-        return engine.url
+        return engine.url, engine.process.pid
 
     # ---- talking -------------------------------------------------------------------------------------------------
 

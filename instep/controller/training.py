@@ -6,6 +6,8 @@ Statistics over groups belong here, because the samples of a group may lie on se
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,25 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
 
 
+@dataclass
+class TrainedRollout:
+    """What a round did.
+
+    Attributes:
+        steps: the metrics of each optimizer step.
+        batch: all samples as the workers got them.
+        step_of_sample: the optimizer step of each sample.
+        log_probs: by number of the sample, float32 `[response_length]`: the trainer's log-probs under the weights that
+            the round began with. Of the samples that were wanted; a sample of a later step has them only if the
+            rollout was scored first.
+    """
+
+    steps: list[dict[str, float]]
+    batch: TokenBatch
+    step_of_sample: list[int]
+    log_probs: dict[int, torch.Tensor]
+
+
 class TrainingRound:
     """Drives the actor's workers through the optimizer steps of one rollout.
 
@@ -44,8 +65,12 @@ class TrainingRound:
         self._num_skipped = 0  # optimizer steps in a row
         self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
 
-    def run(self, groups: list[Group], num_steps_before: int) -> list[dict[str, float]]:
-        """Train on one rollout; returns the metrics of each optimizer step."""
+    def run(self, groups: list[Group], num_steps_before: int, keep: Collection[int] = ()) -> TrainedRollout:
+        """Train on one rollout.
+
+        Args:
+            keep: numbers of the samples (counted through all groups) whose log-probs are wanted.
+        """
         args = self._args
         batch = build_batch(
             groups,
@@ -77,9 +102,15 @@ class TrainingRound:
                 self._score(batch, schedule, names)
             self._add_advantages(batch, [s for g in groups for s in flatten(g)])
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        steps = self._train(batch, schedule, lrs)
+        if "log_probs" in batch.token_columns:
+            rows = batch.token_columns["log_probs"].split(batch.response_lengths.tolist())
+            kept = {i: rows[i] for i in keep}
+            steps, _ = self._train(batch, schedule, lrs)
+        else:
+            batch.sample_columns["keep_log_probs"] = [i if i in keep else -1 for i in range(batch.num_samples)]
+            steps, kept = self._train(batch, schedule, lrs)
         self._check_steps(steps)
-        return steps
+        return TrainedRollout(steps, batch, step_of_sample, kept)
 
     def _check_steps(self, steps: list[dict[str, float]]) -> None:
         """A step whose gradients are not finite was skipped, which may happen now and then; more must not."""
@@ -154,7 +185,9 @@ class TrainingRound:
             flat = whiten(flat, mask)
         batch.token_columns["advantages"] = flat
 
-    def _train(self, batch: TokenBatch, schedule: Schedule, lrs: list[float]) -> list[dict[str, float]]:
+    def _train(
+        self, batch: TokenBatch, schedule: Schedule, lrs: list[float]
+    ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor]]:
         parts, steps = [], []
         for dp_rank in range(self._dp_size):
             order = [i for step in schedule for m in step[dp_rank] for i in m]
@@ -163,7 +196,8 @@ class TrainingRound:
             steps.append([[[local[i] for i in m] for m in step[dp_rank]] for step in schedule])
         per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
         results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
-        return next(r for r in results if r is not None)
+        answers = [r for r in results if r is not None]
+        return answers[0][0], {i: log_probs for _, kept in answers for i, log_probs in kept.items()}
 
 
 def check_weights(workers: WorkerGroup, timeout: float) -> None:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, EngineError
-from instep.processes import OPENMP_ENV, Process, SupervisedProcess, free_port, port_is_free, stop_all
+from instep.processes import (
+    DETERMINISTIC_ENV,
+    OPENMP_ENV,
+    Process,
+    SupervisedProcess,
+    free_port,
+    port_is_free,
+    stop_all,
+)
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -161,7 +169,10 @@ def start_embedded(
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
+    if args.deterministic_mode:
+        command.append("--batch-invariant")
     env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV, **(env or {})}
+    env |= DETERMINISTIC_ENV if args.deterministic_mode else {}
     log_path = log_dir / f"engine-{index}.log"
     process = SupervisedProcess(f"engine {index}", command, log_path, env, heartbeat=args.heartbeat_timeout)
     return Engine(f"engine {index}", f"http://{host}:{port}", process)

@@ -122,7 +122,7 @@ def save_killed(place: Place) -> None:
         assert run.end()[0] == -signal.SIGKILL
     half = ckpt / ".iter_0000002.partial"
     assert half.is_dir()
-    with place.run(*flags, run_dir=run.run_dir, name="again") as run:
+    with place.run(*flags, name="again") as run:
         run.mark()
         run.recovered("save_killed", "nothing: what is not complete is not there")
         assert run.end()[0] == 0 and not half.exists()

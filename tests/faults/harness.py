@@ -116,12 +116,12 @@ class Run:
         path = self.run_dir / "metrics.jsonl"
         return path.read_text().count('"train/loss"') if path.exists() else 0
 
-    def wait_steps(self, num: int = 1, seconds: float = 60) -> None:
+    def wait_steps(self, num: int = 1, seconds: float = 180) -> None:
         """Until `num` training steps more are done than now; the engine and the workers are at work then."""
         wanted = self.num_steps() + num
         self.wait(lambda: self.num_steps() >= wanted, seconds)
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[1][-3000:]
@@ -157,7 +157,7 @@ class Run:
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
-    def end(self, limit: float = 60) -> tuple[int, str, float]:
+    def end(self, limit: float = 180) -> tuple[int, str, float]:
         """Wait for the end: exit code, stderr, seconds since the fault (without one: since the start)."""
         deadline = time.monotonic() + limit
         while self.process.poll() is None and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from tests.faults.suite import FAULTS, SCENARIOS, SLOW
     "scenario", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
 )
 def test_fault(outcomes, scenario):
-    results = outcomes[scenario].result(timeout=300)
+    results = outcomes[scenario].result(timeout=900)
     assert results and set(results) <= set(FAULTS)
 
 

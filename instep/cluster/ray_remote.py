@@ -1,0 +1,195 @@
+"""The controller's side of processes on the nodes of a Ray cluster; the other side is `ray_host.Host`.
+
+A message travels as bytes through the actor of the worker's node:
+
+    WorkerGroup -> Relay -> Host.send -> socket pair -> worker
+    worker -> socket pair -> Host.receive -> a thread here -> socket pair -> WorkerGroup
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from instep.cluster.local import WorkerGroup
+from instep.cluster.ray_host import Fault, HostInfo
+from instep.errors import InstepError, WorkerError
+
+POLL_SECONDS = 1.0
+HOST_SECONDS = 60.0  # a node's actor that is silent for so long is lost (Ray itself notices most losses sooner)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers on the nodes of a Ray cluster; calls, deadlines and errors are those of the local group."""
+
+    def __init__(self, role: str, processes: Sequence[RemoteProcess], relays: Sequence[Relay]):
+        self.role = role
+        self._processes = list(processes)
+        self._connections = list(relays)
+        self.watch = self.check_alive
+
+
+class Relay(Connection):
+    """The controller's end of a worker's connection: sends through the worker's host, receives from a socket pair."""
+
+    def __init__(self, host: HostHandle, name: str):
+        ours, theirs = socket.socketpair()
+        super().__init__(ours.detach())
+        self._host, self._name = host, name
+        self._far = Connection(theirs.detach())
+
+    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
+        self._host.tell("send", self._name, bytes(buf))
+
+    def deliver(self, data: bytes) -> None:
+        self._far.send_bytes(data)
+
+    def end(self) -> None:
+        """No more will come: the reader gets an EOFError."""
+        self._far.close()
+
+
+class RemoteProcess:
+    """A process on another node; see `processes.Process`. Its death is told, not asked for."""
+
+    def __init__(self, host: HostHandle, name: str, log_path: Path):
+        self.name, self.log_path, self._host = name, log_path, host
+        self.pid = 0  # on its node; once it is started
+        self.told: Fault | None = None
+
+    def alive(self) -> bool:
+        return self.told is None or not self.told.dead
+
+    def fault(self) -> str | None:
+        return self.told.what if self.told is not None else None
+
+    def died_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+    def describe(self) -> str:
+        if self.told is not None:
+            return self.told.text
+        return f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
+
+    def remedy(self) -> str:
+        return self.told.remedy if self.told is not None else "see its log"
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        if self.told is not None and self.told.dead:
+            return self.told.text
+        return str(self._host.ask("log_tail", self.name, num_lines))
+
+    def dump_stacks(self) -> None:
+        self._tell("dump_stacks")
+
+    def terminate(self) -> None:
+        self._tell("terminate")
+
+    def wait(self, seconds: float) -> None:
+        if self.alive():
+            try:
+                self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
+            except WorkerError:
+                pass  # its node is being lost, and the process with it
+
+    def kill(self) -> None:
+        self._tell("kill")
+
+    def _tell(self, method: str) -> None:
+        if self.alive():
+            self._host.tell(method, self.name)
+
+
+class HostHandle:
+    """The controller's side of a node's actor, with a thread that hands on what the node reports."""
+
+    def __init__(self, actor: Any, timeout: float):
+        self._actor = actor
+        self._processes: dict[str, RemoteProcess] = {}
+        self._relays: dict[str, Relay] = {}
+        self._closed = False
+        self.info: HostInfo = self.ask("info", timeout=timeout)
+        self._thread = threading.Thread(target=self._pump, name=f"node {self.info.address}", daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, log_path: Path, processes: list[RemoteProcess]) -> Relay:
+        """Register a process that is about to be started; it is appended to `processes`."""
+        self._relays[name] = Relay(self, name)
+        self._processes[name] = RemoteProcess(self, name, log_path)
+        processes.append(self._processes[name])
+        return self._relays[name]
+
+    def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:
+        """Call a method of the actor and wait.
+
+        Raises:
+            InstepError: what the method raised, or a WorkerError that says why there is no answer.
+        """
+        import ray
+
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InstepError):
+                raise error.cause from None
+            raise WorkerError(f"a node's actor raised in '{method}':\n{error}", where="Ray") from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(
+                f"a node's actor did not answer '{method}': {why(error)}",
+                where="Ray",
+                remedy="instep must be installed on every node, in the same version; `ray status` and the files in "
+                "Ray's logs folder say more",
+            ) from None
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the actor and do not wait."""
+        getattr(self._actor, method).remote(*args)
+
+    def _pump(self) -> None:
+        import ray
+
+        while not self._closed:
+            try:
+                news = ray.get(self._actor.receive.remote(POLL_SECONDS), timeout=HOST_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
+                if not self._closed:
+                    for name in self._processes:
+                        text = f"{name} is lost with its node {self.info.address}: {why(error)}"
+                        self._tell(name, Fault("is lost", text, "see Ray's logs and its node", dead=True))
+                return
+            for name, item in news:
+                try:
+                    if isinstance(item, Fault):
+                        self._tell(name, item)
+                    else:
+                        self._relays[name].deliver(item)
+                except OSError:  # the controller has closed its end
+                    pass
+
+    def _tell(self, name: str, fault: Fault) -> None:
+        if self._processes[name].alive():
+            self._processes[name].told = fault
+        if fault.dead:
+            self._relays[name].end()
+
+    def close(self) -> None:
+        import ray
+
+        self._closed = True
+        ray.kill(self._actor)
+        for relay in self._relays.values():
+            relay.end()
+        self._thread.join(5)
+
+
+def why(error: Exception) -> str:
+    """The beginning of Ray's text."""
+    return " ".join(str(error).split())[:600] or type(error).__name__
