@@ -22,7 +22,7 @@ from instep.controller.device import resolve_device
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.metrics import evaluation_metrics, evaluation_summary, training_metrics, wandb_settings
 from instep.controller.run_state import (
-    check_same_run,
+    changed_arguments,
     find_checkpoint,
     read_state,
     restore_source,
@@ -42,7 +42,7 @@ from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.samples import spread
 from instep.observability.versions import versions
-from instep.processes import OPENMP_ENV, SupervisedProcess, num_usable_cpus, stop_all
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess, num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.rollout.tokens import token_texts
@@ -58,6 +58,7 @@ class Controller:
         self.args, self._with_engines = args, with_engines
         self.run_dir = Path(args.run_dir)
         resolve_device(args, with_engines=with_engines)
+        args.num_threads = args.num_threads or num_usable_cpus()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self._runtime: dict[str, Any] = {}
         self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
@@ -134,14 +135,13 @@ class Controller:
         if args.dump_details:
             debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-        num_threads = args.num_threads or num_usable_cpus()
         logs = self.run_dir / "logs"
-        threads = max(1, num_threads // max(1, num_ranks))
+        threads = max(1, args.num_threads // max(1, num_ranks))
         worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-        worker_env |= OPENMP_ENV
+        worker_env |= OPENMP_ENV | (DETERMINISTIC_ENV if args.deterministic_mode else {})
         self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
         if self._with_engines:
-            self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]
+            self._engines = [start_embedded(args, 0, num_threads=args.num_threads, log_dir=logs, port=args.engine_port)]
         if num_ranks:
             self._start_trainer(self._workers, threads)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
@@ -344,6 +344,7 @@ class Controller:
                 save_checkpoint(Path(args.save), rollout_id, write, state)
             if args.save_hf:
                 self.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
+        self.log.log(rollout_id, {"perf/save_seconds": self.log.take_phase_seconds()["save"]})
 
     def export_hf(self, path: Path) -> None:
         self._require_workers().call("export_hf", path, timeout=self.args.train_timeout)
@@ -398,7 +399,8 @@ class Controller:
         return self._workers
 
     def _restore(self, state: dict[str, Any]) -> None:
-        check_same_run(state["args"], self.args)
+        for line in changed_arguments(state["args"], self.args):
+            self.log.progress.line(f"changed since the checkpoint: {line}")
         self.num_steps = int(state["num_steps"])
         self.ledger.load_state_dict(state["ledger"])
         self.evaluations = state["evaluations"]

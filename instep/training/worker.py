@@ -59,6 +59,7 @@ class Worker:
         random.seed(args.seed + rank)
         np.random.seed(args.seed + rank)
         torch.manual_seed(args.seed)
+        torch.use_deterministic_algorithms(args.deterministic_mode)
         self.device = device
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = self._loss_fn()
