@@ -1,4 +1,4 @@
-"""`instep` with a diary: `python -m tests.e2e.observed DIARY train ...` runs the real thing and writes a line as each phase begins.
+"""`instep` with a diary: `python -m tests.e2e.observed DIARY train ...` runs it, and writes a line at each phase.
 
 Also the reward of these runs: dense, so that there is something to learn from the first step on.
 """
@@ -26,7 +26,7 @@ def keep_varied(args, group, **kwargs):
 
 
 def observe(path: str) -> None:
-    diary = open(path, "a", buffering=1)  # noqa: SIM115: until the process ends
+    diary = open(path, "a", buffering=1)  # until the process ends
     for method, phase in PHASES.items():
         original = getattr(Controller, method)
 

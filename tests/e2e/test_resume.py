@@ -26,7 +26,7 @@ def arguments(tiny, run_dir, backend, num_rollout, *more):
 
 def tensors(path):
     with safe_open(path / "hf" / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def state(run, num_rollout):
