@@ -356,7 +356,7 @@ class Controller:
     def finish(self) -> dict[str, Any]:
         """summary.json, report.html and the table at the end."""
         summary: dict[str, Any] = {
-            "num_rollouts": self.num_rollout - self.start_rollout_id,
+            "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
             "num_steps": self.num_steps,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,

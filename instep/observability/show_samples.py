@@ -47,7 +47,8 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
     options = parser().parse_args(words)
     rows = select(options.run, step=options.step, split=options.split, index=options.index)
     if options.worst is not None:
-        rows = sorted(rows, key=lambda row: _badness(row, options.worst), reverse=True)
+        key = reward_key(options.run, rows[0]["split"])
+        rows = sorted(rows, key=lambda row: _badness(row, options.worst, key), reverse=True)
     console = console or Console(soft_wrap=True)
     for row in rows[: options.limit]:
         for part in render(row, with_tokens=options.tokens, marks=not console.is_terminal):
@@ -166,7 +167,15 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
     return ", ".join(f"#{i} {json.dumps(texts[i], ensure_ascii=False)} {number(g, 4)}" for g, i in worst)
 
 
-def _badness(row: dict[str, Any], by: str) -> float:
+def reward_key(run_dir: Path, split: str) -> str | None:
+    """Which entry of a reward counts, where rewards are dicts; from the run's config.json."""
+    path = run_dir / "config.json"
+    args = json.loads(path.read_text(encoding="utf-8"))["args"] if path.exists() else {}
+    key = args.get("reward_key")
+    return key if split == "train" else args.get("eval_reward_key") or key
+
+
+def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
     """The larger, the worse; what is unknown comes last."""
     if by == "length":
         return float(row.get("response_length") or 0)
@@ -174,6 +183,8 @@ def _badness(row: dict[str, Any], by: str) -> float:
         known = [g for g in gaps(row) if g is not None]
         return max(known, default=-1.0)
     reward = row.get("reward")
+    if isinstance(reward, dict) and key is not None:
+        reward = reward.get(key)
     return -float(reward) if isinstance(reward, (int, float)) else float("-inf")
 
 

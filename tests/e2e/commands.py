@@ -35,6 +35,13 @@ def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
     return ["train", *out, "--apply-chat-template", *more]
 
 
+def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "instep.cli", *arguments]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
 def run(arguments: list[str], timeout: float = 180) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "instep.cli", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)

@@ -69,6 +69,15 @@ def test_filters(run):
     assert heads(limited) == [1] and "1 of 3 samples" in limited
 
 
+def test_the_worst_of_rewards_that_are_dicts(tmp_path):
+    with open(tmp_path / "samples.jsonl", "w") as file:
+        for i, score in enumerate((0.5, 1.0, 0.0)):
+            row = sample_row(make_sample(i, {"score": score, "other": -score}), texts)
+            file.write(json.dumps({"rollout_id": 0, "split": "train", **row}) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"args": {"reward_key": "score"}}))
+    assert heads(shown(tmp_path, "--worst", "reward")) == [2, 0, 1]
+
+
 def test_what_is_not_there_is_an_error_that_says_what_is(run, tmp_path):
     for words, remedy in (
         (["--step", 7], "0 to 1"),
