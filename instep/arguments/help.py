@@ -51,8 +51,8 @@ def format_help(command: str = "train") -> str:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
-        f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these, and the",
-        "flags of slime, vime and Megatron that come later or are refused, with the reason and what to use instead.",
+        f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these and",
+        "the flags of slime, vime and Megatron that come later or are refused, with the reason and an alternative.",
         "Names are never abbreviated; --flag=value works, too. Everything that is wrong is reported at once.",
         "",
         EXAMPLE,

@@ -120,7 +120,6 @@ def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, po
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", args.device]
     dtypes = {"auto": "bfloat16" if args.precision == "bf16" else "float32", "half": "float16", "float": "float32"}
     command += ["--dtype", dtypes.get(args.vllm_dtype, args.vllm_dtype)]
-    command += ["--num-threads", str(num_threads)]
     if args.vllm_max_model_len:
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:

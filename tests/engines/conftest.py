@@ -83,12 +83,12 @@ def free_port() -> int:
 def engine_environment() -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
     assert kind == "embedded", kind
-    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "num_threads": 1, **flags}
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]
 
@@ -140,11 +140,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path) -> Iterator[Engine]:
+def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path, *options: str) -> Iterator[Engine]:
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            engine_command(kind, path, port), stdout=output, stderr=output, env=engine_environment()
+            [*engine_command(kind, path, port), *options], stdout=output, stderr=output, env=engine_environment()
         )
     engine = Engine(kind, f"http://127.0.0.1:{port}", path, hf, process)
     try:

@@ -20,7 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from instep.engines.embedded.sampling import uniforms
-from tests.engines.conftest import MAX_MODEL_LEN, Engine, engine_command, engine_environment, make_checkpoint
+from tests.engines.conftest import (
+    MAX_MODEL_LEN,
+    Engine,
+    engine_command,
+    engine_environment,
+    make_checkpoint,
+    run_engine,
+)
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 EOS = 1
@@ -196,6 +203,20 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine: Engine) -> No
     together = [f.result(timeout=60)["token_ids"] for f in futures]
     assert together == alone
     assert [len(t) for t in alone] == [20 + 5 * i for i in range(16)]
+
+
+def test_batch_invariant_bits_do_not_depend_on_the_batch(engine: Engine, tmp_path: Path) -> None:
+    """Log-probs to the last bit, whatever shares the batch and in whatever order it came: what exact resume needs."""
+    if engine.kind != "embedded":
+        pytest.skip("a mode of the embedded engine")
+    prompts = [[40 + i % 5, *PROMPT[: 1 + i % 5]] for i in range(24)]
+    params = [{"max_tokens": 10 + 3 * i, "seed": i, "logprobs": 0, "ignore_eos": True} for i in range(24)]
+    options = ("--batch-invariant", "--max-num-seqs", "16")
+    with run_engine(engine.kind, engine.path, engine.hf, tmp_path / "log", *options) as fixed:
+        alone = [fixed.generate(p, **kw) for p, kw in zip(prompts, params, strict=True)]
+        for order in (range(24), range(23, -1, -1)):
+            futures = {i: fixed.submit(prompts[i], **params[i]) for i in order}
+            assert [futures[i].result(timeout=60) for i in range(24)] == alone
 
 
 def test_without_a_seed_responses_differ(engine: Engine) -> None:
@@ -447,8 +468,11 @@ def test_refused_starts_say_one_line_and_exit_2(checkpoint: Path, tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert str(port) in refused(engine_command("embedded", checkpoint, port))
-    assert "no checkpoint" in refused(engine_command("embedded", tmp_path, 0))
-    assert "float16 is not supported" in refused(engine_command("embedded", checkpoint, 0, dtype="float16"))
+    assert "config.json is missing" in refused(engine_command("embedded", tmp_path, 0))
+    assert (
+        "invalid choice: 'float16'"
+        in start(engine_command("embedded", checkpoint, 0, dtype="float16")).communicate()[1]
+    )
     for config in (
         {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},

@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_engine(checkpoint: Path, folder: Path) -> Engine:
     port = free_port()
     command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(checkpoint), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
+    command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     engine = Engine("engine 0", f"http://127.0.0.1:{port}", SupervisedProcess("engine 0", command, folder / "log.txt"))
     engine.wait_ready(120)
     return engine

@@ -232,7 +232,9 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
 
 
 def test_docs_are_made_from_the_table():
-    assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), "python -m instep.arguments.help > docs/arguments.md"
+    assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), (
+        "python -m instep.arguments.help > docs/arguments.md"
+    )
 
 
 def test_built_in_rewards_are_those_of_the_rollout():

@@ -47,16 +47,18 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
 class Runner(Cache):
     """Forward passes and the cache `data`: `[layers, 2, rows, kv_heads, length, head_dim]`, grown by doubling."""
 
-    def __init__(self, model: PreTrainedModel, max_rows: int, max_length: int):
+    def __init__(self, model: PreTrainedModel, max_rows: int, max_length: int, fixed: bool = False):
+        """`fixed`: every decode step has all rows and the whole length, so that a row's bits depend on it alone."""
         super().__init__(layers=[])
+        self.fixed, self.prefill_tokens = fixed, 0 if fixed else 8192  # padded, per forward pass
         self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
         config, heads = model.config, model.config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         shape = (config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.head_dim)
         self.data = torch.zeros(shape, dtype=model.dtype, device=self.device)
-        self.pick: torch.Tensor | None = None  # positions of the flat batch that the output head is applied to
         self.source: torch.Tensor | None = None  # of a prefill: which sequence of the batch each new row holds
+        self.pick: torch.Tensor | None = None  # of a prefill: positions of the flat batch that need logits
         model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
         )
@@ -78,26 +80,26 @@ class Runner(Cache):
         self._reserve(first_row + len(source), longest)
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
         ends = [i * longest + len(s) - 1 for i, s in enumerate(sequences)]
-        self.pick, self.source = torch.tensor(ends, device=self.device), torch.tensor(source, device=self.device)
-        self.first_row = first_row
-        logits = self.model(
-            ids, past_key_values=self, use_cache=True, position_ids=torch.arange(longest, device=self.device)[None]
-        ).logits[0]
-        rows, self.pick, self.source = self.source, None, None
+        self.pick, rows = torch.tensor(ends, device=self.device), torch.tensor(source, device=self.device)
+        self.source, self.first_row, positions = rows, first_row, torch.arange(longest, device=self.device)[None]
+        logits = self.model(ids, past_key_values=self, use_cache=True, position_ids=positions).logits[0]
+        self.pick = self.source = None
         return logits[rows].float()
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Append `tokens[i]` as the last of `lengths[i]` to row i; float32 logits `[batch, vocab]` of what follows."""
-        self.num_rows = len(tokens)
-        self._reserve(self.num_rows, max(lengths))
-        self.length = min(-(-max(lengths) // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
-        ids, ends = torch.tensor([tokens, lengths], device=self.device)[:, :, None]
+        used, longest = len(tokens), self.max_length if self.fixed else max(lengths)
+        self.num_rows = self.max_rows if self.fixed else used
+        self._reserve(self.num_rows, longest)
+        self.length = min(-(-longest // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
+        pad = self.num_rows - used
+        ids, ends = torch.tensor([[*tokens, *[0] * pad], [*lengths, *[1] * pad]], device=self.device)[:, :, None]
         heads = torch.arange(self.num_rows * self.kv_heads, device=self.device)
         self.where = heads * self.data.shape[4] + (ends[:, 0] - 1).repeat_interleave(self.kv_heads)
         unseen = torch.arange(self.length, device=self.device) >= ends
         mask = self.data.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
         out = self.model(ids, position_ids=ends - 1, attention_mask=mask, past_key_values=self, use_cache=True)
-        return out.logits[:, -1].float()
+        return out.logits[:used, -1].float()
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of the second to last token, each given those before it; the cache is not touched."""

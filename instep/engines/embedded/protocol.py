@@ -56,10 +56,7 @@ _NEUTRAL |= dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "stru
 def check_keys(given: dict[str, Any], known: set[str]) -> None:
     for key, value in given.items():
         if key not in known and (key not in _NEUTRAL or value not in (None, _NEUTRAL[key])):
-            names = ", ".join(sorted(known))
-            raise HttpError(
-                "BadRequestError", f"{key}={value!r} is not supported by the embedded engine; known: {names}"
-            )
+            raise HttpError("BadRequestError", f"{key}={value!r} is not supported here; known: {sorted(known)}")
 
 
 def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_size: int) -> dict[str, Any]:

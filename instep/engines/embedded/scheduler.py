@@ -18,19 +18,17 @@ from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
-PREFILL_TOKENS = 8192  # padded, per forward pass
 QUIET_SECONDS, GATHER_SECONDS = 0.002, 0.02  # an idle engine waits for the rest of a burst: silence, at most
 
 
 class Engine:
     """Row i of the cache belongs to `running[i]`. All but `call` runs in the engine's thread."""
 
-    def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, max_num_seqs: int):
-        self.runner, self.weights, self.tokenizer, self.max_num_seqs = runner, weights, tokenizer, max_num_seqs
+    def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any):
+        self.runner, self.weights, self.tokenizer = runner, weights, tokenizer
         self.vocab_size: int = runner.model.config.vocab_size
         self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self.waiting: deque[Request] = deque()
-        self.held: list[Request] = []  # arrived while paused
         self.running: list[Request] = []
         self.paused: str | None = None
         threading.Thread(target=self._run, name="engine", daemon=True).start()
@@ -45,7 +43,7 @@ class Engine:
         try:
             while True:
                 self._receive()
-                if self._ready() and self.waiting and len(self.running) < self.max_num_seqs:
+                if self._ready() and self.waiting and not self.paused and len(self.running) < self.runner.max_rows:
                     self._prefill()
                 if self._ready() and self.running:
                     last = [r.tokens[-1] for r in self.running]
@@ -56,38 +54,38 @@ class Engine:
             os._exit(1)
 
     def _ready(self) -> bool:
-        frozen = self.paused in ("abort", "keep") or self.weights.failure
-        return not frozen and bool(self.waiting or self.running)
+        work = (self.running and self.paused != "keep") or (self.waiting and not self.paused)
+        return bool(work) and not self.weights.failure
 
     def _receive(self) -> None:
-        idle, begin = not self._ready(), time.monotonic()
+        idle, until = not self._ready(), 0.0
         while True:
             try:
-                function, future = self.inbox.get(idle, QUIET_SECONDS if self._ready() else None)
+                function, future = self.inbox.get(idle, QUIET_SECONDS if until else None)
             except queue.Empty:
                 return
             try:
                 future.set_result(function())
             except Exception as error:  # a thread border: the caller gets it
                 future.set_exception(error)
-            idle = idle and self._ready() and time.monotonic() - begin < GATHER_SECONDS
+            until = until or time.monotonic() + GATHER_SECONDS
+            idle = idle and time.monotonic() < until
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self.weights.failure:
             return self._finish(requests, "error")
-        (self.held if self.paused else self.waiting).extend(requests)
+        self.waiting.extend(requests)
 
     def abort(self, which: Collection[Request | str] | None = None, reason: str = "abort") -> int:
         """End these requests or ids (None: all) with what they have; returns how many."""
-        gone = {r for r in self._all() if which is None or r in which or r.id in which}
+        gone = {r for r in (*self.running, *self.waiting) if which is None or r in which or r.id in which}
         self._compact([i for i, r in enumerate(self.running) if r in gone])
         self.waiting = deque(r for r in self.waiting if r not in gone)
-        self.held = [r for r in self.held if r not in gone]
         self._finish(gone, reason)
         return len(gone)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """abort: end all; keep: freeze, and compute keys and values anew later if `clear_cache`; wait: let them end."""
+        """abort: end all; keep: freeze, and fill the cache anew later if `clear_cache`; wait: let what runs end."""
         self.paused = mode
         if mode == "abort":
             self.abort()
@@ -100,13 +98,11 @@ class Engine:
         self.paused = None
         if self.weights.failure:
             self.abort(None, "error")
-        self.waiting.extend(self.held)
-        self.held = []
 
     def set_version(self, version: Any) -> dict[str, str]:
         if not isinstance(version, str):
             raise HttpError("BadRequestError", f"the version must be a string, got {version!r}")
-        for request in self._all():
+        for request in (*self.running, *self.waiting):
             self._close_span(request)
         self.weights.version = version
         return {"weight_version": version}
@@ -116,19 +112,16 @@ class Engine:
             raise HttpError("SessionError", "weights change under a pause only: POST /pause first")
         self.weights.start(body.get("version"), body.get("nonce"))
 
-    def _all(self) -> list[Request]:
-        return [*self.running, *self.waiting, *self.held]
-
     def _prefill(self) -> None:
         batch: list[Request] = []
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once
         source: list[int] = []
         longest, first = 0, len(self.running)
-        while self.waiting and first + len(batch) < self.max_num_seqs:
+        while self.waiting and first + len(batch) < self.runner.max_rows:
             request = self.waiting[0]
             sequence = (*request.prompt, *request.tokens)
             longest = max(longest, len(sequence))
-            if batch and (len(unique) + (sequence not in unique)) * longest > PREFILL_TOKENS:
+            if batch and sequence not in unique and (len(unique) + 1) * longest > self.runner.prefill_tokens:
                 break
             source.append(unique.setdefault(sequence, len(unique)))
             batch.append(self.waiting.popleft())

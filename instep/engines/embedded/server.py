@@ -1,7 +1,6 @@
 """The HTTP routes. Handlers parse and format; the engine's thread does the rest."""
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -25,18 +24,18 @@ _OWN = "model request_id return_token_ids"  # parameters that are not about samp
 class Server:
     """Routes over `engine`."""
 
-    def __init__(self, engine: Engine, name: str, max_model_len: int, eos_ids: frozenset[int]):
-        self.engine, self.name, self.max_model_len, self.eos_ids = engine, name, max_model_len, eos_ids
+    def __init__(self, engine: Engine, name: str, eos_ids: frozenset[int]):
+        self.engine, self.name, self.eos_ids = engine, name, eos_ids
+        self.max_model_len = engine.runner.max_length
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=256 << 20)
         routes: dict[str, Handler] = {path: partial(self._call, f) for path, f in self.controls().items()}
         routes |= {"POST /inference/v1/generate": self.generate, "POST /v1/completions": self.completions}
-        routes |= {"POST /v1/chat/completions": self.chat, "POST /pause": self.pause}
+        routes |= {"POST /v1/chat/completions": self.chat, "POST /pause": self.pause, "* /{other:.*}": self.unknown}
         for route, function in routes.items():
             method, path = route.split()
             app.router.add_route(method, path, _route(function))
-        app.router.add_route("*", "/{other:.*}", _route(_unknown))
         return app
 
     async def generate(self, http: web.Request, body: Body) -> Body:
@@ -46,13 +45,13 @@ class Server:
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
     async def completions(self, http: web.Request, body: Body) -> Body:
-        prompt, encode = body.get("prompt"), self._tokenizer().encode
+        prompt, encode = body.get("prompt"), self.engine.tokenizer.encode
         prompts: Any = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) in (list, str) else [prompt]
         prompts = [encode(p) if isinstance(p, str) else p for p in prompts]
         return await self._run("cmpl", http, prompts, body, {"max_tokens": 16} | body, f"{_OWN} prompt")
 
     async def chat(self, http: web.Request, body: Body) -> Body:
-        messages, template = body.get("messages"), self._tokenizer().apply_chat_template
+        messages, template = body.get("messages"), self.engine.tokenizer.apply_chat_template
         if not isinstance(messages, list) or not messages:
             raise HttpError("BadRequestError", "messages must be a non-empty list")
         try:
@@ -67,17 +66,13 @@ class Server:
         """The reply of all three routes: prompt-major choices, n per prompt. `own`: keys that `given` may also have."""
         params = protocol.sampling_params(given, {*own.split()}, self.eos_ids, self.engine.vocab_size)
         num, seed, limit = params.pop("n", 1), params.pop("seed", None), params.pop("max_tokens", self.max_model_len)
-        if params["stop"]:
-            self._tokenizer()
         model = str(body.get("model") or self.name)
         if model != self.name and os.path.realpath(model) != os.path.realpath(self.name):
             raise HttpError("NotFoundError", f"the model {model!r} does not exist; this engine serves {self.name!r}")
         name = f"{kind}-{http.headers.get('x-request-id') or body.get('request_id') or uuid.uuid4().hex}"
         requests = []
         for prompt in prompts:
-            room = self.max_model_len - len(
-                protocol.token_ids(prompt, "the prompt (token_ids)", self.engine.vocab_size)
-            )
+            room = self.max_model_len - len(protocol.token_ids(prompt, "token_ids", self.engine.vocab_size))
             if not prompt or room < 1:
                 message = f"the prompt has {len(prompt)} tokens; 1 to {self.max_model_len - 1} are possible"
                 raise HttpError("BadRequestError", message)
@@ -92,8 +87,8 @@ class Server:
             self.engine.call(lambda: self.engine.abort(requests))
             raise
         choices: list[Body] = [{"index": i} | self._choice(kind, r) for i, r in enumerate(requests)]
-        reply: Body = {"request_id" if kind == "generate-tokens" else "id": name, "model": self.name}
-        reply["choices"] = choices
+        key = "request_id" if kind == "generate-tokens" else "id"
+        reply: Body = {key: name, "model": self.name, "choices": choices}
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
@@ -112,24 +107,22 @@ class Server:
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             return choice | {"token_ids": request.tokens, "weight_versions": spans}
-        text = self._tokenizer().decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+        text = self.engine.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         text = text.partition(request.stop_reason)[0] if isinstance(request.stop_reason, str) else text
         return choice | ({"text": text} if kind == "cmpl" else {"message": {"role": "assistant", "content": text}})
 
-    def _tokenizer(self) -> Any:
-        if self.engine.tokenizer is None:
-            raise HttpError("BadRequestError", "text and stop strings need a tokenizer, and the checkpoint has none")
-        return self.engine.tokenizer
-
     async def _call(self, function: Callable[[Body], Any], http: web.Request, body: Body) -> Body:
         return await asyncio.wrap_future(self.engine.call(lambda: function(body)))
+
+    async def unknown(self, http: web.Request, body: Body) -> Body:
+        raise HttpError("NotFoundError", f"there is no {http.method} {http.path}")
 
     async def pause(self, http: web.Request, body: Body) -> Body:
         mode, clear = http.query.get("mode", "abort"), http.query.get("clear_cache", "true").lower() == "true"
         if mode not in ("abort", "keep", "wait"):
             raise HttpError("BadRequestError", f"mode={mode!r}: abort, keep or wait")
         await self._call(lambda body: self.engine.pause(mode, clear), http, body)
-        while mode == "wait" and (self.engine.running or self.engine.waiting):
+        while mode == "wait" and self.engine.running:
             await asyncio.sleep(0.005)
         return {"status": "paused"}
 
@@ -146,7 +139,6 @@ class Server:
             "POST /abort_requests": lambda body: {"aborted": engine.abort(body.get("request_ids"))},
             "POST /reset_prefix_cache": lambda body: {"success": not engine.running},  # no prefix outlives its request
             "POST /weight_checker": lambda body: {"checksums": weights.digests()},
-            "POST /init_weight_transfer_engine": lambda body: {},
             "POST /start_weight_update": engine.start_update,
             "POST /update_weights": lambda body: {"num_tensors": weights.update(body.get("update_info"))},
             "POST /update_weight_version": lambda body: engine.set_version(body.get("new_version")),
@@ -154,25 +146,17 @@ class Server:
         }
 
 
-async def _unknown(http: web.Request, body: Body) -> Body:
-    raise HttpError("NotFoundError", f"there is no {http.method} {http.path}")
-
-
-def _json_object(data: bytes) -> Body:
-    with contextlib.suppress(ValueError):
-        if isinstance(body := json.loads(data or b"{}"), dict):
-            return body
-    raise HttpError("BadRequestError", "the body is no JSON object")
-
-
 def _route(function: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(http: web.Request) -> web.Response:
         try:
-            body = _json_object(await http.read())
+            if not isinstance(body := json.loads(await http.read() or b"{}"), dict):
+                raise json.JSONDecodeError("no object", "", 0)
             async with asyncio.timeout(TIMEOUT):
                 return web.json_response(await function(http, body) or {})
         except HttpError as error:
             refusal = error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            refusal = HttpError("BadRequestError", f"the body is no JSON object: {error}")
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
         body = {"message": str(refusal), "type": refusal.kind, "code": refusal.status, "tensor": refusal.tensor}
