@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--fixed", action="store_true", help="EOS ends nothing: all responses have that length")
     parser.add_argument("--num-threads", type=int, required=True)
-    parser.add_argument("--micro-batch", type=int, default=64, help="samples of a forward and backward pass")
+    parser.add_argument("--micro-batch", type=int, default=128, help="samples of a forward pass (32 to 256 tried)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="another value in CONFIG")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
