@@ -3,8 +3,9 @@
     python benchmarks/cpu_grpo.py [--threads 4] [--steps 21] [--repeats 3] [--quickstart DIR] [--out FILE]
 
 Both train the quickstart's model (after its SFT warm-up) with the quickstart's batch and settings on the same prompts
-in the same order, pinned to the same cores, in turn. Measured at natural lengths, and at fixed ones, where every response
-has `--max-new-tokens` tokens: instep's engine ignores EOS, TRL never samples it. `trl/run_trl.py` holds TRL's settings.
+in the same order, pinned to the same cores, in turn. Measured at natural lengths, and at fixed ones, where every
+response has `--max-new-tokens` tokens: instep's engine ignores EOS, TRL never samples it. TRL's settings stand in
+`trl/run_trl.py`.
 """
 
 from __future__ import annotations
