@@ -1,6 +1,6 @@
 """The peer of `benchmarks/cpu_grpo.py`: TRL's `GRPOTrainer` on a CPU, in an environment of its own (requirements.txt).
 
-    python run_trl.py --model DIR --data train.jsonl --steps 12 --max-new-tokens 64 --num-threads 2 --out FILE
+    python run_trl.py --model DIR --data train.jsonl --steps 12 --max-new-tokens 64 --num-threads 4 --out FILE
 
 Prints nothing of use; FILE gets one JSON object with a row per step. `CONFIG` holds every setting that acts, and why.
 Nothing of instep is imported here.
@@ -45,13 +45,13 @@ CONFIG: dict[str, Any] = dict(
     adam_beta2=0.98,
     max_grad_norm=1.0,
     shuffle_dataset=False,  # so that step k has the same prompts on both sides
-    # How it is done: what was fastest here of what TRL offers on a CPU.
+    # How it is done.
     use_cpu=True,
     bf16=False,  # float32, as instep
     gradient_checkpointing=False,  # the default, True, computes each forward pass twice to save memory
     optim="adamw_torch_fused",  # the default; as instep
-    use_vllm=False,  # has no wheel that this comparison could install on any CPU; transformers generates
-    cache_implementation=None,  # a dynamic KV cache; a static one is slower, as it attends to all of its length
+    use_vllm=False,  # transformers generates, all samples of a step in one batch
+    cache_implementation=None,  # the default: a dynamic KV cache
     dataloader_pin_memory=False,  # there is no device to copy to
     dataloader_num_workers=0,  # 256 rows a step: a worker process would only take a core away
     # Nothing else that costs time.
