@@ -1,7 +1,8 @@
-"""`instep train | sft | report ...`. Imports nothing heavy before a command line has been found right."""
+"""`instep train | sft | report | ...`. Imports nothing heavy before a command line has been found right."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -19,8 +20,6 @@ LATER = {
     "convert": "the conversion of checkpoints",
     "serve": "the generation server",
     "plan": "the plan of a cluster's GPUs",
-    "samples": "the display of a run's samples",
-    "doctor": "the check of an installation",
 }
 
 HELP = """\
@@ -29,8 +28,11 @@ usage: instep COMMAND ...
   train     reinforcement learning: rollout, reward, step, weight sync
   sft       supervised fine-tuning through the same trainer
   report    RUN_DIR: write the run's report.html
+  samples   RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
+  doctor    [RUN_DIR]: check this installation, or what became of a run
 
-`instep COMMAND --help` explains a command; `instep --version` prints the version.
+`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train or sft
+writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
 These come later: """ + ", ".join(LATER)
 
 
@@ -58,6 +60,14 @@ def _run(words: list[str]) -> int:
         _train(command, rest)
     elif command == "report":
         _report(rest)
+    elif command == "samples":
+        from instep.observability.show_samples import main as samples
+
+        return samples(rest)
+    elif command == "doctor":
+        from instep.doctor.command import main as doctor
+
+        return doctor(rest)
     elif command in LATER:
         raise ConfigError(f"{LATER[command]} comes later", where=f"instep {command}", remedy="see `instep --help`")
     else:
@@ -71,6 +81,8 @@ def _train(command: str, words: list[str]) -> None:
 
         print(format_help(command))
         return
+    if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
+        faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
     from instep.arguments import parse
 

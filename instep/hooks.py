@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +42,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     except Exception as error:  # the border to a user's code: whatever it raises is named here
         raise ConfigError(
             f"importing {module_name!r} raised {type(error).__name__}: {error}",
-            where=f"hook {dotted_path}",
+            where=f"hook {dotted_path}, {raised_at(error)}",
             remedy="mend the module",
         ) from error
     found = getattr(module, name, None)
@@ -58,3 +60,14 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             remedy="name a function or a class",
         )
     return found
+
+
+def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """`file:line in name`: the innermost line of the user's file (of `function`, if given) on the way to `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
+    own = [f for f in frames if f.filename == source] if source else []
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"

@@ -53,9 +53,10 @@ def check_inputs(args: Any) -> None:
             )
     hooks = {flag.attribute: flag.name for flag in own_flags().values() if flag.type is hook}
     for attribute, name in hooks.items():
-        path = vars(args).get(attribute)
-        if path is not None and path != defaults[attribute] and not path.startswith("instep."):
-            _import_hook(path, name)
+        value = vars(args).get(attribute)
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None and path != defaults[attribute] and not path.startswith("instep."):
+                _import_hook(path, name)
     for dataset in args.eval_datasets:
         for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if path is not None:

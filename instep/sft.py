@@ -14,7 +14,7 @@ def sft(args: Any) -> dict[str, Any]:
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
             groups = controller.generate(rollout_id)
             controller.train(rollout_id, groups)
+            controller.finish_step(rollout_id)
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
-            controller.finish_step(rollout_id)
         return controller.finish()

@@ -9,27 +9,29 @@ from instep.controller.controller import Controller
 
 def train(args: Any) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
-    with Controller(args, title="GRPO") as controller:
+    with Controller(args, title="GRPO", with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
-        if evaluates_at(args, controller.start_rollout_id) and not args.skip_eval_before_train:
+        if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
             controller.evaluate(controller.start_rollout_id)
 
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
             groups = controller.generate(rollout_id)
             controller.train(rollout_id, groups)
             controller.sync_weights()
+            controller.finish_step(rollout_id)  # before the save: what a checkpoint covers is on disk
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
-            controller.finish_step(rollout_id)
             if evaluates_after(args, rollout_id, controller.num_rollout):
                 controller.evaluate(rollout_id + 1)
 
         return controller.finish()
 
 
-def evaluates_at(args: Any, rollout_id: int) -> bool:
-    """Before the first rollout, and again where a resumed run had evaluated last."""
-    return bool(args.eval_interval) and rollout_id % args.eval_interval == 0
+def evaluates_at(args: Any, rollout_id: int, num_rollout: int) -> bool:
+    """Before the first rollout, and after a resume where the run would have evaluated next."""
+    if not args.eval_interval or (rollout_id == 0 and args.skip_eval_before_train):
+        return False
+    return rollout_id % args.eval_interval == 0 or rollout_id == num_rollout
 
 
 def evaluates_after(args: Any, rollout_id: int, num_rollout: int) -> bool:

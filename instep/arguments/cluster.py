@@ -1,6 +1,6 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, RAY, VLLM, Flag, Group, Number, later, refused
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, RAY, VLLM, Flag, Group, Number, later, refused, switch
 
 CLUSTER = Group(
     "Cluster and device",
@@ -20,6 +20,12 @@ CLUSTER = Group(
         Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
         Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
+        switch(
+            "--deterministic-mode",
+            "the same bits in every run and after every resume: the engine computes each sample as if it were alone, "
+            "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
+            "M",
+        ),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
         *later(RAY, "C", "--num-gpus-per-node", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "VSC", "--colocate"),

@@ -53,6 +53,7 @@ def format_help(command: str = "train") -> str:
     lines += [
         f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these and",
         "the flags of slime, vime and Megatron that come later or are refused, with the reason and an alternative.",
+        "SIGUSR1 to a run writes stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt.",
         "Names are never abbreviated; --flag=value works, too. Everything that is wrong is reported at once.",
         "",
         EXAMPLE,

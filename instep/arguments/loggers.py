@@ -25,7 +25,7 @@ LOGGERS = Group(
             "--tb-experiment-name",
             instead="--run-dir",
         ),
-        Flag("--num-logged-samples", INDEX, 8, "samples of each rollout that are written to samples.jsonl"),
+        Flag("--num-logged-samples", INDEX, 8, "samples of each rollout (and evaluation set) in samples.jsonl"),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.arguments.args import Args
+from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import ALGORITHMS, RAY, VLLM
 from instep.arguments.parser import Problem, Scan
@@ -358,6 +359,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
     (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),
     (loggers, ""),
+    (debugging, "load_debug_rollout_data save_debug_rollout_data save_debug_train_data num_rollout start_rollout_id"),
 )
 
 
@@ -384,3 +386,4 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
     args.run_dir = args.run_dir or f"runs/{args.command}"
     args.eval_datasets = []
+    derive_debug(args)

@@ -31,6 +31,7 @@ class WorkerGroup:
         self.role = role
         self._processes: list[SupervisedProcess] = []
         self._connections: list[Connection] = []
+        self.waits_for = ""  # the call that runs, and the ranks that have not answered it
         for rank in range(num_ranks):
             ours, theirs = socket.socketpair()
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -84,6 +85,9 @@ class WorkerGroup:
         results: list[Any] = [None] * self.num_ranks
         waiting = dict(enumerate(self._connections))
         while waiting:
+            self.waits_for = (
+                f"{method} from ranks {sorted(waiting)}, since {timeout - deadline + time.monotonic():.0f} s"
+            )
             ready = wait(list(waiting.values()), timeout=0.2)
             for rank in [r for r, c in waiting.items() if c in ready]:
                 try:
@@ -103,6 +107,7 @@ class WorkerGroup:
                     self._raise_death(rank, method)
             if waiting and time.monotonic() > deadline:
                 self._raise_timeout(sorted(waiting), method, timeout)
+        self.waits_for = ""
         return results
 
     def check_alive(self) -> None:

@@ -10,24 +10,29 @@ import math
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.local import WorkerGroup
+from instep.controller import debug
+from instep.controller.device import resolve_device
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
+from instep.controller.metrics import evaluation_metrics, evaluation_summary, training_metrics, wandb_settings
 from instep.controller.run_state import (
-    check_same_run,
+    changed_arguments,
     find_checkpoint,
     read_state,
     restore_source,
     save_checkpoint,
     source_state,
 )
+from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.training import TrainingRound
+from instep.controller.trial import HookTrial
 from instep.controller.watch import run_watched
 from instep.engines.launch import Engine, start_embedded
 from instep.errors import ConfigError
@@ -35,10 +40,12 @@ from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
+from instep.observability.samples import spread
 from instep.observability.versions import versions
-from instep.processes import OPENMP_ENV, num_usable_cpus, stop_all
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess, num_usable_cpus, stop_all
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
+from instep.rollout.tokens import token_texts
 from instep.training import lr_schedule
 from instep.types import Group
 
@@ -50,15 +57,20 @@ class Controller:
         self.started = time.monotonic()
         self.args, self._with_engines = args, with_engines
         self.run_dir = Path(args.run_dir)
-        self._resolve_device()
+        resolve_device(args, with_engines=with_engines)
+        args.num_threads = args.num_threads or num_usable_cpus()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self._runtime: dict[str, Any] = {}
         self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
         source = load_function(args.data_source_path)(self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
-        self._resolve_num_rollout()
-        self._rollout_function = load_function(args.rollout_function_path)
+        epochs, batch = args.num_epoch, args.rollout_batch_size
+        self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
+        replays = args.load_debug_rollout_data is not None
+        self._rollout_function = debug.replay(args) if replays else load_function(args.rollout_function_path)
+        self._trial = HookTrial(args, self.hook_args, source)
+        self._train_metrics: dict[str, float] = {}
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.rollout_id = 0
         self.evaluations: list[dict[str, float]] = []
@@ -84,11 +96,13 @@ class Controller:
             resume_from_step=start if self._resumed_state else None,
         )
         self._checkpoint = checkpoint
+        self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Controller:
         self._memory.start()
+        self._on_signal.__enter__()
         self.log.__enter__()
         try:
             with self.log.phase("start"):
@@ -103,37 +117,33 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         runtime.shutdown()
-        processes = [e.process for e in self._engines if e.process is not None]
-        processes += self._workers.processes if self._workers is not None else []
-        stop_all(processes, grace=2.0)
+        stop_all(self._processes(), grace=2.0)
         if self._sync is not None:
             self._sync.close()
         self._memory.stop()
+        self._on_signal.__exit__(kind, error, traceback)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self.log.__exit__(kind, error, traceback)
 
+    def _processes(self) -> list[SupervisedProcess]:
+        engines = [e.process for e in self._engines if e.process is not None]
+        return [*engines, *(self._workers.processes if self._workers is not None else [])]
+
     def _start(self) -> None:
         args = self.args
-        num_ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-        num_threads = args.num_threads or num_usable_cpus()
+        self._trial.before_start()
+        if args.dump_details:
+            debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
+        num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
         logs = self.run_dir / "logs"
-        threads = max(1, num_threads // num_ranks)
+        threads = max(1, args.num_threads // max(1, num_ranks))
         worker_env = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-        worker_env |= OPENMP_ENV
+        worker_env |= OPENMP_ENV | (DETERMINISTIC_ENV if args.deterministic_mode else {})
         self._workers = WorkerGroup("actor", num_ranks, logs, worker_env)
         if self._with_engines:
-            self._engines = [start_embedded(args, 0, num_threads=num_threads, log_dir=logs, port=args.engine_port)]
-        requests = [(args, rank, num_ranks, str(self._scratch / "rendezvous"), threads) for rank in range(num_ranks)]
-        layout = self._workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
-        self._load_weights()
-        total = self.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt if self.num_rollout else 0
-        schedule = lr_schedule.from_args(args, max(1, total // args.global_batch_size) if total else 1)
-        self._round = TrainingRound(args, self.hook_args, self._workers, layout, schedule)
-        if self._round.uses_reference:
-            path = self._model_folder(Path(args.ref_load or args.hf_checkpoint))
-            if self._resumed_state is not None and self._checkpoint and (self._checkpoint[0] / "reference").is_dir():
-                path = Path(shutil.copytree(self._checkpoint[0] / "reference", self._reference))
-            self._workers.call("load_reference", path, timeout=args.worker_start_timeout)
+            self._engines = [start_embedded(args, 0, num_threads=args.num_threads, log_dir=logs, port=args.engine_port)]
+        if num_ranks:
+            self._start_trainer(self._workers, threads)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
@@ -149,11 +159,27 @@ class Controller:
                 "num_rollout": self.num_rollout,
             }
         )
-        if self._engines:
+        if self._engines and num_ranks:
             max_len = args.vllm_max_model_len or int(self._hf_config.get("max_position_embeddings", 128))
             vocab_size = int(self._hf_config["vocab_size"])
             self._sync = WeightSync(args, self._workers, self._engines, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
+        if self._engines:
+            self._trial.with_engine()
+
+    def _start_trainer(self, workers: WorkerGroup, threads: int) -> None:
+        args, num_ranks = self.args, workers.num_ranks
+        requests = [(args, rank, num_ranks, str(self._scratch / "rendezvous"), threads) for rank in range(num_ranks)]
+        layout = workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
+        self._load_weights()
+        total = self.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt if self.num_rollout else 0
+        schedule = lr_schedule.from_args(args, max(1, total // args.global_batch_size) if total else 1)
+        self._round = TrainingRound(args, self.hook_args, workers, layout, schedule)
+        if self._round.uses_reference:
+            path = self._model_folder(Path(args.ref_load or args.hf_checkpoint))
+            if self._resumed_state is not None and self._checkpoint and (self._checkpoint[0] / "reference").is_dir():
+                path = Path(shutil.copytree(self._checkpoint[0] / "reference", self._reference))
+            workers.call("load_reference", path, timeout=args.worker_start_timeout)
 
     def _load_weights(self) -> None:
         """`--load` if it holds a checkpoint, else `--ref-load`, else `--hf-checkpoint` (the seeds' rule)."""
@@ -186,30 +212,6 @@ class Controller:
             )
         return found[0]
 
-    def _resolve_device(self) -> None:
-        import torch
-
-        args = self.args
-        if args.device == "auto":
-            args.device = "cuda" if torch.cuda.is_available() else "cpu"
-        if args.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("this machine has no CUDA device", where="--device cuda", remedy="use --device cpu")
-        if args.precision == "auto":
-            args.precision = "bf16" if args.device == "cuda" else "fp32"
-        if self._with_engines and args.device == "cuda" and args.rollout_backend == "auto":
-            raise ConfigError(
-                "this machine has a GPU, where the embedded engine is not chosen by itself",
-                where="--rollout-backend auto",
-                remedy="name it: --rollout-backend embedded (the vLLM backend comes later)",
-            )
-
-    def _resolve_num_rollout(self) -> None:
-        args = self.args
-        if args.num_rollout is not None:
-            self.num_rollout = args.num_rollout
-            return
-        self.num_rollout = math.ceil(args.num_epoch * len(self.data_source) / args.rollout_batch_size)
-
     def _start_rollout_id(self, checkpoint: tuple[Path, int] | None) -> int:
         if self.args.start_rollout_id is not None:
             return int(self.args.start_rollout_id)
@@ -220,8 +222,9 @@ class Controller:
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """One proven session from the workers to every engine."""
-        assert self._sync is not None
+        """One proven session from the workers to every engine; none where one of the two is missing."""
+        if self._sync is None:
+            return
         with self.log.phase("sync"):
             self.last_sync = self._sync.run()
         self.max_probe_diff = max(self.max_probe_diff, self.last_sync.probe_max_abs_diff)
@@ -256,23 +259,46 @@ class Controller:
         if args.loss_type == "sft_loss":  # demonstrations have no reward
             self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if "reward" not in k}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
-        self.log.samples(rollout_id, groups, split="train", limit=args.num_logged_samples)
+        self._num_response_tokens = sum(s.response_length for g in groups for s in g)
+        if args.save_debug_rollout_data:
+            debug.save_rollout(args.save_debug_rollout_data, rollout_id, groups, train_output.metrics)
+        if args.debug_rollout_only:
+            self._log_samples(rollout_id, groups, "train")
         return groups
+
+    def _log_samples(self, rollout_id: int, groups: list[Group], split: str, log_probs: Any = None) -> None:
+        texts = partial(token_texts, self.hook_args)
+        self.log.samples(rollout_id, groups, split, self.args.num_logged_samples, texts=texts, log_probs=log_probs)
 
     def train(self, rollout_id: int, groups: list[Group]) -> None:
         """The optimizer steps of one rollout, and its line of metrics begins."""
-        with self.log.phase("train"):
-            steps = self._round.run(groups, self.num_steps)
-        self.num_steps += len(steps)
-        interval = self.args.ref_update_interval
+        args = self.args
+        if args.debug_rollout_only:
+            return
+        samples = [s for g in groups for s in g]
+        logged = {id(s) for s in spread(groups, args.num_logged_samples)}
+        keep = {i for i, s in enumerate(samples) if args.save_debug_train_data or id(s) in logged}
+        log_probs: dict[int, list[float]] = {}
+        try:
+            with self.log.phase("train"):
+                trained = self._round.run(groups, self.num_steps, keep)
+            log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()}
+        finally:  # also when the training failed: then they are looked at
+            self._log_samples(rollout_id, groups, "train", log_probs)
+        if args.save_debug_train_data:
+            debug.save_train_data(args.save_debug_train_data, rollout_id, trained)
+        self.num_steps += len(trained.steps)
+        interval = args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
-            self._require_workers().call("refresh_reference", self._reference, timeout=self.args.train_timeout)
-        self._train_metrics = training_metrics(steps)
-        self._num_tokens = sum(len(s.tokens) for g in groups for s in flatten(g))
-        self._num_response_tokens = sum(s.response_length for g in groups for s in flatten(g))
+            self._require_workers().call("refresh_reference", self._reference, timeout=args.train_timeout)
+        self._train_metrics = training_metrics(trained.steps)
+        self._num_tokens = sum(len(s.tokens) for s in samples)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
+        if not self._engines:
+            self.log.progress.line("there is no engine: the evaluation is left out")
+            return {}
         with self.log.phase("eval"):
             output = as_eval_output(
                 run_watched(
@@ -285,7 +311,9 @@ class Controller:
             )
         metrics = evaluation_metrics(output)
         for name, result in output.data.items():
-            self.log.samples(rollout_id, [[s] for s in result["samples"]], split=f"eval/{name}", limit=8)
+            self._log_samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
+        if self.args.save_debug_rollout_data:
+            debug.save_evaluation(self.args.save_debug_rollout_data, rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         hook = self.args.custom_eval_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):
@@ -316,6 +344,7 @@ class Controller:
                 save_checkpoint(Path(args.save), rollout_id, write, state)
             if args.save_hf:
                 self.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
+        self.log.log(rollout_id, {"perf/save_seconds": self.log.take_phase_seconds()["save"]})
 
     def export_hf(self, path: Path) -> None:
         self._require_workers().call("export_hf", path, timeout=self.args.train_timeout)
@@ -326,12 +355,13 @@ class Controller:
         metrics = {**self._rollout_metrics, **self._train_metrics}
         metrics |= {f"perf/{name}_seconds": s for name, s in seconds.items()}
         metrics["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
-        if seconds.get("rollout"):
+        if seconds.get("rollout") and not self.args.load_debug_rollout_data:
             metrics["perf/rollout_tokens_per_second"] = self._num_response_tokens / seconds["rollout"]
         if seconds.get("train"):
             metrics["perf/train_tokens_per_second"] = self._num_tokens / seconds["train"]
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        metrics |= self._require_workers().call("memory", timeout=self.args.train_timeout)[0]
+        for memory in self._require_workers().call("memory", timeout=self.args.train_timeout)[:1]:
+            metrics |= memory
         if self.last_sync is not None:
             metrics["sync/version"] = self.last_sync.version
             metrics["sync/probe_max_abs_diff"] = self.last_sync.probe_max_abs_diff
@@ -342,32 +372,35 @@ class Controller:
     def finish(self) -> dict[str, Any]:
         """summary.json, report.html and the table at the end."""
         summary: dict[str, Any] = {
-            "num_rollouts": self.num_rollout - self.start_rollout_id,
+            "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
             "num_steps": self.num_steps,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,
             "ledger": {k: v for k, v in self.ledger.state_dict().items() if k.startswith("num") or k == "dropped"},
             "versions": versions(),
         }
-        if self.evaluations:
-            first, last = self.evaluations[0], self.evaluations[-1]
-            name = next(k for k in first if k.endswith("/reward_mean"))
-            if first["rollout_id"] == 0:
-                summary["eval_reward_before"] = first[name]
-            summary["eval_reward_after"] = last[name]
-            summary["evaluations"] = self.evaluations
+        summary |= evaluation_summary(self.evaluations)
         if self.last_sync is not None:
             summary["sync_probe_max_abs_diff"] = self.max_probe_diff
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
         self.log.finish(summary)
         return summary
 
+    def _dump(self) -> None:
+        """What SIGUSR1 does: stacks and queues of all processes into a file."""
+        phase, seconds = self.log.where()
+        step = f"{phase}, for {seconds:.1f} s; rollout {self.rollout_id}, {self.num_steps} optimizer steps done"
+        queues = partial(describe_queues, step, self.ledger, self._workers)
+        path = write_dump(self.run_dir / "logs", queues, self._processes(), self._engines)
+        self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
+
     def _require_workers(self) -> WorkerGroup:
         assert self._workers is not None, "the controller is used as a context manager"
         return self._workers
 
     def _restore(self, state: dict[str, Any]) -> None:
-        check_same_run(state["args"], self.args)
+        for line in changed_arguments(state["args"], self.args):
+            self.log.progress.line(f"changed since the checkpoint: {line}")
         self.num_steps = int(state["num_steps"])
         self.ledger.load_state_dict(state["ledger"])
         self.evaluations = state["evaluations"]

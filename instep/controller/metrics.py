@@ -36,6 +36,16 @@ def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     return out
 
 
+def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
+    """`summary.json`'s part of them: the first data set's reward before and after, and all of them."""
+    if not evaluations:
+        return {}
+    first, last = evaluations[0], evaluations[-1]
+    name = next(k for k in first if k.endswith("/reward_mean"))
+    before = {"eval_reward_before": first[name]} if first["rollout_id"] == 0 else {}
+    return {**before, "eval_reward_after": last[name], "evaluations": evaluations}
+
+
 def wandb_settings(args: Any, run_id: str | None) -> dict[str, Any] | None:
     """The options of a W&B run, or None. Key and host go through the environment, and nowhere else."""
     if not args.use_wandb:

@@ -132,20 +132,42 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-# What a run cannot change on its way without training on other data, or on the same data twice.
-_FIXED = ("command", "prompt_data", "rollout_seed", "rollout_shuffle", "n_samples_per_prompt")
+# What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
+_FIXED = (
+    "command prompt_data data_source_path input_key label_key apply_chat_template rollout_max_prompt_len "
+    "rollout_seed rollout_shuffle n_samples_per_prompt train_backend"
+).split()
+# Where a run reads and writes, and what follows from other arguments, is not the run.
+_PLACES = frozenset("load save save_hf run_dir ckpt_step ref_ckpt_step engine_port dp_size world_size".split())
 
 
-def check_same_run(before: dict[str, Any], args: Any) -> None:
-    """Raise ConfigError if a resumed run has other data or another order of it."""
-    now = args.to_dict()
-    changed = [name for name in _FIXED if before.get(name) != now.get(name)]
-    if changed:
+def changed_arguments(before: dict[str, Any], args: Any) -> list[str]:
+    """What is set otherwise than when the checkpoint was written, one line each.
+
+    Raises:
+        ConfigError: the run cannot go on with it.
+    """
+    now = json.loads(json.dumps(args.to_dict()))
+    changed = {
+        name: f"--{name.replace('_', '-')} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
+        for name in sorted(before.keys() | now.keys())
+        if name not in _PLACES and before.get(name) != now.get(name)
+    }
+    # Another number of threads sums in another order.
+    fixed = (*_FIXED, "num_threads") if args.deterministic_mode else _FIXED
+    refused = [line for name, line in changed.items() if name in fixed]
+    if refused:
         raise ConfigError(
-            "; ".join(f"--{n.replace('_', '-')} was {before.get(n)!r} and is {now.get(n)!r}" for n in changed),
+            "; ".join(refused),
             where="the checkpoint in --load belongs to another run",
             remedy="use the same values to go on with it, or --finetune to take only its weights",
         )
+    return list(changed.values())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def source_state(source: Any, rollout_id: int) -> Any:

@@ -5,6 +5,8 @@ Statistics over groups belong here, because the samples of a group may lie on se
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +25,25 @@ from instep.training.lr_schedule import LRSchedule
 from instep.types import Group, Sample, Schedule, TokenBatch
 
 
+@dataclass
+class TrainedRollout:
+    """What a round did.
+
+    Attributes:
+        steps: the metrics of each optimizer step.
+        batch: all samples as the workers got them.
+        step_of_sample: the optimizer step of each sample.
+        log_probs: by number of the sample, float32 `[response_length]`: the trainer's log-probs under the weights that
+            the round began with. Of the samples that were wanted; a sample of a later step has them only if the
+            rollout was scored first.
+    """
+
+    steps: list[dict[str, float]]
+    batch: TokenBatch
+    step_of_sample: list[int]
+    log_probs: dict[int, torch.Tensor]
+
+
 class TrainingRound:
     """Drives the actor's workers through the optimizer steps of one rollout.
 
@@ -39,8 +60,12 @@ class TrainingRound:
         self._dp_size = layout[0].dp_size
         self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
 
-    def run(self, groups: list[Group], num_steps_before: int) -> list[dict[str, float]]:
-        """Train on one rollout; returns the metrics of each optimizer step."""
+    def run(self, groups: list[Group], num_steps_before: int, keep: Collection[int] = ()) -> TrainedRollout:
+        """Train on one rollout.
+
+        Args:
+            keep: numbers of the samples (counted through all groups) whose log-probs are wanted.
+        """
         args = self._args
         batch = build_batch(
             groups,
@@ -72,7 +97,13 @@ class TrainingRound:
                 self._score(batch, schedule, names)
             self._add_advantages(batch, [s for g in groups for s in flatten(g)])
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        return self._train(batch, schedule, lrs)
+        if "log_probs" in batch.token_columns:
+            rows = batch.token_columns["log_probs"].split(batch.response_lengths.tolist())
+            kept = {i: rows[i] for i in keep}
+            return TrainedRollout(self._train(batch, schedule, lrs)[0], batch, step_of_sample, kept)
+        batch.sample_columns["keep_log_probs"] = [i if i in keep else -1 for i in range(batch.num_samples)]
+        steps, kept = self._train(batch, schedule, lrs)
+        return TrainedRollout(steps, batch, step_of_sample, kept)
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
@@ -132,7 +163,9 @@ class TrainingRound:
             flat = whiten(flat, mask)
         batch.token_columns["advantages"] = flat
 
-    def _train(self, batch: TokenBatch, schedule: Schedule, lrs: list[float]) -> list[dict[str, float]]:
+    def _train(
+        self, batch: TokenBatch, schedule: Schedule, lrs: list[float]
+    ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor]]:
         parts, steps = [], []
         for dp_rank in range(self._dp_size):
             order = [i for step in schedule for m in step[dp_rank] for i in m]
@@ -141,4 +174,5 @@ class TrainingRound:
             steps.append([[[local[i] for i in m] for m in step[dp_rank]] for step in schedule])
         per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
         results = self._workers.call("train", timeout=self._args.train_timeout, per_rank=per_rank)
-        return next(r for r in results if r is not None)
+        answers = [r for r in results if r is not None]
+        return answers[0][0], {i: log_probs for _, kept in answers for i, log_probs in kept.items()}

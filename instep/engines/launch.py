@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, EngineError
-from instep.processes import OPENMP_ENV, SupervisedProcess, free_port, port_is_free
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess, free_port, port_is_free
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -124,6 +124,8 @@ def start_embedded(args: Any, index: int, *, num_threads: int, log_dir: Path, po
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
+    if args.deterministic_mode:
+        command.append("--batch-invariant")
+    env = {"OMP_NUM_THREADS": str(num_threads)} | OPENMP_ENV | (DETERMINISTIC_ENV if args.deterministic_mode else {})
     process = SupervisedProcess(f"engine {index}", command, log_dir / f"engine-{index}.log", env)
     return Engine(f"engine {index}", f"http://127.0.0.1:{port}", process)

@@ -68,7 +68,7 @@ class Progress:
         self.last: dict[str, float] = {}
         self._seen: set[int] = set()
         self._announced: set[str] = set()
-        self._start = self._phase_start = self._last_line = time.monotonic()
+        self._start = self.phase_start = self._last_line = time.monotonic()
         self._step_end: float | None = None
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -104,9 +104,9 @@ class Progress:
 
     def set_phase(self, name: str, *, announce: bool = True) -> None:
         """A phase begins (`announce`) or the one around it goes on."""
-        self.phase, self._phase_start = name, time.monotonic()
+        self.phase, self.phase_start = name, time.monotonic()
         if self._step_end is None:
-            self._step_end = self._phase_start  # the first step begins with the first phase
+            self._step_end = self.phase_start  # the first step begins with the first phase
         quiet = time.monotonic() - self._last_line >= 15
         if announce and not self.live and (quiet or name not in self._announced):  # each name once is enough
             self._announced.add(name)
@@ -179,7 +179,7 @@ class Progress:
     def render(self) -> RenderableType:
         """The panel as it stands now."""
         self._spinner.text = Text.assemble(
-            (f" {self.phase}", "bold cyan"), (f" {duration(time.monotonic() - self._phase_start)}", "dim")
+            (f" {self.phase}", "bold cyan"), (f" {duration(time.monotonic() - self.phase_start)}", "dim")
         )
         top = Table.grid(padding=(0, 2), expand=True)
         top.add_column(ratio=1)

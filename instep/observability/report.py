@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from instep.observability.alarms import describe
 from instep.observability.plots import PLOTS, History, read_history
 from instep.observability.progress import duration, number
 from instep.observability.sinks import read_json_lines
@@ -123,10 +124,22 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
     probe = summary.get("sync_probe_max_abs_diff", max(probes, default=None))
     if probe is not None:
         found.append(("largest sync probe difference", f"{probe:.1e}"))
+    alarms = raised_alarms(history, summary)
+    if alarms or history.names("alarm/", ""):
+        found.append((f"alarms: {describe(alarms)}", str(len(alarms))))
     speeds = history.column("perf/rollout_tokens_per_second")[1]
     if speeds:
         found.append(("rollout tokens/s, median", f"{sorted(speeds)[len(speeds) // 2]:,.0f}"))
     return found
+
+
+def raised_alarms(history: History, summary: Mapping[str, Any]) -> dict[str, int]:
+    """Alarm -> the step it was raised at first."""
+    if "alarms" in summary:
+        return summary["alarms"]
+    names = history.names("alarm/", "")
+    first = {n: [step for step, v in zip(*history.column(n), strict=True) if v == 1][:1] for n in names}
+    return {n.removeprefix("alarm/"): int(steps[0]) for n, steps in first.items() if steps}
 
 
 def _subtitle(history: History, versions: Mapping[str, Any], finished: bool) -> str:

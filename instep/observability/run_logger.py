@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
+from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.progress import Progress, duration, number
 from instep.observability.report import make_report
+from instep.observability.samples import sample_row, spread
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
 from instep.observability.versions import versions
-from instep.types import Group, Sample
+from instep.types import Group
 
 
 class RunLogger:
     """Context manager around a whole run. Writes into `run_dir`:
 
-    `config.json` (arguments without secrets, versions), `metrics.jsonl` (one row per call of `log`), `samples.jsonl`,
-    `tensorboard/`, `wandb/` if asked for, and at `finish` `summary.json` and `report.html`.
+    `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
+    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` `summary.json` and `report.html`, and
+    `logs/error.txt` with message and traceback if it ends by an error.
 
     Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
     Ctrl-C. `phase` belongs to one thread (the loop's); `status` may be called from any.
@@ -56,8 +63,10 @@ class RunLogger:
         self._failed = False
         self._close = ExitStack()
         with ExitStack() as stack:  # closes what is open if a later one fails
-            config = {"title": title, "args": without_secrets(args_dict), "versions": versions()}
+            config = {"title": title, "args": without_secrets(args_dict), "versions": versions(), "process": _process()}
             write_json(self.run_dir / "config.json", config)
+            for old in ("summary.json", "logs/error.txt"):  # of an earlier session
+                (self.run_dir / old).unlink(missing_ok=True)
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl", _before("step", resume_from_step))
             stack.callback(self._metrics.close)
             self._samples = JsonLines(self.run_dir / "samples.jsonl", _before("rollout_id", resume_from_step))
@@ -69,7 +78,9 @@ class RunLogger:
                 self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
             for sink in self._sinks:
                 stack.callback(self._close_sink, sink)
-            steps = {row["step"] for row in self._metrics.kept if _is_step(row)}
+            kept = [row for row in self._metrics.kept if _is_step(row)]
+            self._alarms = AlarmWatch(Limits.from_args(args_dict), kept)
+            steps = {row["step"] for row in kept}
             self.progress = Progress(title, num_steps, steps_done=len(steps), console=console)
             self.progress.rewards += [
                 r for row in self._metrics.kept if (r := row.get("rollout/reward_mean")) is not None
@@ -83,19 +94,40 @@ class RunLogger:
         return next((sink.run_id for sink in self._sinks if isinstance(sink, WandB)), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One row of metrics of `step`; values that `float` accepts. NaN and infinities are null in metrics.jsonl."""
+        """One row of metrics of `step`; values that `float` accepts. NaN and infinities are null in metrics.jsonl.
+
+        The row of a whole step gets its `alarm/*`, and a line says what one means when it is raised first.
+        """
         row = {name: float(value) for name, value in metrics.items()}
+        if _is_step(row):
+            raised, texts = self._alarms.check(step, row)
+            row |= raised
+            for text in texts:
+                self.progress.line(text)
         self._metrics.write({"step": step, "time": time.time(), **row})
         for sink in self._sinks:
             sink.log(step, row)
         self.progress.log(step, row)
 
-    def samples(self, rollout_id: int, groups: Sequence[Group], split: str, limit: int) -> None:
-        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on."""
-        deepest = max((len(group) for group in groups), default=0)
-        chosen = [group[i] for i in range(deepest) for group in groups if i < len(group)][:limit]
-        for sample in chosen:
-            self._samples.write({"rollout_id": rollout_id, "split": split, **_sample_row(sample)})
+    def samples(
+        self,
+        rollout_id: int,
+        groups: Sequence[Group],
+        split: str,
+        limit: int,
+        *,
+        texts: Callable[[list[int]], list[str]] | None = None,
+        log_probs: Mapping[int, Sequence[float]] | None = None,
+    ) -> None:
+        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on.
+
+        Args:
+            texts: token ids -> the text of each.
+            log_probs: by `id(sample)` the trainer's log-probs of the response tokens, where they are known.
+        """
+        for sample in spread(groups, limit):
+            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
+            self._samples.write({"rollout_id": rollout_id, "split": split, **row})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -124,12 +156,18 @@ class RunLogger:
         taken, self._phase_seconds = self._phase_seconds, {}
         return taken
 
+    def where(self) -> tuple[str, float]:
+        """The running phase and for how many seconds it has been running."""
+        return self.progress.phase, time.monotonic() - self.progress.phase_start
+
     def status(self, text: str) -> None:
         """A short note beside the phase, such as `groups 12/32`; empty takes it away."""
         self.progress.set_status(text)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json and report.html, take the panel down and print the final table."""
+        """Write summary.json (with `alarms`: name -> first step) and report.html, take the panel down and print the
+        final table."""
+        summary = {**summary, "alarms": self._alarms.first}
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"):
             report = make_report(self.run_dir)
@@ -149,8 +187,23 @@ class RunLogger:
         self._failed = exc_type is not None
         self._close.close()
         if exc_type is not None:
+            _write_error(self.run_dir / "logs" / "error.txt", exc)
             phase = self._phases[-1] if self._phases else self.progress.phase
             print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
+
+
+def _process() -> dict[str, Any]:
+    """Enough to tell later whether this process still lives."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+
+
+def _write_error(path: Path, error: BaseException | None) -> None:
+    text = "".join(traceback.format_exception(error)) if error is not None else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")
+    except OSError as failed:  # a full disk, which may be the error itself: it must not hide that one
+        print(f"{path} could not be written: {failed}", file=sys.stderr)
 
 
 def _is_step(row: Mapping[str, Any]) -> bool:
@@ -161,12 +214,6 @@ def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | N
     return None if limit is None else lambda row: row.get(key, 0) < limit
 
 
-def _sample_row(sample: Sample) -> dict[str, Any]:
-    keys = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata", "status")
-    row = sample.to_dict()
-    return {**{key: row[key] for key in keys}, "weight_versions": [span.version for span in sample.weight_versions]}
-
-
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
     """The scalars of a summary as a table, in readable units; `versions` and other nested values are left out."""
     from rich import box
@@ -175,7 +222,9 @@ def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = 
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     for name, value in summary.items():
-        if not isinstance(value, (Mapping, list, tuple)):
+        if name == "alarms":
+            table.add_row(name, describe(value))
+        elif not isinstance(value, (Mapping, list, tuple)):
             table.add_row(name, readable(name, value))
     return table
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import DataError, InstepError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import load_function, raised_at
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, flatten, name_of
 from instep.rollout.rewards.dispatch import apply_rewards
@@ -95,7 +95,7 @@ async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any
             samples = await _generate(execution, sample, params)
         if any(s.status is Status.ABORTED for s in samples):
             return samples
-        samples = [await _run_sample_hooks(execution, s) for s in samples]
+        samples = [await run_sample_hooks(execution, s) for s in samples]
         execution.num_tokens += sum(s.response_length for s in samples)
     if not args.group_rm:
         await apply_rewards(args, samples, execution.reward_key)
@@ -149,7 +149,8 @@ def _accepted(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-async def _run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
+async def run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
+    """The sample after all of --rollout-sample-hook-path; a hook may return another one."""
     for path in execution.args.rollout_sample_hook_path or []:
         function = load_function(path)
         kwargs = _accepted(function, rollout_id=execution.rollout_id, evaluation=execution.evaluation)
@@ -171,4 +172,5 @@ async def call_hook(path: str, where: str, function: Callable[..., Any], *args: 
     except InstepError:
         raise
     except Exception as error:  # the border to the user's code
-        raise RolloutError(f"{path} raised {error!r}", where=where, remedy="see the traceback in the log") from error
+        at = raised_at(error, function)
+        raise RolloutError(f"{path} raised {error!r}", where=f"{at}; {where}", remedy="mend the hook") from error

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from instep.errors import EngineError
+from instep.rollout import runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
@@ -29,6 +30,7 @@ async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeo
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+        runtime.requests_in_flight[url] = runtime.requests_in_flight.get(url, 0) + 1
         try:
             async with http_session() as session, session.post(url, json=payload, timeout=limits) as answer:
                 body = await answer.text()
@@ -44,6 +46,8 @@ async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeo
             raise EngineError(
                 f"no answer within {timeout:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
             ) from None
+        finally:
+            runtime.requests_in_flight[url] -= 1
     raise EngineError(
         f"{max_retries + 1} attempts failed, the last with {problem}",
         where=url,

@@ -54,6 +54,8 @@ class _Loop:
 _lock = threading.Lock()
 _current: _Loop | None = None
 _listener: ProgressListener | None = None
+last_progress: tuple[int, int, dict[str, Any]] | None = None  # of the rollout or evaluation that runs, or ran last
+requests_in_flight: dict[str, int] = {}  # by URL
 
 
 def _ensure() -> _Loop:
@@ -159,6 +161,11 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
     yield home.session
 
 
+def background_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop, if one runs; to be looked at, not to be used."""
+    return _current.loop if _current is not None else None
+
+
 class watched(Awaitable[T]):  # used like a function: `await watched(coro, limit, error)`
     """Await `coro`; if one of its steps holds the loop for more than `limit` seconds, `run` raises `error`."""
 
@@ -234,5 +241,7 @@ def set_progress_listener(listener: ProgressListener | None) -> None:
 
 
 def report_progress(done: int, total: int, **extra: Any) -> None:
+    global last_progress
+    last_progress = (done, total, extra)
     if _listener is not None:
         _listener(done, total, extra)

@@ -58,6 +58,21 @@ def _encode(path: str, text: str) -> tuple[int, ...]:
     return tuple(load_tokenizer(path)(text, add_special_tokens=False)["input_ids"])
 
 
+def token_texts(args: Any, ids: list[int]) -> list[str]:
+    """The text of each token, special ones too. Of tokens that are a character together, the last has it."""
+    tokenizer = tokenizer_of(args)
+    texts, held = [], []
+    for i in ids:
+        held.append(i)
+        text = tokenizer.decode(held, skip_special_tokens=False)
+        whole = "\ufffd" not in text or len(held) >= 8
+        texts.append(text if whole else "")
+        held = [] if whole else held
+    if held:
+        texts[-1] = tokenizer.decode(held, skip_special_tokens=False)
+    return texts
+
+
 async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
     """Text of `ids`, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
     tokenizer = tokenizer_of(args)

@@ -122,7 +122,9 @@ class _Rollout:
     async def _wait(self) -> list[asyncio.Task[Group]]:
         """Groups that are done now, by group index."""
         left = self.deadline - time.monotonic()
-        done, _ = await asyncio.wait(self.pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        # Who is first depends on the clock; all of them, in their order, do not.
+        when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(self.pending, timeout=left, return_when=when)
         if done:
             return sorted(done, key=lambda task: _order(self.pending[task]))
         raise RolloutError(

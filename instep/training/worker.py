@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, TrainBackend
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, TokenOutputs, TrainBackend
 from instep.training.losses import PolicyLossConfig, finish_metrics, policy_loss_fn, sft_loss_fn
 from instep.types import TokenBatch
 from instep.weights.shm import publish_shm, source_digests
@@ -59,6 +59,7 @@ class Worker:
         random.seed(args.seed + rank)
         np.random.seed(args.seed + rank)
         torch.manual_seed(args.seed)
+        torch.use_deterministic_algorithms(args.deterministic_mode)
         self.device = device
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = self._loss_fn()
@@ -131,25 +132,46 @@ class Worker:
         order = [i for indices in micro_batches for i in indices]
         return {name: _restore_order(column.cpu(), order, lengths) for name, column in columns.items()}
 
-    def train(self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]) -> list[dict[str, float]] | None:
+    def train(
+        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]
+    ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor]] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
+            batch: its sample column `keep_log_probs`, if there is one, numbers the samples whose log-probs are wanted;
+                -1 for the others.
             steps: step -> micro-batch -> indices into `batch`.
             lrs: the learning rate of each step.
 
         Returns:
-            Metrics of each step, the same on all ranks of the last stage; None on the others.
+            On the rank that answers for its data-parallel rank, None on the others: metrics of each step; and by
+            `keep_log_probs` the log-probs `[response_length]` that the first step's forward pass has seen, which is
+            before the policy moves.
         """
         results: list[dict[str, float]] = []
-        for micro_batches, lr in zip(steps, lrs, strict=True):
+        kept: dict[int, torch.Tensor] = {}
+        for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-            outputs = self.backend.forward_backward(parts, self.loss_fn)
+            outputs = self.backend.forward_backward(parts, self._loss_that_keeps(kept) if n == 0 else self.loss_fn)
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
                 metrics = self._reduce(outputs)
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
-        return results if self.backend.parallel.is_output_rank else None
+        if not self.backend.parallel.is_output_rank:
+            return None
+        return results, {number: log_probs.cpu() for number, log_probs in kept.items()}
+
+    def _loss_that_keeps(self, kept: dict[int, torch.Tensor]) -> LossFn:
+        """The loss; on the way it copies the log-probs of the samples that are wanted (see `train`)."""
+
+        def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+            numbers = batch.sample_columns.get("keep_log_probs", [])
+            if max(numbers, default=-1) >= 0:
+                parts = outputs.log_probs.detach().split(batch.response_lengths.tolist())
+                kept.update({n: part.clone() for n, part in zip(numbers, parts, strict=True) if n >= 0})
+            return self.loss_fn(batch, outputs)
+
+        return loss_fn
 
     def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
         """Add up the metrics of micro-batches and data-parallel ranks; all of them have the same names."""

@@ -67,7 +67,7 @@ def run_layout(name, root, tied):
         workers.call("load_reference", root / "hf", timeout=60)
         training = TrainingRound(args, args.view({}), workers, layout, lr_schedule.from_args(args, 100))
         groups = replayed_rollout()
-        metrics = [training.run(groups, step)[0] for step in range(NUM_STEPS)]
+        metrics = [training.run(groups, step).steps[0] for step in range(NUM_STEPS)]
         scored = [sample for group in groups for sample in group]
         log_probs = score(workers, layout, scored)
         workers.call("export_hf", folder / "out", timeout=60)

@@ -378,7 +378,7 @@ NOT_ACTING = [
     ("--sglang-context-length 5", "refused", "use --vllm-max-model-len"),
     ("--sglang-anything", "refused", "use the --vllm- flag"),
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
-    ("--debug-train-only", "later", "debugging"),
+    ("--memory-recorder", "later", "debugging"),
     ("--context-parallel-size 2", "later", "context parallelism"),
     ("--num-experts 8", "later", "mixture-of-experts"),
     ("--fp8-format hybrid", "later", "Transformer Engine"),

@@ -1,12 +1,14 @@
 """Small parts of the controller: metrics of a round, resume checks, data sources in the seeds' style."""
 
 import argparse
+import json
 
 import pytest
 
+from instep.arguments import Args
 from instep.controller.ledger import Ledger
 from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
-from instep.controller.run_state import check_same_run, restore_source, source_state
+from instep.controller.run_state import changed_arguments, restore_source, source_state
 from instep.errors import ConfigError, RolloutError
 from instep.types import RolloutFnEvalOutput, Sample
 
@@ -54,20 +56,32 @@ def test_wandb_key_and_host_go_through_the_environment(monkeypatch):
     assert wandb_settings(argparse.Namespace(use_wandb=False), None) is None
 
 
-class Now:
-    def __init__(self, **values):
-        self.values = values
-
-    def to_dict(self):
-        return self.values
+def arguments(**values):
+    return Args(**{"command": "train", "rollout_seed": 42, "deterministic_mode": False, **values})
 
 
 def test_a_resume_with_other_data_is_refused():
-    before = {"prompt_data": "a.jsonl", "rollout_seed": 1, "lr": 0.1}
-    check_same_run(before, Now(prompt_data="a.jsonl", rollout_seed=1, lr=0.5))
-    with pytest.raises(ConfigError, match="--rollout-seed was 1 and is 2") as caught:
-        check_same_run(before, Now(prompt_data="a.jsonl", rollout_seed=2))
+    now = arguments()
+    before = {**now.to_dict(), "rollout_seed": 1}
+    with pytest.raises(ConfigError, match="--rollout-seed was 1 and is 42") as caught:
+        changed_arguments(before, now)
     assert "--finetune" in str(caught.value)
+
+
+def test_a_resume_shows_what_changed():
+    now = arguments(lr=0.5, save="elsewhere", betas=(0.9, 0.98))
+    assert changed_arguments(json.loads(json.dumps({**now.to_dict(), "save": "here"})), now) == []
+    now = arguments(lr=0.5)
+    assert changed_arguments({**now.to_dict(), "lr": 0.1}, now) == ["--lr was 0.1 and is 0.5"]
+
+
+def test_a_deterministic_run_keeps_its_number_of_threads():
+    """Threads share out sums: another number gives other bits."""
+    now = arguments(num_threads=2)
+    assert changed_arguments({**now.to_dict(), "num_threads": 4}, now) == ["--num-threads was 4 and is 2"]
+    now = arguments(num_threads=2, deterministic_mode=True)
+    with pytest.raises(ConfigError, match="--num-threads was 4 and is 2"):
+        changed_arguments({**now.to_dict(), "num_threads": 4}, now)
 
 
 def test_a_data_source_in_the_seeds_style_keeps_its_own_state():

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RewardError
-from instep.hooks import load_function
+from instep.hooks import load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
 from instep.rollout.outputs import name_of, reward_value
@@ -89,7 +89,8 @@ async def _custom(args: Any, path: str, target: Sample | Group) -> Any:
     except InstepError:
         raise
     except Exception as error:  # the border to the user's code
-        raise RewardError(f"the reward function raised {error!r}", where=where, remedy="mend it") from error
+        at = f"{where}; {raised_at(error, function)}"
+        raise RewardError(f"the reward function raised {error!r}", where=at, remedy="mend it") from error
 
 
 async def _await(awaitable: Awaitable[T]) -> T:

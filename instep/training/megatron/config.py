@@ -58,6 +58,7 @@ def configs(
         calculate_per_token_loss=True,  # gradients are sums, not means over micro-batches and ranks
         variable_seq_lengths=pipeline,  # micro-batches differ in size
         moe_token_dispatcher_type="alltoall" if pipeline else "allgather",  # demanded with the former, otherwise unused
+        deterministic_mode=args.deterministic_mode,
         deallocate_pipeline_outputs=cuda and pipeline,  # gloo's sends may still read what is deallocated
     )
     ddp = dict(grad_reduce_in_fp32=bf16, use_distributed_optimizer=bool(args.use_distributed_optimizer))

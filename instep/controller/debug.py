@@ -1,0 +1,172 @@
+"""Dumps of rollouts and of what was trained on, and the replay of the former.
+
+Files are torch.save of plain data only, so that `torch.load(path, weights_only=True)` reads them:
+
+    rollout: {"rollout_id", "samples": [Sample.to_dict()], "metrics"}; an evaluation has "datasets", a name per sample
+    train:   {"rollout_id", "rank": 0, "rollout_data": {name: one entry per sample}}
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from instep.controller.training import TrainedRollout
+from instep.errors import CheckpointError, RolloutError
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
+_TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
+_COLUMNS = ("loss_mask", "loss_weights", "rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
+
+
+def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> Path:
+    """Write one rollout to `template` with its {rollout_id}.
+
+    Raises:
+        RolloutError: a sample holds something that is no plain value.
+        CheckpointError: the file cannot be written.
+    """
+    samples = [_plain_sample(s) for group in groups for s in group]
+    path = Path(template.format(rollout_id=rollout_id))
+    return _save(path, {"rollout_id": rollout_id, "samples": samples, "metrics": dict(metrics)})
+
+
+def save_evaluation(template: str, rollout_id: int, output: RolloutFnEvalOutput) -> Path:
+    """The same of an evaluation, with `eval_` before the number."""
+    pairs = [(name, _plain_sample(s)) for name, result in output.data.items() for s in result["samples"]]
+    content = {"rollout_id": rollout_id, "samples": [s for _, s in pairs], "datasets": [name for name, _ in pairs]}
+    return _save(Path(template.format(rollout_id=f"eval_{rollout_id}")), content)
+
+
+def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput:
+    """What `save_rollout` wrote; with `share` the first groups of it only, at least one.
+
+    Raises:
+        CheckpointError: no such file, or another content.
+    """
+    try:
+        content = torch.load(path, weights_only=True)
+        samples = [Sample.from_dict(s) for s in content["samples"]]
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    groups: dict[int | None, Group] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(sample)
+    kept = list(groups.values())
+    if share is not None:
+        kept = kept[: max(1, math.floor(share * len(kept)))]
+    return RolloutFnTrainOutput(kept, content.get("metrics", {}))
+
+
+def replay(args: Any) -> Callable[..., RolloutFnTrainOutput]:
+    """A rollout function that gives what --load-debug-rollout-data holds instead of generating."""
+
+    def replayed(hook_args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+        path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
+        return load_rollout(path, args.load_debug_rollout_data_subsample)
+
+    return replayed
+
+
+def save_train_data(template: str, rollout_id: int, trained: TrainedRollout) -> Path:
+    """Write what the trainer got and computed, sample by sample, in the order of the rollout.
+
+    Besides the batch's columns: `step` (of the optimizer, within the rollout; -1: left out) and `train_log_probs`, the
+    trainer's log-probs under the weights that the round began with (None where they were not computed).
+    """
+    batch, lengths = trained.batch, trained.batch.response_lengths.tolist()
+    data: dict[str, Any] = {
+        "tokens": _rows(batch.tokens, batch.total_lengths.tolist()),
+        "total_lengths": batch.total_lengths.tolist(),
+        "response_lengths": lengths,
+        "step": trained.step_of_sample,
+        "train_log_probs": [trained.log_probs.get(i) for i in range(batch.num_samples)],
+    }
+    data |= {name: _rows(batch.token_columns[name], lengths) for name in _COLUMNS if name in batch.token_columns}
+    for name in ("group_index", "index", "temperature", "rewards"):
+        if name in batch.sample_columns:
+            data[name] = batch.sample_columns[name].tolist()
+    data |= {name: list(batch.sample_columns[name]) for name in ("execution_id", "status")}
+    path = Path(template.format(rollout_id=rollout_id, rank=0))
+    return _save(path, {"rollout_id": rollout_id, "rank": 0, "rollout_data": data})
+
+
+def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """The tokenizer's files of a Hugging Face checkpoint, so that a dump can be read without it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (*_TOKENIZER_FILES, *_TEMPLATES, "config.json"):
+        for path in glob.glob(os.path.join(glob.escape(str(checkpoint)), pattern)):
+            if os.path.isfile(path):
+                shutil.copy(path, folder)
+
+
+def _rows(flat: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    return [row.clone() for row in flat.split(lengths)]  # a view would be saved with all of its storage
+
+
+def _plain_sample(sample: Sample) -> dict[str, Any]:
+    return {
+        k: _plain(v, f"group {sample.group_index}, sample {sample.index}: {k}") for k, v in sample.to_dict().items()
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` as what `torch.load(weights_only=True)` accepts; numpy's numbers and arrays become Python's.
+
+    Raises:
+        RolloutError: it is no such thing.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {_plain(k, where): _plain(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items: Iterable[Any] = (_plain(v, where) for v in value)
+        return tuple(items) if isinstance(value, tuple) else list(items)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    for kind in (str, int, float):  # subclasses, such as an Enum's
+        if isinstance(value, kind):
+            return kind(value)
+    raise RolloutError(
+        f"a {type(value).__name__} cannot be dumped",
+        where=where,
+        remedy="keep numbers, strings, lists, dicts and tensors in samples, or leave --save-debug-rollout-data out",
+    )
+
+
+def _save(path: Path, content: dict[str, Any]) -> Path:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+        raise CheckpointError(
+            f"a dump could not be written: {error}", where=str(path), remedy="free space or fix permissions"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the rollout cannot be replayed: {why}",
+        where=str(path),
+        remedy="--load-debug-rollout-data names what --save-debug-rollout-data wrote, a file for each rollout",
+    )

@@ -1,0 +1,53 @@
+"""`instep doctor [RUN]`: one line per check; exit code 1 if one fails."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from instep.doctor.check import Check, worst
+from instep.errors import ConfigError
+
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    parser = _Parser("instep doctor", description="Check this installation; with RUN, what became of that run.")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of lines")
+    options = parser.parse_args(words)
+    if options.run is None:
+        from instep.doctor.installation import check_installation
+
+        checks = check_installation()
+    else:
+        from instep.doctor.run_dir import check_run
+
+        checks = check_run(options.run)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        show(checks)
+    return 1 if worst(checks) == "fail" else 0
+
+
+def show(checks: Sequence[Check]) -> None:
+    """Plain lines, for terminals and pipes."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        first, *rest = check.text.splitlines() or [""]
+        print(f"{MARKS[check.status]}  {check.name:<{width}}  {first}")
+        for line in rest:
+            print(" " * (width + 8) + line)
+        if check.remedy and check.status != "ok":
+            print(" " * (width + 8) + f"-> {check.remedy}")

@@ -1,0 +1,242 @@
+"""What a run needs of this machine and of the installed packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from instep.doctor.check import Check
+from instep.observability.versions import package_version
+from instep.processes import num_usable_cpus
+
+# What the tests ran with (pyproject.toml), and who needs it.
+PINS = {
+    "torch": (">=2.11,<2.14", "everything but `instep report`, `samples` and `doctor`"),
+    "transformers": (">=5.17,<6", "models and tokenizers"),
+    "megatron-core": ("==0.16.1", "--train-backend megatron"),
+}
+OPTIONAL = {"ray": "several hosts", "math-verify": "--rm-type math", "pyarrow": "parquet"}
+VLLM_SECONDS = 120.0  # for `import vllm`, cold
+MIN_FILES = 4096  # descriptors: a rollout keeps up to 2048 connections
+MIN_SHM = 1 << 30  # bytes; a sync over `shm` keeps two buckets of --update-weight-buffer-size there
+MIN_DISK = 5_000_000_000  # bytes; a checkpoint of 0.6 B parameters takes about twice that
+PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "instep.rollout.rewards.worker")
+
+
+def check_installation() -> list[Check]:
+    """All checks, in the order in which faults cause each other."""
+    checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
+    return [*checks, _memory(), _loopback(), *_hugging_face(), *_leftovers()]
+
+
+def _python() -> Check:
+    ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    text = f"{platform.python_version()} at {sys.executable}"
+    return Check("python", "ok" if ok else "fail", text, "use Python 3.11 to 3.13")
+
+
+def _packages() -> Iterator[Check]:
+    from packaging.specifiers import SpecifierSet
+
+    for name, (pin, use) in PINS.items():
+        found = package_version(name)
+        if found is None:
+            needed = name != "megatron-core"
+            yield Check(
+                name, "fail" if needed else "warn", f"not installed; needed for {use}", f"pip install '{name}{pin}'"
+            )
+        elif found in SpecifierSet(pin, prereleases=True):
+            yield Check(name, "ok", found)
+        else:
+            yield Check(name, "warn", f"{found}, tested with {pin}", f"pip install '{name}{pin}'")
+    for name, use in OPTIONAL.items():
+        yield Check(name, "ok", package_version(name) or f"not installed; needed for {use} only")
+    yield _vllm()
+
+
+def _vllm() -> Check:
+    """Imported in a process of its own: it sets up much, and what fails there must not end the doctor."""
+    found = package_version("vllm")
+    if found is None:
+        return Check("vllm", "ok", "not installed; the embedded engine needs none")
+    remedy = "install the vllm that is built for this torch; or do without, with --rollout-backend embedded"
+    try:
+        done = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, timeout=VLLM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Check("vllm", "warn", f"{found}; `import vllm` takes more than {VLLM_SECONDS:.0f} s", remedy)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        return Check("vllm", "fail", f"{found}, but it cannot be imported: {said[-1]}", remedy)
+    return Check("vllm", "ok", f"{found}, can be imported")
+
+
+def _torch() -> Iterator[Check]:
+    if package_version("torch") is None:
+        return
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a CUDA library that does not fit says so here
+        yield Check("torch import", "fail", str(error), "install torch again, in the build that fits this machine")
+        return
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; torch is built {build}")
+    elif driver and hidden:
+        yield Check("gpu", "warn", "there is one, but CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES")
+    elif driver and not torch.version.cuda:
+        remedy = "install torch's CUDA build from its own index, or use --device cpu"
+        yield Check("gpu", "fail", "there is an NVIDIA driver, but torch is built for CPU only", remedy)
+    elif driver:
+        remedy = "compare `nvidia-smi` (CUDA version of the driver) with torch's; is the device passed in?"
+        yield Check("gpu", "fail", f"there is an NVIDIA driver, but torch ({build}) sees no device", remedy)
+    else:
+        yield Check("gpu", "ok", f"none; torch is built {build}")
+
+
+def _built_for_torch() -> Iterator[Check]:
+    """Packages with compiled code for one version of torch; transformers imports some of them when they are there."""
+    from packaging.requirements import Requirement
+
+    installed = package_version("torch")
+    for name in ("torchvision", "torchaudio", "xformers", "vllm"):
+        if installed is None or package_version(name) is None:
+            continue
+        needs = [Requirement(r) for r in importlib.metadata.requires(name) or []]
+        wanted = next((r.specifier for r in needs if r.name == "torch" and (not r.marker or r.marker.evaluate())), None)
+        if wanted and installed.partition("+")[0] not in wanted:
+            text = f"{name} {package_version(name)} is built for torch{wanted}, but torch is {installed}"
+            yield Check(name, "fail", text, f"pip uninstall {name}, or install the one for this torch")
+
+
+def _shm() -> Check:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Check("shared memory", "warn", f"no /dev/shm; {tempfile.gettempdir()} is used", "it is slower")
+    usage = shutil.disk_usage(path)
+    text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free in /dev/shm"
+    if not os.access(path, os.W_OK):
+        return Check("shared memory", "fail", "/dev/shm cannot be written", "mount it writable (docker: --shm-size=8g)")
+    remedy = "docker: --shm-size=8g; or a smaller --update-weight-buffer-size, or --sync-way disk"
+    return Check("shared memory", "ok" if usage.free >= MIN_SHM else "warn", text, remedy)
+
+
+def _disks() -> Iterator[Check]:
+    """Where runs are written by default, and where a run keeps what it throws away."""
+    for name, path in (("disk", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
+        usage = shutil.disk_usage(path)
+        text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {path}"
+        yield Check(name, "ok" if usage.free >= MIN_DISK else "warn", text, "free space; or point --run-dir elsewhere")
+
+
+def _files() -> Check:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = f"ulimit -n {MIN_FILES if hard < 0 else min(hard, 65536)}"
+    return Check("open files", "ok" if soft >= MIN_FILES or soft < 0 else "warn", f"limit {soft} (hard {hard})", remedy)
+
+
+def _cores() -> Iterator[Check]:
+    usable, quota = num_usable_cpus(), cpu_quota()
+    text = f"{usable} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else "")
+    over = quota is not None and usable > quota + 0.5
+    remedy = f"--num-threads {max(1, int(quota or 1))}: more threads than the quota wait for each other"
+    yield Check("cores", "warn" if over else "ok", text, remedy)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = os.environ.get(name)
+        if value and (not value.isdigit() or int(value) > min(usable, quota or usable)):
+            yield Check(name, "warn", f"is {value}, with {min(usable, quota or usable):g} cores", f"unset {name}")
+
+
+def _memory() -> Check:
+    limit, memory = memory_limit(), psutil.virtual_memory()
+    total = min(memory.total, limit or memory.total)
+    text = f"{memory.available / 1e9:.1f} GB available of {total / 1e9:.1f} GB" + (" (cgroup)" if limit else "")
+    low = min(memory.available, total) < 2e9
+    return Check("memory", "warn" if low else "ok", text, "the quickstart takes 2 GB: end something else")
+
+
+def cpu_quota() -> float | None:
+    """Cores that the cgroup grants; None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except OSError:
+        pass
+    try:
+        folder = Path("/sys/fs/cgroup/cpu")
+        limit, every = (int((folder / f"cpu.cfs_{n}_us").read_text()) for n in ("quota", "period"))
+        return None if limit < 0 else limit / every
+    except OSError:
+        return None
+
+
+def memory_limit() -> int | None:
+    """Bytes that the cgroup grants; None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    return None
+
+
+def _loopback() -> Check:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5) as client:
+                server.settimeout(5)
+                server.accept()[0].close()
+                port = client.getpeername()[1]
+    except OSError as error:
+        remedy = "engines are reached over 127.0.0.1: allow it (a sandbox, a firewall, `ip link set lo up`)"
+        return Check("loopback", "fail", f"no connection over 127.0.0.1: {error}", remedy)
+    return Check("loopback", "ok", f"127.0.0.1 answers (port {port} tried)")
+
+
+def _hugging_face() -> Iterator[Check]:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    existing = next(p for p in (home, *home.absolute().parents) if p.exists())
+    offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n, "0") not in ("", "0")]
+    text = f"cache {home}" + (f"; {', '.join(offline)} set: nothing is downloaded" if offline else "")
+    writable = os.access(existing, os.W_OK)
+    yield Check("Hugging Face", "ok" if writable else "warn", text, f"{existing} cannot be written: set HF_HOME")
+
+
+def _leftovers() -> Iterator[Check]:
+    """Shared memory of runs that were killed, and processes of a run whose owner is gone."""
+    dead = [p for p in Path("/dev/shm").glob("instep-sync-*-*") if not psutil.pid_exists(_pid_in(p))]
+    text = f"{len(dead)} folders of dead runs: {', '.join(map(str, dead[:3]))}" if dead else "none in /dev/shm"
+    yield Check(
+        "leftover shm", "warn" if dead else "ok", text, "the next run removes them; or: rm -r /dev/shm/instep-*"
+    )
+    orphans: list[int] = []
+    if "instep" in " ".join(psutil.Process(1).cmdline()):  # a container whose first process is the run itself
+        yield Check("leftover processes", "ok", "not looked for: process 1 is a run")
+        return
+    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if process.info["ppid"] == 1 and any(f"-m {mark}" in command for mark in PROCESS_MARKS):
+            orphans.append(process.info["pid"])
+    text = f"processes without an owner: {orphans}" if orphans else "none"
+    yield Check("leftover processes", "fail" if orphans else "ok", text, f"kill {' '.join(map(str, orphans))}")
+
+
+def _pid_in(folder: Path) -> int:
+    text = folder.name.split("-")[2]
+    return int(text) if text.isdigit() else -1

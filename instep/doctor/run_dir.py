@@ -1,0 +1,211 @@
+"""What became of a run, from its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from instep.controller.ledger import Ledger
+from instep.controller.run_state import TRACKER
+from instep.doctor.check import Check
+from instep.errors import ConfigError, InstepError
+from instep.observability.alarms import ALARMS, describe
+from instep.observability.progress import duration
+from instep.observability.sinks import read_json_lines
+from instep.observability.versions import versions
+
+TAIL = 12  # lines of an error or log
+
+
+def check_run(run_dir: Path) -> list[Check]:
+    """All checks of a run's folder.
+
+    Raises:
+        ConfigError: it is no folder of a run.
+    """
+    if not (run_dir / "config.json").exists():
+        raise ConfigError("no config.json", where=str(run_dir), remedy="give the --run-dir of a run")
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    summary_path = run_dir / "summary.json"
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else None
+    try:
+        rows = read_json_lines(run_dir / "metrics.jsonl")
+        metrics = _not_finite(rows)
+    except ValueError as error:
+        rows = []
+        metrics = Check("metrics", "fail", f"metrics.jsonl is damaged: {error}", "mend or remove that line")
+    return [
+        _config(config),
+        _versions(config),
+        *_state(run_dir, config, summary),
+        metrics,
+        _last_step(config, rows),
+        _alarms(rows),
+        *_checkpoints(config),
+        *_ledger(config, summary),
+        _disk(run_dir, config),
+    ]
+
+
+def _config(config: dict[str, Any]) -> Check:
+    args = config.get("args") or {}
+    known = ("train_backend", "device", "precision", "hf_checkpoint", "prompt_data")
+    return Check("config", "ok", f"{config.get('title')}; " + ", ".join(f"{n} {args.get(n)}" for n in known))
+
+
+def _versions(config: dict[str, Any]) -> Check:
+    """What the run ran on, beside what is installed here now."""
+    then, now = config.get("versions") or {}, versions()
+    names = ("instep", "git_commit", "python", "torch", "transformers", "megatron-core", "vllm")
+    other = [f"{n} {str(then.get(n))[:12]}, here {str(now.get(n))[:12]}" for n in names if then.get(n) != now.get(n)]
+    if other:
+        remedy = "a resume here goes on with other code than the run began with"
+        return Check("versions", "warn", "differ: " + "; ".join(other), remedy)
+    return Check("versions", "ok", ", ".join(f"{n} {str(then[n])[:12]}" for n in names if then.get(n)))
+
+
+def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
+    """Finished, running, or ended otherwise; then its last words."""
+    process = config.get("process") or {}
+    pid, host = process.get("pid"), process.get("host")
+    if summary is not None:
+        yield Check("state", "ok", f"finished after {duration(summary.get('wall_seconds'))}")
+        return
+    if host != socket.gethostname():
+        yield Check("state", "warn", f"not finished; pid {pid} on host {host}, not seen from here", f"ask on {host}")
+        return
+    if _lives(pid, process.get("started")):
+        stacks = f"kill -USR1 {pid} writes what it does into {run_dir / 'logs'}/dump-<n>.txt"
+        age = time.time() - psutil.Process(pid).create_time()
+        yield Check("state", "ok", f"running as pid {pid} for {duration(age)}\n{stacks}")
+        return
+    error = run_dir / "logs" / "error.txt"
+    if error.exists():
+        lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
+        yield Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"more is in {error}")
+        return
+    logs = sorted((run_dir / "logs").glob("*.log"), key=lambda p: p.stat().st_mtime)
+    tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
+    said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
+    remedy = "it was killed (SIGKILL): by hand, or as the machine had no memory left (`dmesg`); --load goes on with it"
+    yield Check("state", "fail", f"pid {pid} is gone, and left neither summary nor error{said}", remedy)
+
+
+def _lives(pid: int | None, started: float | None) -> bool:
+    try:
+        process = psutil.Process(pid) if pid is not None else None
+        return process is not None and started is not None and abs(process.create_time() - started) < 2
+    except psutil.Error:
+        return False
+
+
+def _last_step(config: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
+    steps = [row for row in rows if any(name.startswith(("rollout/", "train/")) for name in row)]
+    total = (config.get("args") or {}).get("num_rollout")
+    if not steps:
+        return Check("last step", "warn", f"none of {total} done", "see logs/ for what it waits for")
+    age = time.time() - steps[-1]["time"]
+    return Check("last step", "ok", f"{steps[-1]['step']} (rollouts count from 0, of {total}), {duration(age)} ago")
+
+
+def _not_finite(rows: list[dict[str, Any]]) -> Check:
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is None:
+                found.setdefault(name, []).append(row["step"])
+    if not found:
+        return Check("metrics", "ok", f"{len(rows)} rows, all finite")
+    text = "; ".join(f"{name} in step {', '.join(map(str, steps[:5]))}" for name, steps in found.items())
+    return Check("metrics", "fail", f"NaN or infinite: {text}", "lower --lr; look at the samples of these steps")
+
+
+def _alarms(rows: list[dict[str, Any]]) -> Check:
+    first: dict[str, int] = {}
+    for row in rows:
+        for name in ALARMS:
+            if row.get(f"alarm/{name}") == 1:
+                first.setdefault(name, row["step"])
+    remedy = "docs/debugging.md says what each means and what to try"
+    return Check("alarms", "warn" if first else "ok", describe(first), remedy)
+
+
+def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
+    args = config.get("args") or {}
+    if not args.get("save"):
+        return
+    root = Path(args["save"])
+    folders = sorted(p for p in root.glob("iter_*") if p.is_dir()) if root.is_dir() else []
+    if not folders:
+        yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
+    for folder in folders:
+        missing = missing_parts(folder, int(args.get("world_size") or 1))
+        text = "complete" if not missing else f"without {', '.join(missing)}"
+        yield Check(folder.name, "fail" if missing else "ok", text, "remove it; --ckpt-step names another one")
+    tracker = root / TRACKER
+    if folders:
+        named = tracker.read_text().strip() if tracker.exists() else "nothing"
+        there = named.isdigit() and root / f"iter_{int(named):07d}" in folders
+        remedy = f"write the number of a complete iter_ folder into {tracker}"
+        yield Check("latest checkpoint", "ok" if there else "fail", f"{TRACKER} names {named}", remedy)
+    for left in sorted(p for p in root.glob(".iter_*") if p.is_dir()):
+        yield Check(left.name, "warn", "left by a save that was cut short", f"rm -r {left}")
+
+
+def missing_parts(folder: Path, num_ranks: int) -> list[str]:
+    """What a checkpoint's folder lacks: its state, the trainer's files (none empty), random state of each rank."""
+    missing = []
+    try:
+        json.loads((folder / "run_state.json").read_text())
+    except (OSError, ValueError):
+        missing.append("a readable run_state.json")
+    shards = list(folder.glob("*.distcp"))
+    if not (folder / ".metadata").exists() or not shards:
+        missing.append("the trainer's files (.metadata, *.distcp)")
+    missing += [f"content in {p.name}" for p in shards if p.stat().st_size == 0]
+    missing += [f"rng_{rank}.pt" for rank in range(num_ranks) if not (folder / f"rng_{rank}.pt").exists()]
+    return missing
+
+
+def _ledger(config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
+    """Of the summary, else of the newest checkpoint."""
+    state, source = (summary or {}).get("ledger"), "summary.json"
+    if state is None:
+        save = (config.get("args") or {}).get("save")
+        for path in sorted(Path(save).glob("iter_*/run_state.json"), reverse=True) if save else []:
+            try:
+                state, source = json.loads(path.read_text())["ledger"], str(path)
+                ledger = Ledger()
+                ledger.load_state_dict(state)
+                ledger.check()
+                break
+            except (OSError, ValueError, KeyError) as error:
+                yield Check("ledger", "fail", f"{path} cannot be read: {error}", "--ckpt-step names another one")
+                return
+            except InstepError as error:
+                yield Check("ledger", "fail", f"{path}: {error.what}", error.remedy)
+                return
+    if state is None:
+        return
+    dropped = sum(state["dropped"].values())
+    left = state["num_issued"] - state["num_consumed"] - dropped
+    reasons = "".join(f", {n} {reason}" for reason, n in state["dropped"].items())
+    text = f"{state['num_issued']} groups issued, {state['num_consumed']} consumed, {dropped} dropped{reasons}"
+    yield Check("ledger", "ok" if left >= 0 else "fail", f"{text}, {left} left ({source})", "please report this")
+
+
+def _disk(run_dir: Path, config: dict[str, Any]) -> Check:
+    save = (config.get("args") or {}).get("save")
+    root = Path(save) if save and Path(save).is_dir() else run_dir
+    free = shutil.disk_usage(root).free
+    folders = sorted(root.glob("iter_*"))
+    needed = sum(p.stat().st_size for p in folders[-1].rglob("*") if p.is_file()) if folders else 0
+    text = f"{free / 1e9:.1f} GB left at {root}" + (f"; a checkpoint takes {needed / 1e9:.2f} GB" if needed else "")
+    return Check("disk", "warn" if free < max(1e9, 2 * needed) else "ok", text, "free space, or save elsewhere")

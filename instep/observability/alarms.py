@@ -1,0 +1,199 @@
+"""Alarms: figures of a run that mean trouble, from the metrics of its steps alone.
+
+Each alarm is a pure function of the steps so far, the newest last: the text to show when it is raised, "" when it is
+not, None when its metrics are missing. `docs/metrics.md` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+START = 3  # steps whose median counts as the start
+WINDOW = 3  # steps whose mean is compared with a bound
+RECENT = 20  # steps that a spike is compared with, and that a reward must be stuck for
+SPIKE = 10.0  # gradient norm over the median of the recent steps
+JUMP = 3.0  # response length over the median of the recent steps
+STUCK = 1e-3  # spread of the reward
+_KEEP = 200  # steps that are remembered besides the first ones
+
+Steps = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The flags `--alarm-*`."""
+
+    entropy_fraction: float = 0.02
+    gap: float = 0.1
+    truncated_ratio: float = 0.5
+    zero_std_ratio: float = 0.95
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Limits:
+        return cls(**{name: args[f"alarm_{name}"] for name in cls.__dataclass_fields__ if f"alarm_{name}" in args})
+
+
+def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
+    values = _values(steps, "train/entropy")
+    if not values or not limits.entropy_fraction:
+        return None
+    start = median(values[:START])
+    if len(values) <= START or values[-1] >= limits.entropy_fraction * start:
+        return ""
+    return (
+        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start; try a lower --lr, --entropy-coef, "
+        "--eps-clip-high above --eps-clip, or a KL to the reference (--use-kl-loss)"
+    )
+
+
+def gap_drift(steps: Steps, limits: Limits) -> str | None:
+    told = None
+    for name in ("train/log_prob_gap_mean", "train/engine_kl"):
+        values = _values(steps, name)
+        if not values or not limits.gap:
+            continue
+        told = told or ""
+        start, now = median(values[:START]), abs(values[-1])
+        if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
+            told = (
+                f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "
+                "the same tokens; try `instep samples RUN --worst gap`, the same dtype in both, --use-tis"
+            )
+    return told
+
+
+def truncation(steps: Steps, limits: Limits) -> str | None:
+    return _above(
+        steps,
+        "rollout/truncated_ratio",
+        limits.truncated_ratio,
+        "responses are cut off; try a larger --rollout-max-response-len, a shorter task or a penalty for length",
+    )
+
+
+def zero_variance_groups(steps: Steps, limits: Limits) -> str | None:
+    return _above(
+        steps,
+        "rollout/zero_std_groups_ratio",
+        limits.zero_std_ratio,
+        "groups have one reward throughout and teach nothing: the task is solved, far too hard, or its reward broken; "
+        "try other data, more --n-samples-per-prompt, --dynamic-sampling-filter-path",
+    )
+
+
+def grad_norm_spike(steps: Steps, limits: Limits) -> str | None:
+    if not steps or "train/grad_norm" not in steps[-1]:
+        return None
+    now, before = steps[-1]["train/grad_norm"], _values(steps[:-1], "train/grad_norm")[-RECENT:]
+    what = "try a lower --lr or --clip-grad, and look at the samples (`instep samples RUN --worst length`)"
+    if not abs(now) < float("inf"):
+        return f"train/grad_norm is {now}: the step was skipped; {what}"
+    usual = median(before) if len(before) >= 5 else 0.0
+    return f"train/grad_norm is {now:.3g}, usual were {usual:.3g}; {what}" if 0 < SPIKE * usual < now else ""
+
+
+def reward_stuck(steps: Steps, limits: Limits) -> str | None:
+    values = _values(steps, "rollout/reward_mean")
+    if not values:
+        return None
+    recent = values[-RECENT:]
+    if len(recent) < RECENT or max(recent) - min(recent) > STUCK:
+        return ""
+    return (
+        f"rollout/reward_mean is {values[-1]:.3g} for {RECENT} steps; look at `instep samples RUN`: is the answer in "
+        "the form that the reward looks for, is --label-key right, is the task solved or too hard"
+    )
+
+
+def length_explosion(steps: Steps, limits: Limits) -> str | None:
+    values = _values(steps, "rollout/response_length_mean")
+    if not values:
+        return None
+    before = values[:-1][-RECENT:]
+    if len(before) < 5 or values[-1] <= JUMP * median(before):
+        return ""
+    return (
+        f"rollout/response_length_mean is {values[-1]:.0f}, usual were {median(before):.0f}; try a lower --lr, and "
+        "`instep samples RUN --worst length`: a response that repeats itself misses the token that ends it"
+    )
+
+
+ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
+    f.__name__: f
+    for f in (
+        entropy_collapse,
+        gap_drift,
+        truncation,
+        zero_variance_groups,
+        grad_norm_spike,
+        reward_stuck,
+        length_explosion,
+    )
+}
+_READ = (
+    "train/entropy",
+    "train/log_prob_gap_mean",
+    "train/engine_kl",
+    "train/grad_norm",
+    "rollout/truncated_ratio",
+    "rollout/zero_std_groups_ratio",
+    "rollout/reward_mean",
+    "rollout/response_length_mean",
+)
+
+
+class AlarmWatch:
+    """The alarms of a run, step by step.
+
+    Attributes:
+        first: alarm -> the step at which it was raised first.
+    """
+
+    def __init__(self, limits: Limits, rows: Sequence[Mapping[str, Any]] = ()):
+        """Args: rows: the steps of earlier sessions, as metrics.jsonl has them (`step` and metrics, null for NaN)."""
+        self._limits, self._steps = limits, [_of_interest(row) for row in rows]
+        self.first: dict[str, int] = {}
+        for row in rows:
+            for name in ALARMS:
+                if row.get(f"alarm/{name}") == 1:
+                    self.first.setdefault(name, int(row["step"]))
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """`alarm/<name>` (0 or 1) of those that can be computed, and the texts of those raised for the first time."""
+        self._steps.append(_of_interest(metrics))
+        del self._steps[START:-_KEEP]
+        out, new = {}, []
+        for name, alarm in ALARMS.items():
+            text = alarm(self._steps, self._limits)
+            if text is None:
+                continue
+            out[f"alarm/{name}"] = float(bool(text))
+            if text and name not in self.first:
+                self.first[name] = step
+                new.append(f"alarm {name}: {text}")
+        return out, new
+
+
+def describe(first: Mapping[str, int]) -> str:
+    """For tables: `truncation (step 3)`, or "none"."""
+    return ", ".join(f"{name} (step {step})" for name, step in first.items()) or "none"
+
+
+def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:
+    values = _values(steps, name)
+    if not values or bound >= 1:
+        return None
+    mean = fmean(values[-WINDOW:])
+    return f"{mean:.0%} of the {text}" if len(values) >= WINDOW and mean > bound else ""
+
+
+def _values(steps: Steps, name: str) -> list[float]:
+    """The finite values of a metric, in order."""
+    return [v for step in steps if (v := step.get(name)) is not None and abs(v) < float("inf")]
+
+
+def _of_interest(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(row[name]) for name in _READ if row.get(name) is not None}

@@ -1,0 +1,215 @@
+"""`instep samples`: a run's samples in the terminal, or as plain text in a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from instep.errors import ConfigError
+from instep.observability.progress import number
+from instep.observability.samples import gaps
+from instep.observability.sinks import read_json_lines
+
+WARN, BAD = 0.02, 0.2  # nats
+_WORST = ("reward", "gap", "length")  # the lowest reward, the largest gap, the most tokens
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `instep samples`."""
+    out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
+    out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
+    out.add_argument("--step", type=int, metavar="N", help="of rollout N; default: the last one logged")
+    out.add_argument("--index", type=int, metavar="I", help="only sample number I (of any step without --step)")
+    out.add_argument("--split", metavar="NAME", help="train, or eval/NAME; default: train")
+    out.add_argument(
+        "--worst", choices=_WORST, help="lowest reward, largest gap or longest first; default: in the order of the run"
+    )
+    out.add_argument("--limit", type=int, default=8, metavar="K", help="at most K samples; default: 8")
+    out.add_argument("--tokens", action="store_true", help="a table of each sample's tokens, too")
+    return out
+
+
+def main(words: Sequence[str], console: Console | None = None) -> int:
+    """Run the command; the exit code."""
+    options = parser().parse_args(words)
+    rows = select(options.run, step=options.step, split=options.split, index=options.index)
+    if options.worst is not None:
+        key = reward_key(options.run, rows[0]["split"])
+        rows = sorted(rows, key=lambda row: _badness(row, options.worst, key), reverse=True)
+    console = console or Console(soft_wrap=True)
+    for row in rows[: options.limit]:
+        for part in render(row, with_tokens=options.tokens, marks=not console.is_terminal):
+            console.print(part, soft_wrap=isinstance(part, Text))
+    shown = min(options.limit, len(rows))
+    if shown < len(rows):
+        console.print(Text(f"{shown} of {len(rows)} samples; --limit shows more", "dim"))
+    return 0
+
+
+def select(
+    run_dir: Path, *, step: int | None = None, split: str | None = None, index: int | None = None
+) -> list[dict[str, Any]]:
+    """Rows of `run_dir`/samples.jsonl of one split and one rollout (or one sample), in the order of the run.
+
+    Raises:
+        ConfigError: there are none; says which there are.
+    """
+    rows = read_json_lines(run_dir / "samples.jsonl")
+    if not rows:
+        raise ConfigError(
+            "no samples are logged", where=str(run_dir / "samples.jsonl"), remedy="give the --run-dir of a run"
+        )
+    splits = list(dict.fromkeys(row["split"] for row in rows))
+    split = split or ("train" if "train" in splits else splits[0])
+    rows = [row for row in rows if row["split"] == split]
+    if not rows:
+        raise ConfigError(f"no samples of split {split!r}", where=str(run_dir), remedy=f"there are {', '.join(splits)}")
+    where, steps = f"{run_dir}, split {split}", list(dict.fromkeys(row["rollout_id"] for row in rows))
+    if step is None and index is None:
+        step = steps[-1]
+    if step is not None:
+        rows = [row for row in rows if row["rollout_id"] == step]
+        if not rows:
+            known = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+            raise ConfigError(f"no samples of step {step}", where=where, remedy=f"there are {known}")
+    if index is not None:
+        known = ", ".join(str(row["index"]) for row in rows[-8:])
+        rows = [row for row in rows if row["index"] == index]
+        if not rows:
+            remedy = f"there are {known} and maybe others; --num-logged-samples logs more"
+            raise ConfigError(f"no sample {index} is logged", where=where, remedy=remedy)
+    return rows
+
+
+def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[Text | Table]:
+    """One sample: what is known of it, prompt, response, and its tokens as a table.
+
+    Args:
+        marks: write what else only colour tells: [masked: ...] around tokens that are not trained on.
+    """
+    differences = gaps(row)
+    known = [g for g in differences if g is not None]
+    head = Text(f"== {row['split']} {row['rollout_id']}, group {row['group_index']}, sample {row['index']}", "bold")
+    yield head
+    gap = f"mean {number(fmean(known), 4)}, max {number(max(known), 4)}" if known else "not available"
+    facts = (
+        ("reward", _plain(row.get("reward")), _reward_style(row.get("reward"))),
+        ("label", _plain(row.get("label")), ""),
+        ("status", str(row.get("status")), "yellow" if row.get("status") != "completed" else ""),
+        ("tokens", str(row.get("response_length")), ""),
+        ("gap", gap, _gap_style(max(known)) if known else "dim"),
+        ("versions", _versions(row), ""),
+    )
+    yield Text.assemble(*(part for name, text, style in facts for part in ((f"{name} ", "dim"), (text + "  ", style))))
+    yield Text.assemble(("prompt    ", "dim"), _prompt(row.get("prompt")))
+    yield Text.assemble(("response  ", "dim"), response(row, differences, marks=marks))
+    if marks and known:
+        yield Text(f"largest gaps  {_largest(row, differences)}")
+    if with_tokens and row.get("tokens"):
+        yield token_table(row, differences)
+    yield Text()
+
+
+def response(row: dict[str, Any], differences: Sequence[float | None], *, marks: bool) -> Text:
+    """The response, token by token: dim what is not trained on, the others by their gap (green, yellow, red)."""
+    tokens = row.get("tokens") or {}
+    texts, mask = tokens.get("texts"), tokens.get("loss_mask") or []
+    if not texts:
+        return Text(row.get("response") or "")
+    out, masked = Text(), False
+    for text, trained, gap in zip(texts, mask, differences, strict=True):
+        if marks and masked == bool(trained):
+            out.append("]" if masked else "[masked: ")
+            masked = not masked
+        out.append(text, _gap_style(gap) if trained else "dim strike")
+    out.append("]" if marks and masked else "")
+    if row["response_length"] > len(texts):
+        out.append(f" ... (the first {len(texts)} tokens of {row['response_length']} are logged)", "dim")
+    return out
+
+
+def token_table(row: dict[str, Any], differences: Sequence[float | None]) -> Table:
+    """A line per token: number, id, text, mask, both log-probs, gap, version."""
+    tokens = row["tokens"]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("#", "id", "text", "mask", "engine", "trainer", "gap", "version"):
+        table.add_column(name, justify="left" if name in ("text", "version") else "right", no_wrap=True)
+    spans = row.get("version_spans") or []
+    blank: list[Any] = [None] * len(tokens["ids"])
+    columns = [tokens.get(name) or blank for name in ("texts", "rollout_log_probs", "log_probs")]
+    for i, (token, text, engine, ours) in enumerate(zip(tokens["ids"], *columns, strict=True)):
+        gap, trained = differences[i], tokens["loss_mask"][i]
+        version = next((str(v) for v, start, end in spans if start <= i < end), "unknown")
+        cells = (str(i), str(token), json.dumps(text, ensure_ascii=False) if text is not None else "-", str(trained))
+        numbers = [number(v, 4) if v is not None else "n/a" for v in (engine if trained else None, ours, gap)]
+        style = _gap_style(gap) if trained else "dim"
+        table.add_row(*(Text(cell, style) for cell in (*cells, *numbers, version)))
+    return table
+
+
+def _largest(row: dict[str, Any], differences: Sequence[float | None], count: int = 3) -> str:
+    tokens = row["tokens"]
+    worst = sorted(((g, i) for i, g in enumerate(differences) if g is not None), reverse=True)[:count]
+    texts = tokens.get("texts") or tokens["ids"]
+    return ", ".join(f"#{i} {json.dumps(texts[i], ensure_ascii=False)} {number(g, 4)}" for g, i in worst)
+
+
+def reward_key(run_dir: Path, split: str) -> str | None:
+    """Which entry of a reward counts, where rewards are dicts; from the run's config.json."""
+    path = run_dir / "config.json"
+    args = json.loads(path.read_text(encoding="utf-8"))["args"] if path.exists() else {}
+    key = args.get("reward_key")
+    return key if split == "train" else args.get("eval_reward_key") or key
+
+
+def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
+    """The larger, the worse; what is unknown comes last."""
+    if by == "length":
+        return float(row.get("response_length") or 0)
+    if by == "gap":
+        known = [g for g in gaps(row) if g is not None]
+        return max(known, default=-1.0)
+    reward = row.get("reward")
+    if isinstance(reward, dict) and key is not None:
+        reward = reward.get(key)
+    return -float(reward) if isinstance(reward, (int, float)) else float("-inf")
+
+
+def _gap_style(gap: float | None) -> str:
+    return "" if gap is None else "green" if gap < WARN else "yellow" if gap < BAD else "bold red"
+
+
+def _reward_style(reward: Any) -> str:
+    return "" if not isinstance(reward, (int, float)) else "green" if reward > 0 else "red"
+
+
+def _versions(row: dict[str, Any]) -> str:
+    spans = row.get("version_spans")
+    if spans:
+        return ", ".join(f"{v} [{start}:{end}]" if len(spans) > 1 else str(v) for v, start, end in spans)
+    return ", ".join(map(str, row.get("weight_versions") or [])) or "unknown"
+
+
+def _prompt(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        return "\n".join(f"{m.get('role', '?')}: {_plain(m.get('content'))}" for m in prompt)
+    return str(prompt)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,42 @@
+"""`instep` with a diary: `python -m tests.e2e.observed DIARY train ...` runs it, and writes a line at each phase.
+
+Also the reward of these runs: dense, so that there is something to learn from the first step on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+
+from instep.cli import main
+from instep.controller.controller import Controller
+
+PHASES = {"generate": "rollout", "train": "train", "sync_weights": "sync", "save": "save", "evaluate": "eval"}
+
+
+async def reward(args, sample, **kwargs):
+    return sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
+
+
+def keep_varied(args, group, **kwargs):
+    """A dynamic-sampling filter that leaves about a third of the groups out."""
+    rewards = [sample.reward for sample in group]
+    return max(rewards) - min(rewards) > 0.15
+
+
+def observe(path: str) -> None:
+    diary = open(path, "a", buffering=1)  # until the process ends
+    for method, phase in PHASES.items():
+        original = getattr(Controller, method)
+
+        def marked(self, *args, _original=original, _phase=phase):
+            diary.write(f"{_phase} {self.rollout_id if _phase == 'sync' else args[0]} {time.monotonic()}\n")
+            return _original(self, *args)
+
+        setattr(Controller, method, functools.wraps(original)(marked))
+
+
+if __name__ == "__main__":
+    observe(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,116 @@
+"""A run that is killed and started again ends as if nothing had happened."""
+
+import json
+import random
+
+import pytest
+from safetensors import safe_open
+
+from tests.e2e.commands import grpo_arguments
+from tests.e2e.killing import Run, metrics, schedule
+
+SEED = 20261121
+STEPS = "--save-interval 2 --global-batch-size 8 --eval-interval 4 --n-samples-per-eval-prompt 1".split()
+REWARD = ["--custom-rm-path", "tests.e2e.observed.reward", "--rm-type", "math"]
+EXACT = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.01", "--ref-update-interval", "3"]
+# Rollouts that take more groups than they train on, give some back, and continue what an abort left.
+LOOSE = "--over-sampling-batch-size 6 --partial-rollout --dynamic-sampling-filter-path tests.e2e.observed.keep_varied"
+
+
+def arguments(tiny, run_dir, backend, num_rollout, *more):
+    held_out = ["--eval-prompt-data", "held-out", str(tiny / "eval.jsonl")]
+    common = ["--train-backend", backend, "--num-rollout", str(num_rollout), "--num-logged-samples", "1000"]
+    common += ["--vllm-max-num-seqs", "32", "--rollout-max-response-len", "24", "--save-hf", str(run_dir / "hf")]
+    return grpo_arguments(tiny, run_dir, *common, *held_out, *STEPS, *REWARD, *more)
+
+
+def tensors(path):
+    with safe_open(path / "hf" / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def state(run, num_rollout):
+    return json.loads((run.run_dir / "ckpt" / f"iter_{num_rollout - 1:07d}" / "run_state.json").read_text())
+
+
+def samples(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "version" not in k} for row in rows]
+
+
+def kill_and_compare(tiny, root, backend, kills):
+    rng = random.Random(SEED + kills)
+    num_rollout = 2 * kills + 4
+    whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT), root / "whole")
+    assert whole.finish(timeout=120 + 5 * num_rollout).exit_code == 0, whole.sessions[0].stderr[-3000:]
+    expected = metrics(whole.run_dir)
+    assert sorted(expected) == list(range(num_rollout))
+
+    run = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT), root / "killed")
+    for phase, way in schedule(rng, kills):
+        session = run.killed(rng, phase, way)
+        assert session.exit_code != 0, session
+        steps = sorted(session.metrics)
+        assert steps[:2] == [session.start, session.start + 1], session
+        for step in steps:  # also those that the next session will do again
+            assert session.metrics[step] == expected[step], (session.killed, step)
+    last = run.finish(timeout=120 + 5 * num_rollout)
+    assert last.exit_code == 0, last.stderr[-3000:]
+
+    assert metrics(run.run_dir) == expected
+    assert samples(run.run_dir) == samples(whole.run_dir)
+    ours, theirs = tensors(run.run_dir), tensors(whole.run_dir)
+    assert ours.keys() == theirs.keys()
+    assert [n for n in ours if not ours[n].equal(theirs[n])] == []
+    before, after = state(whole, num_rollout), state(run, num_rollout)
+    assert after["ledger"] == before["ledger"] and after["data_source"] == before["data_source"]
+    assert after["ledger"]["num_consumed"] == 4 * num_rollout
+    keys = [k for k in before["evaluations"][0] if "reward" in k or k == "rollout_id"]
+    assert [[e[k] for k in keys] for e in after["evaluations"]] == [[e[k] for k in keys] for e in before["evaluations"]]
+    return run
+
+
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
+    kill_and_compare(tiny, tmp_path, backend, kills=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_killed_fifty_times_is_bit_identical(tiny, tmp_path, backend):
+    kill_and_compare(tiny, tmp_path, backend, kills=50)
+
+
+def kill_and_count(tiny, root, kills):
+    """Over-sampling, partial rollouts and a filter: every group that was ever issued has exactly one fate."""
+    rng = random.Random(SEED - kills)
+    num_rollout = 2 * kills + 2
+    run = Run(arguments(tiny, root / "run", "hf", num_rollout, *LOOSE.split()), root / "run")
+    for phase, way in schedule(rng, kills):
+        assert run.killed(rng, phase, way).exit_code != 0
+    last = run.finish(timeout=120 + 5 * num_rollout)
+    assert last.exit_code == 0, last.stderr[-3000:]
+    rows = [row for row in samples(run.run_dir) if row["split"] == "train"]
+    by_step: dict = {}
+    for row in rows:
+        by_step.setdefault(row["rollout_id"], []).append(row["group_index"])
+    assert sorted(by_step) == list(range(num_rollout))
+    trained = [g for groups in by_step.values() for g in sorted(set(groups))]
+    assert len(trained) == len(set(trained)) == 4 * num_rollout  # none is missing, none came twice
+    ledger, source = state(run, num_rollout)["ledger"], state(run, num_rollout)["data_source"]
+    buffered = [group[0]["group_index"] for group in source["buffer"]]
+    assert sorted(buffered) == sorted(int(g) for g, fate in ledger["open"].items() if fate == "buffered")
+    assert not set(buffered) & set(trained)
+    assert ledger["num_consumed"] == len(trained)
+    assert ledger["num_issued"] == len(trained) + sum(ledger["dropped"].values()) + len(ledger["open"])
+    assert ledger["num_issued"] == source["next_group"]
+    assert ledger["dropped"], "the filter left nothing out: this tests less than it says"
+
+
+def test_killed_at_random_nothing_is_lost_or_trained_twice(tiny, tmp_path):
+    kill_and_count(tiny, tmp_path, kills=3)
+
+
+@pytest.mark.slow
+def test_killed_fifty_times_nothing_is_lost_or_trained_twice(tiny, tmp_path):
+    kill_and_count(tiny, tmp_path, kills=50)

@@ -1,0 +1,104 @@
+"""Alarms: when each is raised, when it is not, and that figures like the quickstart's raise none."""
+
+import math
+
+import pytest
+
+from instep.observability.alarms import ALARMS, AlarmWatch, Limits, describe
+
+
+def watch(rows, limits=None):
+    """Alarm -> first step, and the texts, of a run with these rows."""
+    alarms, texts = AlarmWatch(limits or Limits()), []
+    for step, row in enumerate(rows):
+        texts += alarms.check(step, row)[1]
+    return alarms.first, texts
+
+
+def series(name, values):
+    return [{name: value} for value in values]
+
+
+HEALTHY = [
+    {
+        "train/entropy": 0.52 * 0.88**i,
+        "train/log_prob_gap_mean": 1e-6,
+        "train/engine_kl": 1e-9,
+        "train/grad_norm": 1.0 + 0.3 * (i % 3),
+        "rollout/truncated_ratio": 0.3,
+        "rollout/zero_std_groups_ratio": 0.8,
+        "rollout/reward_mean": 0.4 + 0.02 * i,
+        "rollout/response_length_mean": 20.0 + i % 4,
+    }
+    for i in range(25)
+]
+
+
+def test_a_healthy_run_raises_none():
+    assert watch(HEALTHY) == ({}, [])
+    out, _ = AlarmWatch(Limits()).check(0, HEALTHY[0])
+    assert out == {f"alarm/{name}": 0.0 for name in ALARMS}
+
+
+@pytest.mark.parametrize(
+    "alarm, rows, step",
+    [
+        ("entropy_collapse", series("train/entropy", [1.0, 1.2, 0.9, 0.5, 0.021, 0.019]), 5),
+        ("gap_drift", series("train/log_prob_gap_mean", [0.001, 0.001, 0.001, 0.009, 0.011]), 4),
+        ("gap_drift", series("train/log_prob_gap_mean", [0.11]), 0),
+        ("gap_drift", series("train/engine_kl", [1e-4, 1e-4, 1e-4, 1e-4, -0.2]), 4),
+        ("truncation", series("rollout/truncated_ratio", [0.0, 0.6, 0.6, 0.6]), 3),
+        ("zero_variance_groups", series("rollout/zero_std_groups_ratio", [1.0, 1.0, 1.0]), 2),
+        ("grad_norm_spike", series("train/grad_norm", [1, 1, 2, 1, 1, 11]), 5),
+        ("grad_norm_spike", series("train/grad_norm", [1.0, math.nan]), 1),
+        ("reward_stuck", series("rollout/reward_mean", [0.3] * 20), 19),
+        ("length_explosion", series("rollout/response_length_mean", [10, 10, 11, 10, 10, 31]), 5),
+    ],
+)
+def test_each_alarm_and_the_step_it_is_raised_at(alarm, rows, step):
+    first, texts = watch(rows)
+    assert first == {alarm: step}
+    assert len(texts) == 1 and texts[0].startswith(f"alarm {alarm}: ") and "; " in texts[0]  # a figure and a remedy
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        series("train/entropy", [1.0, 1.0, 1.0, 0.03]),
+        series("train/log_prob_gap_mean", [0.02] * 9),  # a steady gap, as bf16 has it
+        series("rollout/truncated_ratio", [1.0, 1.0]),  # no window of three yet
+        series("rollout/truncated_ratio", [1.0, 0.1, 0.1, 1.0, 0.1]),
+        series("rollout/reward_mean", [0.3] * 19),
+        series("train/grad_norm", [1, 1, 1, 50]),  # too few to know what is usual
+    ],
+)
+def test_what_raises_none(rows):
+    assert watch(rows) == ({}, [])
+
+
+def test_flags_move_the_bounds_and_switch_off():
+    collapsed = series("train/entropy", [1.0, 1.0, 1.0, 0.03])
+    assert watch(collapsed, Limits(entropy_fraction=0.05))[0] == {"entropy_collapse": 3}
+    off = Limits(entropy_fraction=0, gap=0, truncated_ratio=1, zero_std_ratio=1)
+    bad = {
+        "train/entropy": 0.0,
+        "train/log_prob_gap_mean": 9.0,
+        "rollout/truncated_ratio": 1.0,
+        "rollout/zero_std_groups_ratio": 1.0,
+    }
+    assert watch([bad] * 5, off) == ({}, [])
+    assert Limits.from_args({"alarm_gap": 0.5, "lr": 1}) == Limits(gap=0.5)
+
+
+def test_a_resumed_run_remembers_its_start_and_does_not_tell_twice():
+    rows = [{"step": i, "train/entropy": 1.0, "alarm/truncation": float(i == 2)} for i in range(4)]
+    alarms = AlarmWatch(Limits(), rows)
+    out, texts = alarms.check(4, {"train/entropy": 0.01})
+    assert out == {"alarm/entropy_collapse": 1.0} and len(texts) == 1
+    assert alarms.check(5, {"train/entropy": 0.01}) == ({"alarm/entropy_collapse": 1.0}, [])
+    assert describe(alarms.first) == "truncation (step 2), entropy_collapse (step 4)"
+    assert describe({}) == "none"
+
+
+def test_a_long_run_keeps_its_start():
+    assert watch(series("train/entropy", [1.0] * 500 + [0.01]))[0] == {"entropy_collapse": 500}
