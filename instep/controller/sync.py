@@ -30,7 +30,7 @@ from instep.errors import EngineError, SyncError
 from instep.types import TokenBatch
 from instep.weights.manifest import BucketManifest
 
-FP32_TOLERANCE = 1e-5
+FP32_TOLERANCE = 1e-5  # times the largest |log-prob| of the probe: rounding grows with the logits
 BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
 GOLDEN_FACTOR = 2.0
 ARITHMETIC_LIMIT = 0.5  # no rounding explains more: then the trainer exports something else than it trains
@@ -65,8 +65,7 @@ class WeightSync:
         self._probe = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for _ in range(2)]
         self._digests: dict[str, str] = {}  # of the weights last proven
         self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under them
-        default = FP32_TOLERANCE if args.precision == "fp32" else BF16_TOLERANCE
-        self._tolerance: float = default if args.sync_tolerance is None else args.sync_tolerance
+        self._tolerance: float = BF16_TOLERANCE if args.sync_tolerance is None else args.sync_tolerance
         self._directory = _scratch_directory()
 
     def close(self) -> None:
@@ -157,6 +156,8 @@ class WeightSync:
         digests = {t.name: t.digest for m in manifests for t in m.tensors} or self._trainer_digests(deadline)
         changed = [n for n, d in digests.items() if self._digests and self._digests.get(n) != d]
         scores = {engine.url: self._engine_scores(engine, deadline) for engine in self._engines}
+        if self._args.precision == "fp32" and self._args.sync_tolerance is None:
+            self._tolerance = FP32_TOLERANCE * max(1.0, *map(abs, expected))
         gaps = {url: _largest_gap(expected, s) for url, s in scores.items()}
         if self._args.precision != "fp32" and not max(gaps.values()) <= self._tolerance:
             self._compare_with_golden(scores, expected, digests, deadline)

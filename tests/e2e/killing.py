@@ -44,7 +44,7 @@ class Run:
         stderr = process.communicate(timeout=timeout)[1]
         return self._ended("", process.returncode, stderr)
 
-    def killed(self, rng: random.Random, phase: str, way: str) -> Session:
+    def kill(self, rng: random.Random, phase: str, way: str) -> Session:
         """A session that is killed in `phase` of its third step (its first save), at a random instant of it."""
         target = self._next_rollout() + (1 if phase == "save" else 2)
         process, diary = self._start()

@@ -6,7 +6,7 @@ import random
 import pytest
 from safetensors import safe_open
 
-from tests.e2e.commands import grpo_arguments
+from tests.e2e.commands import grpo_arguments, run
 from tests.e2e.killing import Run, metrics, schedule
 
 SEED = 20261121
@@ -29,8 +29,8 @@ def tensors(path):
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def state(run, num_rollout):
-    return json.loads((run.run_dir / "ckpt" / f"iter_{num_rollout - 1:07d}" / "run_state.json").read_text())
+def state(victim, num_rollout):
+    return json.loads((victim.run_dir / "ckpt" / f"iter_{num_rollout - 1:07d}" / "run_state.json").read_text())
 
 
 def samples(run_dir):
@@ -46,28 +46,28 @@ def kill_and_compare(tiny, root, backend, kills):
     expected = metrics(whole.run_dir)
     assert sorted(expected) == list(range(num_rollout))
 
-    run = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT), root / "killed")
+    victim = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT), root / "killed")
     for phase, way in schedule(rng, kills):
-        session = run.killed(rng, phase, way)
+        session = victim.kill(rng, phase, way)
         assert session.exit_code != 0, session
         steps = sorted(session.metrics)
         assert steps[:2] == [session.start, session.start + 1], session
         for step in steps:  # also those that the next session will do again
             assert session.metrics[step] == expected[step], (session.killed, step)
-    last = run.finish(timeout=120 + 5 * num_rollout)
+    last = victim.finish(timeout=120 + 5 * num_rollout)
     assert last.exit_code == 0, last.stderr[-3000:]
 
-    assert metrics(run.run_dir) == expected
-    assert samples(run.run_dir) == samples(whole.run_dir)
-    ours, theirs = tensors(run.run_dir), tensors(whole.run_dir)
+    assert metrics(victim.run_dir) == expected
+    assert samples(victim.run_dir) == samples(whole.run_dir)
+    ours, theirs = tensors(victim.run_dir), tensors(whole.run_dir)
     assert ours.keys() == theirs.keys()
     assert [n for n in ours if not ours[n].equal(theirs[n])] == []
-    before, after = state(whole, num_rollout), state(run, num_rollout)
+    before, after = state(whole, num_rollout), state(victim, num_rollout)
     assert after["ledger"] == before["ledger"] and after["data_source"] == before["data_source"]
     assert after["ledger"]["num_consumed"] == 4 * num_rollout
     keys = [k for k in before["evaluations"][0] if "reward" in k or k == "rollout_id"]
     assert [[e[k] for k in keys] for e in after["evaluations"]] == [[e[k] for k in keys] for e in before["evaluations"]]
-    return run
+    return victim
 
 
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
@@ -85,19 +85,19 @@ def kill_and_count(tiny, root, kills):
     """Over-sampling, partial rollouts and a filter: every group that was ever issued has exactly one fate."""
     rng = random.Random(SEED - kills)
     num_rollout = 2 * kills + 2
-    run = Run(arguments(tiny, root / "run", "hf", num_rollout, *LOOSE.split()), root / "run")
+    victim = Run(arguments(tiny, root / "run", "hf", num_rollout, *LOOSE.split()), root / "run")
     for phase, way in schedule(rng, kills):
-        assert run.killed(rng, phase, way).exit_code != 0
-    last = run.finish(timeout=120 + 5 * num_rollout)
+        assert victim.kill(rng, phase, way).exit_code != 0
+    last = victim.finish(timeout=120 + 5 * num_rollout)
     assert last.exit_code == 0, last.stderr[-3000:]
-    rows = [row for row in samples(run.run_dir) if row["split"] == "train"]
+    rows = [row for row in samples(victim.run_dir) if row["split"] == "train"]
     by_step: dict = {}
     for row in rows:
         by_step.setdefault(row["rollout_id"], []).append(row["group_index"])
     assert sorted(by_step) == list(range(num_rollout))
     trained = [g for groups in by_step.values() for g in sorted(set(groups))]
     assert len(trained) == len(set(trained)) == 4 * num_rollout  # none is missing, none came twice
-    ledger, source = state(run, num_rollout)["ledger"], state(run, num_rollout)["data_source"]
+    ledger, source = state(victim, num_rollout)["ledger"], state(victim, num_rollout)["data_source"]
     buffered = [group[0]["group_index"] for group in source["buffer"]]
     assert sorted(buffered) == sorted(int(g) for g, fate in ledger["open"].items() if fate == "buffered")
     assert not set(buffered) & set(trained)
@@ -114,3 +114,28 @@ def test_killed_at_random_nothing_is_lost_or_trained_twice(tiny, tmp_path):
 @pytest.mark.slow
 def test_killed_fifty_times_nothing_is_lost_or_trained_twice(tiny, tmp_path):
     kill_and_count(tiny, tmp_path, kills=50)
+
+
+LAYOUTS = {
+    "hf": ["--actor-num-gpus-per-node", "2"],
+    "megatron": ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"],
+}
+
+
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_another_layout_resumes_with_equal_parameters(tiny, tmp_path, backend):
+    """One rank saves; two go on, at learning rate 0: what they export is what the one had."""
+    ckpt = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--lr-decay-style", "constant"]
+    first = arguments(tiny, tmp_path / "first", backend, 1, *ckpt)
+    done = run(first)
+    assert done.returncode == 0, done.stderr[-3000:]
+    other = [*LAYOUTS[backend], *ckpt, "--lr", "0"]
+    done = run(arguments(tiny, tmp_path / "other", backend, 2, *other))
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = tensors(tmp_path / "first"), tensors(tmp_path / "other")
+    assert [name for name in before if not before[name].equal(after[name])] == []
+    assert "changed since the checkpoint: --lr was 0.001 and is 0.0" in done.stdout
+    assert "changed since the checkpoint: --actor-num-gpus-per-node was 1 and is 2" in done.stdout
+
+    done = run([*first, "--rollout-seed", "7"])
+    assert done.returncode == 2 and "--rollout-seed was 42 and is 7" in done.stderr and "--finetune" in done.stderr

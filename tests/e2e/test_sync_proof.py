@@ -59,7 +59,7 @@ def train_once(workers, lr):
     batch = build_batch([[sample]])
     batch.token_columns["advantages"] = torch.ones(24)
     batch.token_columns["loss_weights"] = torch.full((24,), 1 / 24)
-    metrics = workers.call("train", batch, [[[0]]], [lr], timeout=60)[0][0]
+    metrics = workers.call("train", batch, [[[0]]], [lr], timeout=60)[0][0][0]
     assert metrics["grad_norm"] > 0 and not metrics["skipped_steps"]
 
 

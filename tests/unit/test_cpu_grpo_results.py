@@ -1,0 +1,58 @@
+"""The committed comparison with TRL: it has its fields, they follow from its runs, and the docs quote them."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "cpu-grpo.json").read_text())
+ROWS = {(row["lengths"], row["framework"]): row for row in RESULT["rows"]}
+BOTH = ("instep", "trl")
+
+
+def test_fields():
+    assert RESULT["device"] and RESULT["date"]
+    assert RESULT["versions"]["torch"] == RESULT["trl_versions"]["torch"]
+    assert RESULT["versions"]["transformers"] == RESULT["trl_versions"]["transformers"]
+    assert f"trl=={RESULT['trl_versions']['trl']}\n" in (ROOT / "benchmarks" / "trl" / "requirements.txt").read_text()
+    assert set(ROWS) == {(lengths, framework) for lengths in ("natural", "fixed") for framework in BOTH}
+    configuration = RESULT["configuration"]
+    assert configuration["steps"] - configuration["skipped_steps"] >= 15
+    assert len(RESULT["runs"]) == 4 * configuration["repeats"]
+
+
+@pytest.mark.parametrize(("lengths", "framework"), ROWS)
+def test_rows_follow_from_the_runs(lengths, framework):
+    skipped = RESULT["configuration"]["skipped_steps"]
+    runs = [r["steps"][skipped:] for r in RESULT["runs"] if (r["lengths"], r["framework"]) == (lengths, framework)]
+    row = ROWS[lengths, framework]
+    assert row["seconds_per_step"] == pytest.approx(median(median(s["seconds"] for s in r) for r in runs), abs=1e-3)
+    rate = median(sum(s["num_response_tokens"] for s in r) / sum(s["seconds"] for s in r) for r in runs)
+    assert row["response_tokens_per_second"] == pytest.approx(rate, rel=1e-3)
+    # What a step's parts add up to is the step, up to medians being taken of each.
+    assert sum(row["breakdown"].values()) == pytest.approx(row["seconds_per_step"], rel=0.1)
+
+
+def test_both_did_the_same_work():
+    for lengths in ("natural", "fixed"):
+        instep, trl = (ROWS[lengths, framework] for framework in BOTH)
+        assert instep["samples_per_step"] == trl["samples_per_step"] == 256
+        assert instep["response_length_mean"] == pytest.approx(trl["response_length_mean"], rel=0.1)
+        ratio = trl["seconds_per_step"] / instep["seconds_per_step"]
+        assert RESULT["headline"][f"{lengths}_step_ratio_to_trl"] == pytest.approx(ratio, abs=0.01)
+    assert ROWS["fixed", "instep"]["response_length_mean"] == RESULT["configuration"]["max_new_tokens"]
+    assert ROWS["fixed", "trl"]["response_length_mean"] == RESULT["configuration"]["max_new_tokens"]
+
+
+def test_the_docs_quote_them():
+    docs = (ROOT / "docs" / "benchmarks.md").read_text()
+    for (lengths, framework), row in ROWS.items():
+        name = {"instep": "instep", "trl": "TRL"}[framework]
+        figures = f"{row['seconds_per_step']:.3f} | {row['response_tokens_per_second']:,.0f}"
+        parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["breakdown"].items())
+        assert f"| {lengths} | {name} | {figures} | {row['response_length_mean']:.1f} | {parts} |" in docs
+    for name, ratio in RESULT["headline"].items():
+        assert f"| `{name}` | {ratio:.2f} |" in docs
+    assert RESULT["device"] in docs and RESULT["date"] in docs
