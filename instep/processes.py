@@ -306,9 +306,9 @@ class FolderLock:
             os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first, because a second Ctrl-C may come in between
+        if fd >= 0:
+            os.close(fd)
 
     __del__ = release
 
