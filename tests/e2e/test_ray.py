@@ -97,6 +97,31 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
     process.communicate()
 
 
+def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, tmp_path, ray_tmp):
+    process = start_and_train(on_ray(tiny, tmp_path, *LONG, "--deterministic-mode"))
+    ranks, engines = (matching(children(process.pid), name) for name in ("worker_main", "engines.embedded"))
+    assert [p.environ()["MKL_CBWR"] for p in [*ranks, *engines]] == ["AUTO", "AUTO"]
+    assert "--batch-invariant" in engines[0].cmdline()
+    process.send_signal(signal.SIGUSR1)
+    path, ending = tmp_path / "logs" / "dump-0.txt", f"Stacks of actor rank 0 (pid {ranks[0].pid})"
+    deadline = time.monotonic() + 20
+    while not (path.exists() and ending in path.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    process.communicate()
+    text = path.read_text()
+    assert f"Stacks of engine 0 (pid {engines[0].pid})" in text and "worker_main.py" in text
+    assert "could not be looked at" not in text
+
+
+def test_rollouts_alone_start_no_rank(tiny, tmp_path, ray_tmp):
+    result = run(on_ray(tiny, tmp_path, "--num-rollout", "1", "--debug-rollout-only"))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [p.name for p in sorted((tmp_path / "logs").glob("*.log"))] == ["engine-0.log"]
+
+
 def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)

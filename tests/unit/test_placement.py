@@ -68,6 +68,16 @@ def test_the_actor_fills_node_after_node():
     assert found.engines == (slots(2, [0]), slots(2, [1]))
 
 
+def test_parts_of_a_run_alone_take_no_gpus_of_the_other():
+    words = "--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2"
+    rollouts = plan(words + " --debug-rollout-only")
+    assert rollouts.actor == () and rollouts.nodes == [[0, 1, 2, 3]]
+    assert rollouts.engines == ((Slot(0, 0), Slot(0, 1)), (Slot(0, 2), Slot(0, 3)))
+    training = plan(words + " --debug-train-only")
+    assert training.engines == () and training.nodes == [[0, 1, 2, 3]]
+    assert plan(words + " --debug-train-only --colocate").engines == ()
+
+
 def test_colocated_engines_take_the_trainers_gpus():
     args = parse(
         "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 3".split(), "plan"
