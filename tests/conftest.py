@@ -1,4 +1,19 @@
 import signal
 
+import pytest
+
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist.
+SHARED = {"bad", "cluster", "computed", "dumped", "engine", "finished", "golden", "run_ranks", "stack"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]
+        if names or "unit" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {names[0]}" if names else item.path.stem))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
@@ -26,7 +26,7 @@ def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
         "--lr-decay-style": "constant",
         "--train-backend": "hf",
         "--actor-num-gpus-per-node": 1,
-        "--num-threads": 2,
+        "--num-threads": 1,
         "--device": "cpu",
         "--run-dir": run_dir,
     }

@@ -134,7 +134,7 @@ FLAGS = {
     "--global-batch-size 5": "16 samples|5 does not divide|use 4 or 8",
     "--rollout-batchsize 4": "unknown flag|did you mean --rollout-batch-size?",
     "--sglang-mem-fraction-static 0.8": "not SGLang|--vllm-gpu-memory-utilization",
-    "--colocate": "later|--colocate",
+    "--offload": "memory work|--offload",
     "--advantage-estimator ppo": "later|ppo|use grpo",
     "--rollout-max-response-len 0": "at least 1|--rollout-max-response-len",
     "--rollout-max-prompt-len 128": "context of 128 tokens|--rollout-max-prompt-len|at most 127",
@@ -232,6 +232,7 @@ def test_a_file_that_this_user_may_not_read(tiny, tmp_path, capsys, monkeypatch)
     assert "--prompt-data" in error and error.startswith("ConfigError: ") and "Traceback" not in error
 
 
+@pytest.mark.alone
 def test_wrong_rows_are_found_without_torch_and_at_once(bad, tiny, tmp_path):
     words = grpo_arguments(tiny, tmp_path, "--prompt-data", str(bad / "no_label.jsonl"))
     code = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.faults.harness import Result
+from tests.faults.harness import Place, Result
 
+NUM_AT_ONCE = 2
 PATH = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """\
 # Faults
@@ -50,16 +52,23 @@ def documented(text: str) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    from tests.faults.conftest import run_all
+    from tests.faults.conftest import prepare
     from tests.faults.suite import FAULTS, SCENARIOS
 
+    def work(name: str) -> dict[str, Result]:
+        place = Place(*prepared, Path(root) / name)
+        place.folder.mkdir()
+        SCENARIOS[name](place)
+        print(name, file=sys.stderr)
+        return place.results
+
     results: dict[str, Result] = {}
-    with tempfile.TemporaryDirectory(prefix="instep-faults-") as root:
-        pool, futures = run_all(list(SCENARIOS), Path(root))
+    with tempfile.TemporaryDirectory(prefix="instep-faults-") as root, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        prepared = prepare(Path(root) / "prepared")
+        futures = [pool.submit(work, name) for name in SCENARIOS]
         try:
-            for name, future in futures.items():
-                results |= future.result(timeout=600)
-                print(name, file=sys.stderr)
+            for future in futures:
+                results |= future.result()
         finally:
             pool.shutdown(cancel_futures=True)
     PATH.write_text(document(FAULTS, results))

@@ -9,9 +9,9 @@ from tests.faults.suite import FAULTS, SCENARIOS, SLOW
 @pytest.mark.parametrize(
     "scenario", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
 )
-def test_fault(outcomes, scenario):
-    results = outcomes[scenario].result(timeout=900)
-    assert results and set(results) <= set(FAULTS)
+def test_fault(place, scenario):
+    SCENARIOS[scenario](place)
+    assert place.results and set(place.results) <= set(FAULTS)
 
 
 def test_the_document_is_of_this_suite():

@@ -692,6 +692,7 @@ def test_args_and_views_survive_pickling():
     assert view.to_dict()["num_rollout"] == 5
 
 
+@pytest.mark.alone
 def test_no_torch_for_a_command_line():
     code = (
         "import sys, time; start = time.perf_counter()\n"

@@ -47,6 +47,7 @@ def test_report_wants_a_folder(tmp_path, capsys):
     assert "no folder" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 def test_help_in_half_a_second_without_torch():
     code = (
         "import sys; from instep.cli import main; code = main(['train', '--help'])\n"

@@ -294,6 +294,7 @@ def test_wandb_takes_no_key_and_no_unknown_option(tmp_path: Path) -> None:
 # Phases and progress
 
 
+@pytest.mark.alone
 def test_phase_seconds_are_exclusive_and_taken_once(tmp_path: Path) -> None:
     with run(tmp_path) as log:
         start = time.perf_counter()
@@ -487,6 +488,7 @@ def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch,
     assert len([r for r in caplog.records if "RSS" in r.message]) == 1
 
 
+@pytest.mark.alone
 def test_sampler_uses_little_time() -> None:
     with PssSampler(interval=0.001) as sampler:
         start, cpu = time.perf_counter(), time.process_time()

@@ -59,6 +59,7 @@ def test_last_boxed(response: str, expected: str | None) -> None:
     assert text.last_boxed(response) == expected
 
 
+@pytest.mark.alone
 def test_hostile_responses_are_read_in_linear_time() -> None:
     start = time.perf_counter()
     text.last_boxed("\\boxed{" * 50_000)
@@ -317,6 +318,7 @@ def test_custom_rewards() -> None:
         ("blocks_in_a_thread", "took more than 0.3 s", {"reward_timeout": 0.3}),
     ],
 )
+@pytest.mark.alone
 def test_a_reward_that_fails_is_named(name: str, message: str, changed: dict[str, Any]) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match=message) as caught:
@@ -338,6 +340,7 @@ def test_the_loop_is_usable_after_it_was_blocked() -> None:
     assert apply("good") == [0.5, 0.5]
 
 
+@pytest.mark.alone
 def test_many_quick_rewards_are_cheap() -> None:
     args, rng = arguments(), random.Random(0)
     samples = [Sample(index=i, response=rf"\boxed{{{rng.randrange(9)}}}", label="4") for i in range(2000)]
