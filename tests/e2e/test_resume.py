@@ -14,7 +14,7 @@ STEPS = "--save-interval 2 --global-batch-size 8 --eval-interval 4 --n-samples-p
 REWARD = ["--custom-rm-path", "tests.e2e.observed.reward", "--rm-type", "math"]
 EXACT = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.01", "--ref-update-interval", "3"]
 # Rollouts that take more groups than they train on, give some back, and continue what an abort left.
-LOOSE = "--over-sampling-batch-size 6 --partial-rollout --dynamic-sampling-filter-path tests.e2e.observed.keep_varied"
+LOOSE = "--over-sampling-batch-size 6 --partial-rollout --dynamic-sampling-filter-path tests.e2e.observed.two_of_three"
 
 
 def arguments(tiny, run_dir, backend, num_rollout, *more):
