@@ -42,6 +42,7 @@ class Relay(Connection):
         super().__init__(ours.detach())
         self._host, self._name = host, name
         self._far = Connection(theirs.detach())
+        self._ending = threading.Lock()
 
     def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
         self._host.tell("send", self._name, bytes(buf))
@@ -50,8 +51,9 @@ class Relay(Connection):
         self._far.send_bytes(data)
 
     def end(self) -> None:
-        """No more will come: the reader gets an EOFError."""
-        self._far.close()
+        """No more will come: the reader gets an EOFError. Two threads may say so at the same time."""
+        with self._ending:
+            self._far.close()
 
 
 class RemoteProcess:

@@ -73,7 +73,7 @@ def make_args(**changes) -> SimpleNamespace:
         use_distributed_optimizer=False, recompute_granularity=None, recompute_method=None,
         recompute_num_layers=None, lr=LR, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
         adam_eps=EPS, clip_grad=CLIP, seed=1, no_save_optim=False, megatron_overrides={}, num_layers=None,
-        hidden_size=None,
+        hidden_size=None, deterministic_mode=False,
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -157,6 +159,18 @@ def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, wo
     assert [word for word in words if word not in stderr] == [], stderr
     assert "its last words" in stderr or victim != "worker_main", stderr
     assert gone_within(ours, 20)
+
+
+def test_a_worker_that_ends_while_the_run_closes_is_closed_once(monkeypatch):
+    """The thread that hears of the worker's end and the one that closes the run end its relay at the same time."""
+    from instep.cluster.ray_remote import Relay
+
+    relay, close = Relay(None, "actor rank 0"), Connection._close
+    monkeypatch.setattr(Connection, "_close", lambda self: (time.sleep(0.1), close(self)))
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(relay.end) for _ in range(2)]
+    assert [end.result() for end in ends] == [None, None]
+    relay.close()
 
 
 # ---- a cluster of three nodes ----------------------------------------------------------------------------------------
