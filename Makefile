@@ -23,7 +23,7 @@ quickstart: venv  ## train a tiny model to a better policy in five minutes [BACK
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
 	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
 
-test: venv  ## the tests, fast ones first (DURATION on 4 cores)
+test: venv  ## the tests (about 9 minutes on 4 cores)
 	$(PYTEST) -m 'not gpu and not slow and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not slow and alone' $(TESTS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -496,17 +495,17 @@ def test_the_life_of_the_process(checkpoint: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     command = engine_command("embedded", checkpoint, 0)
     code = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(120)"
-    read, write = os.pipe()
+    ours, theirs = socket.socketpair()
     lacking = start(engine_command("embedded", tmp_path, 0))
     terminated = start(command)
-    lined = start(command, env={"INSTEP_LIFELINE_FD": str(read)}, pass_fds=[read])
+    lined = start(command, env={"INSTEP_LIFELINE_FD": str(theirs.fileno())}, pass_fds=[theirs.fileno()])
     parent = start([sys.executable, "-c", code])
-    os.close(read)
+    theirs.close()
     child = int(parent.stdout.readline())
     for process in (terminated, lined, parent):
         assert "ready at" in process.stdout.readline()
     terminated.send_signal(signal.SIGTERM)
-    os.close(write)
+    ours.close()
     parent.kill()
     assert terminated.wait(timeout=2) == 0
     assert lined.wait(timeout=2) == 1
