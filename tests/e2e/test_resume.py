@@ -71,7 +71,7 @@ def kill_and_compare(tiny, root, backend, kills, *more):
 
 
 # With megatron `test_a_stopped_run_goes_on_where_it_was` is the faster test.
-@pytest.mark.parametrize("backend", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
     kill_and_compare(tiny, tmp_path, backend, kills=5)
 
