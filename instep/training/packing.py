@@ -10,7 +10,6 @@ from torch import Tensor
 
 from instep.types import TokenBatch
 
-
 _WORTH_SHARING = 0.9  # of a stream's tokens, at most, are computed; else all are
 
 
@@ -19,7 +18,7 @@ class SharedPrefixes:
     """A packed stream in which what several samples begin with is computed once (in a causal model it is the same).
 
     Attributes:
-        kept: int64 `[num_kept]`, ascending: the places in the stream that are computed. Each sample's are its last ones.
+        kept: int64 `[num_kept]`, ascending: the places in the stream that are computed; of each sample the last ones.
         copies: int64 `[num_tokens]`: which entry of `kept` stands for each token of the stream.
         cu_kept: int32 `[num_samples + 1]`, where each sample's begin in `kept` (and the last end).
         max_kept: the most that a sample has.

@@ -44,8 +44,8 @@ def _attention(
         reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}"
         _refuse(type(module).__name__, f"its attention is not plain causal attention over packed segments ({reason})")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layout = dict(cu_seqlens=packed_cu_seqlens, max_seqlen=packed_max_seqlen, shared=packed_shared)
-    out = packed_attention(q, k, v, scale=scaling, **layout)
+    cu_seqlens, max_seqlen = packed_cu_seqlens, packed_max_seqlen
+    out = packed_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scaling, shared=packed_shared)
     return out[None], None
 
 
