@@ -9,13 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from instep.training.packing import SharedPrefixes, within
+
 # torch 2.11 takes grouped heads as they are; later versions want to be told.
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _MAX_PADDING = 1.25  # padded tokens over real ones, within a chunk of the padded path
+_SHORT = 128  # segments up to here are attended by plain products: on a CPU faster than the fused kernel, and small
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """Causal attention within each segment of a packed stream.
 
@@ -25,55 +35,72 @@ def packed_attention(
         cu_seqlens: int32 `[num_segments + 1]` from 0 to num_tokens, on the device of `q`.
         max_seqlen: the longest segment.
         scale: of q k^T; 1 / sqrt(head_dim) when None.
+        shared: `q`, `k`, `v` and the result hold only the `num_kept` tokens of the stream that are computed.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        gqa = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_HAS_GQA else {}
-        return varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0), scale=scale, **gqa
-        )
-    return _padded_attention(q, k, v, cu_seqlens, scale)
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+        return _padded_attention(q, k, v, cu_seqlens, q.shape[-1] ** -0.5 if scale is None else scale, shared)
+    gqa = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_HAS_GQA else {}
+    cu_queries, max_queries = cu_seqlens, max_seqlen
+    if shared is not None:  # the queries are the last tokens of their segments, as the kernel has it
+        cu_queries, max_queries = shared.cu_kept, shared.max_kept
+        k, v = rows(k, shared.copies), rows(v, shared.copies)
+    return varlen_attn(
+        q, k, v, cu_queries, cu_seqlens, max_queries, max_seqlen, window_size=(-1, 0), scale=scale, **gqa
+    )
 
 
-def _padded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+def rows(x: Tensor, indices: Tensor) -> Tensor:
+    """`x[indices]` with a gradient that is deterministic and fast also where a row is taken several times."""
+    return F.embedding(indices, x.flatten(1)).unflatten(-1, x.shape[1:])
+
+
+def _padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, shared: SharedPrefixes | None
+) -> Tensor:
     """Segments padded at their end, where causality keeps the padding out of real tokens, in chunks of like length."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    chunks = _chunks(lengths.tolist())
-    if len(chunks) == 1:
-        return _attend_chunk(q, k, v, starts, lengths, scale)
+    cu_queries = cu_seqlens if shared is None else shared.cu_kept
+    query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
     outs, places = [], []
-    for chunk in chunks:
+    for chunk in _chunks(lengths.tolist()):
         which = torch.tensor(chunk, device=q.device)
-        start, length = starts[which], lengths[which]
-        place = torch.arange(int(length.sum()), device=q.device)
-        place += (start - (length.cumsum(0) - length)).repeat_interleave(length)
-        local_start = length.cumsum(0) - length
-        outs.append(_attend_chunk(q[place], k[place], v[place], local_start, length, scale))
+        start, length, num = starts[which], lengths[which], num_queries[which]
+        longest = int(length.max())
+        short = q.device.type == "cpu" and longest <= _SHORT
+        # The fused kernel knows only squares, in which queries of shared prefixes are left zero.
+        skipped = length - num if short else torch.zeros_like(num)
+        width = int(num.max()) if short else longest
+        at = torch.arange(longest, device=q.device)
+        keys = start[:, None] + at.minimum(length[:, None] - 1)
+        keys = keys.flatten() if shared is None else shared.copies[keys.flatten()]
+        place = query_starts[which].repeat_interleave(num) + within(num)  # of the chunk's queries in `q`
+        slot = (torch.arange(len(chunk), device=q.device) * width + length - num - skipped).repeat_interleave(num)
+        slot += within(num)  # and in [segments, width]
+        padded = q.new_zeros(len(chunk) * width, *q.shape[1:]).index_copy(0, slot, q.index_select(0, place))
+        queries, k_, v_ = (
+            x.unflatten(0, (len(chunk), -1)).transpose(1, 2) for x in (padded, rows(k, keys), rows(v, keys))
+        )
+        if short:
+            visible = at <= skipped[:, None, None] + at[:width, None]
+            out = _attend(queries, k_, v_, visible[:, None], scale)
+        else:
+            gqa = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(queries, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa)
+        outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, slot))
         places.append(place)
-    out = torch.cat(outs)
-    return out[torch.cat(places).argsort()]
+    return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, torch.cat(places).argsort())
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-    num_segments, longest = lengths.numel(), int(lengths.max())
-    even = num_segments * longest == q.shape[0]
-    if not even:  # place of each token in [num_segments, longest]
-        place = torch.arange(q.shape[0], device=q.device)
-        shift = torch.arange(num_segments, device=q.device) * longest - starts
-        place += shift.repeat_interleave(lengths)
-
-    def batched(x: Tensor) -> Tensor:
-        if not even:
-            x = x.new_zeros(num_segments * longest, *x.shape[1:]).index_copy(0, place, x)
-        return x.view(num_segments, longest, *x.shape[1:]).transpose(1, 2)
-
-    gqa = q.shape[1] != k.shape[1]
-    q, k, v = batched(q), batched(k), batched(v)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    out = out.transpose(1, 2).flatten(0, 1)
-    return out if even else out[place]
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """`[segments, heads, num_queries, head_dim]`, by plain products."""
+    segments, heads, num_queries, head_dim = q.shape
+    grouped = q.reshape(segments, k.shape[1], -1, head_dim)
+    scores = (grouped @ k.transpose(-1, -2)).view(segments, heads, num_queries, -1) * scale
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
 
 
 def _chunks(lengths: list[int]) -> list[list[int]]:

@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from instep.types import TokenBatch
 
+_WORTH_SHARING = 0.9  # of a stream's tokens, at most, are computed; else all are
 
-def _within(lengths: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """A packed stream in which what several samples begin with is computed once (in a causal model it is the same).
+
+    Attributes:
+        kept: int64 `[num_kept]`, ascending: the places in the stream that are computed; of each sample the last ones.
+        copies: int64 `[num_tokens]`: which entry of `kept` stands for each token of the stream.
+        cu_kept: int32 `[num_samples + 1]`, where each sample's begin in `kept` (and the last end).
+        max_kept: the most that a sample has.
+    """
+
+    kept: Tensor
+    copies: Tensor
+    cu_kept: Tensor
+    max_kept: int
+
+
+def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
+    """Which tokens to compute: a group's prompt once, and all else that samples begin with alike; None if few are so.
+
+    By content: in lexicographic order a sample has its longest common prefix with the one before it.
+    """
+    tokens, lengths = batch.tokens.cpu().numpy(), batch.total_lengths.tolist()
+    starts = (np.cumsum(lengths) - lengths).tolist()
+    keys = [tokens[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True)]
+    copies = np.arange(len(tokens))
+    num_kept = np.array(lengths)
+    before = None
+    for i in sorted(range(len(lengths)), key=keys.__getitem__):
+        if before is not None:
+            common = _common_prefix(tokens, starts[before], starts[i], min(lengths[before], lengths[i]))
+            copies[starts[i] : starts[i] + common] = copies[starts[before] : starts[before] + common]
+            num_kept[i] -= common
+        before = i
+    if num_kept.sum() > _WORTH_SHARING * len(tokens):
+        return None
+    computed = copies == np.arange(len(tokens))
+    copies = (np.cumsum(computed) - 1)[copies]
+    cu_kept = np.concatenate([[0], np.cumsum(num_kept)]).astype(np.int32)
+    kept, copies, cu_kept = (
+        torch.from_numpy(x).to(batch.tokens.device) for x in (computed.nonzero()[0], copies, cu_kept)
+    )
+    return SharedPrefixes(kept, copies, cu_kept, int(num_kept.max()))
+
+
+def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> int:
+    """How many tokens from `one` on equal those from `other` on."""
+    differs = tokens[one : one + longest] != tokens[other : other + longest]
+    return int(differs.argmax()) if differs.any() else longest
+
+
+def within(lengths: Tensor) -> Tensor:
     """0 .. length-1 for each length, one after another: int64 `[lengths.sum()]`."""
     starts = lengths.cumsum(0) - lengths
     count = torch.arange(int(lengths.sum()), device=lengths.device)
@@ -18,7 +74,7 @@ def _within(lengths: Tensor) -> Tensor:
 def response_positions(batch: TokenBatch) -> Tensor:
     """int64 `[num_response_tokens]`: the position whose logits predict each response token (one before it)."""
     first = batch.total_lengths.cumsum(0) - batch.response_lengths - 1
-    return first.repeat_interleave(batch.response_lengths) + _within(batch.response_lengths)
+    return first.repeat_interleave(batch.response_lengths) + within(batch.response_lengths)
 
 
 def response_targets(batch: TokenBatch) -> Tensor:
@@ -34,7 +90,7 @@ def cu_seqlens(batch: TokenBatch) -> tuple[Tensor, int]:
 
 def position_ids(batch: TokenBatch) -> Tensor:
     """int64 `[num_tokens]`, counting from 0 in each sample."""
-    return _within(batch.total_lengths)
+    return within(batch.total_lengths)
 
 
 def expand_to_tokens(batch: TokenBatch, per_sample: Tensor) -> Tensor:

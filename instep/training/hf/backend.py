@@ -87,6 +87,7 @@ class HfBackend:
             packing.response_targets(batch),
             packing.expand_to_tokens(batch, temperature),
             with_entropy=entropy,
+            shared=packing.shared_prefixes(batch),
             check=not self._checked,
         )
         self._checked = True

@@ -16,7 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
 from instep.training.log_probs import log_probs_and_entropy
-from instep.training.packed_attention import packed_attention
+from instep.training.packed_attention import packed_attention, rows
+from instep.training.packing import SharedPrefixes
 
 ATTENTION = "instep_packed"
 _LOGIT_ELEMENTS = 2**28  # float32 logits of a chunk: 1 GiB
@@ -31,6 +32,7 @@ def _attention(
     scaling: float | None = None,
     packed_cu_seqlens: Tensor | None = None,
     packed_max_seqlen: int = 0,
+    packed_shared: SharedPrefixes | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -42,7 +44,8 @@ def _attention(
         reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}"
         _refuse(type(module).__name__, f"its attention is not plain causal attention over packed segments ({reason})")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = packed_attention(q, k, v, cu_seqlens=packed_cu_seqlens, max_seqlen=packed_max_seqlen, scale=scaling)
+    cu_seqlens, max_seqlen = packed_cu_seqlens, packed_max_seqlen
+    out = packed_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scaling, shared=packed_shared)
     return out[None], None
 
 
@@ -86,11 +89,6 @@ class Policy(nn.Module):
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
 
-    def hidden_states(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """`[num_tokens, hidden]`."""
-        kwargs = _inputs(tokens, position_ids, cu_seqlens, max_seqlen)
-        return self.model.base_model(**kwargs).last_hidden_state[0]
-
     def forward(
         self,
         tokens: Tensor,
@@ -101,12 +99,20 @@ class Policy(nn.Module):
         targets: Tensor,
         temperature: Tensor,
         with_entropy: bool,
+        shared: SharedPrefixes | None = None,
         check: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) of `targets`, float32 `[num_response_tokens]`; `check` runs `check_packing` first."""
+        """Log-probs (and entropy) of `targets`, float32 `[num_response_tokens]`; `check` runs `check_packing` first.
+
+        With `shared`, what samples begin with alike runs through the model once; only keys and values are copied.
+        """
         if check:
             self.check_packing(tokens.device)
-        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)[positions]
+        if shared is not None:
+            tokens, position_ids = tokens[shared.kept], position_ids[shared.kept]
+            positions = shared.copies[positions]
+        kwargs = _inputs(tokens, position_ids, cu_seqlens, max_seqlen, shared)
+        hidden = rows(self.model.base_model(**kwargs).last_hidden_state[0], positions)
         head = partial(self._log_probs, with_entropy=with_entropy)
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         if hidden.shape[0] <= chunk:
@@ -147,11 +153,18 @@ class Policy(nn.Module):
             _refuse(name, "a segment's hidden states depend on the segment before it (state-space layers, ALiBi, ...)")
 
 
-def _inputs(tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+def _inputs(
+    tokens: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    shared: SharedPrefixes | None = None,
+) -> dict[str, Any]:
     return dict(
         input_ids=tokens[None],
         position_ids=position_ids[None],
         use_cache=False,
         packed_cu_seqlens=cu_seqlens,
         packed_max_seqlen=max_seqlen,
+        packed_shared=shared,
     )
