@@ -2,7 +2,7 @@
 
     python benchmarks/embedded_engine.py [--device cpu] [--threads 2] [--out FILE]
 
-Same model (random Qwen3 of the quickstart's size), threads, prompts and sampling (temperature 1, no truncation, EOS
+Same model (a random Qwen3 of the quickstart's shape), threads, prompts and sampling (temperature 1, no truncation, EOS
 ignored); `generate` also gets away without log-probs. At lengths that vary, `generate` runs until its longest response
 ends, and only the tokens that were asked for count. The two are measured in turn, five times; medians.
 """
@@ -59,14 +59,15 @@ WORKLOADS: dict[str, tuple[int, list[int]]] = {
 def make_model(path: Path) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=300,
+        vocab_size=317,
         hidden_size=192,
-        intermediate_size=576,
-        num_hidden_layers=5,
-        num_attention_heads=6,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
+        head_dim=64,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,
@@ -74,7 +75,7 @@ def make_model(path: Path) -> Qwen3ForCausalLM:
     )
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(path)
-    words = WordLevel({str(i): i for i in range(300)}, unk_token="0")  # an engine has a tokenizer; tokens go in and out
+    words = WordLevel({str(i): i for i in range(317)}, unk_token="0")  # an engine has a tokenizer; tokens go in and out
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
     return model.eval()
 
@@ -155,7 +156,7 @@ async def compare(
 ) -> dict:
     """One row: both ways in turn, `repeats` times after a warm-up."""
     rng = random.Random(0)
-    distinct = [[rng.randrange(2, 300) for _ in range(PROMPT_LENGTH)] for _ in range(len(lengths) // group)]
+    distinct = [[rng.randrange(3, 317) for _ in range(PROMPT_LENGTH)] for _ in range(len(lengths) // group)]
     prompts = [prompt for prompt in distinct for _ in range(group)]
     times: dict[str, list[float]] = {"engine": [], "generate": []}
     for repeat in range(repeats + 1):
@@ -196,7 +197,7 @@ def main() -> None:
             "transformers": transformers.__version__,
         },
         "workload": {
-            "model": "Qwen3, hidden 192, 5 layers, vocabulary 300, float32",
+            "model": "Qwen3, hidden 192, 2 layers, vocabulary 317, float32",
             "prompt_length": PROMPT_LENGTH,
             "threads": args.threads,
             "repeats": args.repeats,

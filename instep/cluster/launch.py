@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from instep.cluster.local import WorkerGroup
+from instep.cluster.local import WorkerGroup, worker_env
 from instep.engines.launch import Engine, start_embedded
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all
+from instep.processes import Process, stop_all
 
 
 class Cluster(Protocol):
@@ -47,20 +47,12 @@ def make_cluster(
     return LocalCluster(args, log_dir=log_dir, scratch=scratch, with_engines=with_engines)
 
 
-def worker_env(args: Any, num_threads: int) -> dict[str, str]:
-    """The environment of a rank that uses `num_threads` cores."""
-    env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
-    return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
-
-
 class LocalCluster:
     """All processes on this host."""
 
-    workers: WorkerGroup
-
     def __init__(self, args: Any, *, log_dir: Path, scratch: Path, with_engines: bool):
         self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
-        self.engines: list[Engine] = []
+        self.workers, self.engines = WorkerGroup("actor", 0, log_dir, {}), list[Engine]()
         ranks = range(0 if args.debug_rollout_only else args.world_size)
         self._threads_per_rank = max(1, args.num_threads // max(1, len(ranks)))
         rendezvous = str(scratch / "rendezvous")
@@ -77,7 +69,5 @@ class LocalCluster:
             self.engines = [start_embedded(args, 0, num_threads=args.num_threads, log_dir=logs, port=args.engine_port)]
 
     def close(self) -> None:
-        processes: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
-        if hasattr(self, "workers"):
-            processes += self.workers.processes
-        stop_all(processes, grace=2.0)
+        engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
+        stop_all([*self.workers.processes, *engines], grace=2.0)

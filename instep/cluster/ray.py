@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.arguments.args import SECRETS, Args
-from instep.cluster.launch import worker_env
-from instep.cluster.local import WorkerGroup
+from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why

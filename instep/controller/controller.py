@@ -217,6 +217,9 @@ class Controller:
             return
         with self.log.phase("sync"):
             self.last_sync = self._sync.run()
+        if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
+            how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
+            self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
         self.max_probe_diff = max(self.max_probe_diff, self.last_sync.probe_max_abs_diff)
 
     def generate(self, rollout_id: int) -> list[Group]:

@@ -14,7 +14,7 @@ STEPS = "--save-interval 2 --global-batch-size 8 --eval-interval 4 --n-samples-p
 REWARD = ["--custom-rm-path", "tests.e2e.observed.reward", "--rm-type", "math"]
 EXACT = ["--deterministic-mode", "--use-kl-loss", "--kl-loss-coef", "0.01", "--ref-update-interval", "3"]
 # Rollouts that take more groups than they train on, give some back, and continue what an abort left.
-LOOSE = "--over-sampling-batch-size 6 --partial-rollout --dynamic-sampling-filter-path tests.e2e.observed.keep_varied"
+LOOSE = "--over-sampling-batch-size 6 --partial-rollout --dynamic-sampling-filter-path tests.e2e.observed.two_of_three"
 
 
 def arguments(tiny, run_dir, backend, num_rollout, *more):
@@ -38,15 +38,15 @@ def samples(run_dir):
     return [{k: v for k, v in row.items() if "version" not in k} for row in rows]
 
 
-def kill_and_compare(tiny, root, backend, kills):
+def kill_and_compare(tiny, root, backend, kills, *more):
     rng = random.Random(SEED + kills)
     num_rollout = 2 * kills + 4
-    whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT), root / "whole")
+    whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT, *more), root / "whole")
     assert whole.finish(timeout=120 + 5 * num_rollout).exit_code == 0, whole.sessions[0].stderr[-3000:]
     expected = metrics(whole.run_dir)
     assert sorted(expected) == list(range(num_rollout))
 
-    victim = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT), root / "killed")
+    victim = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT, *more), root / "killed")
     for phase, way in schedule(rng, kills):
         session = victim.kill(rng, phase, way)
         assert session.exit_code != 0, session
@@ -79,6 +79,12 @@ def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_fifty_times_is_bit_identical(tiny, tmp_path, backend):
     kill_and_compare(tiny, tmp_path, backend, kills=50)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_killed_and_resumed_on_a_gpu_is_bit_identical(tiny, tmp_path, backend):
+    kill_and_compare(tiny, tmp_path, backend, 3, "--device", "cuda", "--rollout-backend", "embedded")
 
 
 def kill_and_count(tiny, root, kills):

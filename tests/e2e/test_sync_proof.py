@@ -93,6 +93,22 @@ def test_the_golden_way_gives_the_same_scores(stack, sync):
     assert sync._engine_scores(engine, time.monotonic() + 60) != golden
 
 
+def test_scores_that_are_off_once_are_asked_for_again(sync, monkeypatch):
+    scores = sync._engine_scores
+    asked = []
+
+    def off_once(engine, deadline):
+        asked.append(engine)
+        return [x + 3e-4 * (len(asked) == 1) for x in scores(engine, deadline)]
+
+    monkeypatch.setattr(sync, "_engine_scores", off_once)
+    result = sync.run()
+    assert len(asked) == 2 and result.first_diff == pytest.approx(3e-4, rel=0.1) and result.probe_max_abs_diff <= 1e-5
+    monkeypatch.setattr(sync, "_engine_scores", lambda *args: [x + 3e-4 for x in scores(*args)])
+    with pytest.raises(SyncError, match="differ from the trainer's by 0.0003"):
+        sync.run()
+
+
 def test_a_dropped_tensor_is_named(sync, monkeypatch):
     name = "model.layers.1.mlp.up_proj.weight"
     tamper(monkeypatch, lambda m: {**m, "tensors": [t for t in m["tensors"] if t["name"] != name]})
