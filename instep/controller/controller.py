@@ -6,6 +6,7 @@ and the engines. The schedule of a run is not here but in `instep/train.py`.
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import tempfile
@@ -118,6 +119,7 @@ class Controller:
             with self.log.phase("start"):
                 self._start()
             self.log.take_phase_seconds()  # the start belongs to no step
+            gc.freeze()  # modules, data set and tokenizer stay: no collection looks through them again
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -106,7 +107,7 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     args = execution.args
     path = sample.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE
     function = load_function(path)
-    kwargs = _accepted(function, evaluation=execution.evaluation)
+    kwargs = _accepted(path, evaluation=execution.evaluation)
     if execution.max_context_len is not None:
         params["max_new_tokens"] = _room(execution, sample, params.get("max_new_tokens"))
     sample.sampling_params = to_vllm(params)
@@ -141,19 +142,24 @@ def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:
     return bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)
 
 
-def _accepted(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
-    """Those keyword arguments that the function names, or all where it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
+def _accepted(path: str, **kwargs: Any) -> dict[str, Any]:
+    """Those keyword arguments that the function at `path` names, or all where it takes any."""
+    names = _parameters(path)
+    return kwargs if names is None else {name: value for name, value in kwargs.items() if name in names}
+
+
+@functools.cache  # reading a signature takes longer than all else that is done here for a sample
+def _parameters(path: str) -> frozenset[str] | None:
+    parameters = inspect.signature(load_function(path)).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 async def run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
     """The sample after all of --rollout-sample-hook-path; a hook may return another one."""
     for path in execution.args.rollout_sample_hook_path or []:
         function = load_function(path)
-        kwargs = _accepted(function, rollout_id=execution.rollout_id, evaluation=execution.evaluation)
+        kwargs = _accepted(path, rollout_id=execution.rollout_id, evaluation=execution.evaluation)
         out = await call_hook(path, name_of(sample), function, execution.args, sample, **kwargs)
         if out is not None and not isinstance(out, Sample):
             raise RolloutError(

@@ -157,7 +157,7 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
         return
     if home.session is None:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
-        home.session = aiohttp.ClientSession(connector=connector, timeout=_LIMITS)
+        home.session = aiohttp.ClientSession(connector=connector, timeout=_LIMITS, cookie_jar=aiohttp.DummyCookieJar())
     yield home.session
 
 
@@ -215,6 +215,8 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
 
 async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; at the first failure the others are cancelled before it is raised."""
+    if len(jobs) == 1:
+        return [await jobs[0]]
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         return list(await asyncio.gather(*tasks))

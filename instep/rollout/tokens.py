@@ -12,6 +12,7 @@ from instep.data.dataset import require_chat_template
 from instep.errors import CheckpointError, DataError
 from instep.types import Sample
 
+MAX_TOKENS_INLINE = 256  # to hand over to a thread and back takes longer than to decode as many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 
@@ -74,9 +75,11 @@ def token_texts(args: Any, ids: list[int]) -> list[str]:
 
 
 async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Text of `ids`, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
+    """Text of `ids`; of many, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
     tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+    if len(ids) <= MAX_TOKENS_INLINE:
+        return work()
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
 
 

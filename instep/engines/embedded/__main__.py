@@ -1,6 +1,7 @@
 """`python -m instep.engines.embedded --model DIR --port N`: what can be refused is refused before anything loads."""
 
 import argparse
+import gc
 import os
 import signal
 import socket
@@ -51,6 +52,7 @@ def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
+    gc.freeze()  # what stays is not looked through again and again
     app = Server(Engine(runner, LiveWeights(model), tokenizer), args.model, eos_ids).app()
     ready = "embedded engine: ready at http://{}:{}".format(*sock.getsockname())
     how: dict[str, Any] = dict(backlog=4096, access_log=None, handle_signals=False, handler_cancellation=True)

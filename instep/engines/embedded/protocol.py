@@ -1,6 +1,6 @@
 """vLLM's JSON: what a request may say, checked key by key, and the state of one response."""
 
-from concurrent.futures import Future
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class Request:
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     skip_special_tokens: bool
-    future: Future[None] = field(default_factory=Future)
+    future: asyncio.Future[HttpError | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_scores: list[float] | None = None  # log-probs from the second token on

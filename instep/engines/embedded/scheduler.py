@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -46,9 +46,8 @@ class Engine:
                 if self._ready() and self.waiting and not self.paused and len(self.running) < self.runner.max_rows:
                     self._prefill()
                 if self._ready() and self.running:
-                    last = [r.tokens[-1] for r in self.running]
-                    lengths = [len(r.prompt) + len(r.tokens) for r in self.running]
-                    self._step(0, partial(self.runner.decode, last, lengths))
+                    rows = [(r.tokens[-1], len(r.prompt) + len(r.tokens)) for r in self.running]
+                    self._step(0, partial(self.runner.decode, *zip(*rows, strict=True)))
         except BaseException:  # the process border: an engine without its model thread is dead, and must look dead
             traceback.print_exc()
             os._exit(1)
@@ -151,9 +150,8 @@ class Engine:
             request.tokens.append(int(token))
             request.log_probs.append(score)
         leaving = [i for i, request in enumerate(requests, first) if self._ends(request)]
-        gone = [self.running[i] for i in leaving]
+        self._finish([self.running[i] for i in leaving])
         self._compact(leaving)
-        self._finish(gone)
 
     def _ends(self, request: Request) -> bool:
         token = request.tokens[-1]
@@ -172,24 +170,25 @@ class Engine:
         """Free the rows `leaving` (ascending); the last rows move into the gaps."""
         keep = len(self.running) - len(leaving)
         sources = sorted(set(range(keep, len(self.running))).difference(leaving))
+        self.runner.data[:, :, leaving[: len(sources)]] = self.runner.data[:, :, sources]
         for source, target in zip(sources, leaving, strict=False):
-            self.runner.data[:, :, target] = self.runner.data[:, :, source]
             self.running[target] = self.running[source]
         del self.running[keep:]
 
     def _close_span(self, request: Request) -> None:
-        start = request.spans[-1][2] if request.spans else 0
-        if start < len(request.tokens):
+        if (start := request.spans[-1][2] if request.spans else 0) < len(request.tokens):
             request.spans.append((self.weights.version, start, len(request.tokens)))
 
-    def _finish(self, requests: Iterable[Request], reason: str | None = None) -> None:
+    def _finish(self, requests: Collection[Request], reason: str | None = None) -> None:
         """Answer `requests`; those that end as "error" with why nothing may be generated."""
         for request in requests:
             self._close_span(request)
             request.finish_reason = reason or request.finish_reason
-            if not request.future.set_running_or_notify_cancel():
-                continue  # the client has left
-            if reason == "error":
-                request.future.set_exception(HttpError("Unavailable", self.weights.failure))
-            else:
-                request.future.set_result(None)
+        error = HttpError("Unavailable", self.weights.failure) if reason == "error" else None
+        for loop in {r.future.get_loop() for r in requests}:  # one call for all: each takes the interpreter lock
+            loop.call_soon_threadsafe(_answer, [r.future for r in requests], error)
+
+
+def _answer(futures: Sequence[Any], error: HttpError | None) -> None:
+    for future in (f for f in futures if not f.done()):  # of the others the client has left
+        future.set_result(error)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import random
-import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -33,8 +32,7 @@ class Server:
         routes: dict[str, Handler] = {path: partial(self._call, f) for path, f in self.controls().items()}
         routes |= {"POST /inference/v1/generate": self.generate, "POST /v1/completions": self.completions}
         routes |= {"POST /v1/chat/completions": self.chat, "POST /pause": self.pause, "* /{other:.*}": self.unknown}
-        for route, function in routes.items():
-            method, path = route.split()
+        for (method, path), function in zip(map(str.split, routes), routes.values(), strict=True):
             app.router.add_route(method, path, _route(function))
         return app
 
@@ -69,7 +67,7 @@ class Server:
         model = str(body.get("model") or self.name)
         if model != self.name and os.path.realpath(model) != os.path.realpath(self.name):
             raise HttpError("NotFoundError", f"the model {model!r} does not exist; this engine serves {self.name!r}")
-        name = f"{kind}-{http.headers.get('x-request-id') or body.get('request_id') or uuid.uuid4().hex}"
+        name = f"{kind}-{http.headers.get('x-request-id') or body.get('request_id') or random.getrandbits(128)}"
         requests = []
         for prompt in prompts:
             room = self.max_model_len - len(protocol.token_ids(prompt, "token_ids", self.engine.vocab_size))
@@ -82,7 +80,8 @@ class Server:
         self.engine.call(lambda: self.engine.submit(requests))
         try:
             for request in requests:
-                await asyncio.wrap_future(request.future)
+                if (failure := await request.future) is not None:
+                    raise failure
         except asyncio.CancelledError:  # too slow, or the client went away
             self.engine.call(lambda: self.engine.abort(requests))
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 from collections import Counter
@@ -28,6 +29,7 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
+@functools.lru_cache(4096)  # the answers of a group repeat, and have one label
 def normalize(answer: str) -> str:
     """An answer without what does not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
     out = answer.strip().strip("$").strip()
@@ -40,6 +42,7 @@ def normalize(answer: str) -> str:
     return out.rstrip(".%")
 
 
+@functools.lru_cache(4096)
 def as_exact_number(text: str) -> Fraction | None:
     """A plain integer, decimal or fraction (`3/4`, `\\frac{3}{4}`) as an exact number."""
     text = _FRACTION.sub(r"\1\2/\3", text)
