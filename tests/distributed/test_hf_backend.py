@@ -337,6 +337,12 @@ def _bf16_rank(path):
     backend = HfBackend(args, hf_config=config, device=torch.device("cpu"), dtype=torch.bfloat16)
     backend.load_hf(path)
     log_probs = backend.forward_only([make_batch(0)])[0].log_probs
+    close = []
+    for temperature in (0.7, 0.69921875):  # the same in bfloat16
+        batch = make_batch(0)
+        batch.sample_columns["temperature"] = torch.full((batch.num_samples,), temperature)
+        close.append(backend.forward_only([batch])[0].log_probs)
+    assert not torch.equal(*close)
     steps = train(backend, range(3))
     return log_probs, steps, {p.dtype for p in backend.policy.parameters()}, weights_of(backend)
 

@@ -7,6 +7,7 @@ reduces gradients in float32 (on one bf16 rank, too).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,7 +196,8 @@ def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
     for module in policy.model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    # The root's inputs stay as they are: a temperature of 0.7 would become 0.699 in bfloat16.
+    fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, cast_forward_inputs=False))
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
