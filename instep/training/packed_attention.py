@@ -68,6 +68,8 @@ def _padded_attention(
     for chunk in _chunks(lengths.tolist()):
         which = torch.tensor(chunk, device=q.device)
         start, length, num = starts[which], lengths[which], num_queries[which]
+        if not num.any():  # all of it stands elsewhere, too
+            continue
         longest = int(length.max())
         short = q.device.type == "cpu" and longest <= _SHORT
         # The fused kernel knows only squares, in which queries of shared prefixes are left zero.

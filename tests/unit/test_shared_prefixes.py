@@ -51,6 +51,26 @@ def test_samples_with_little_in_common_are_left_as_they_are():
     assert packing.shared_prefixes(make_batch([([1] + [2] * 20, [3]), ([1] + [4] * 20, [3])])) is None
 
 
+def test_samples_that_stand_elsewhere_cost_nothing():
+    """The last four fill a chunk of the padded attention by themselves, in which there is no query."""
+    policy = Policy(CONFIG, torch.float32, recompute=False)
+    torch.manual_seed(0)
+    for p in policy.parameters():
+        torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)
+    one, other = torch.randint(0, VOCAB, (2, 60)).tolist()
+    batch = make_batch([(one[:30], one[30:]), *[(other[:5], other[5:45])] * 8])
+    shared = packing.shared_prefixes(batch)
+    assert shared is not None and shared.cu_kept.tolist() == [0, 60, *[105] * 8]
+    targets = packing.response_targets(batch)
+    inputs = (batch.tokens, packing.position_ids(batch), *packing.cu_seqlens(batch), packing.response_positions(batch))
+    got, expected = (
+        policy(*inputs, targets, torch.ones(len(targets)), with_entropy=False, shared=s)[0] for s in (shared, None)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
+
+
 @pytest.mark.parametrize("prompt_length", [12, 150], ids=["plain products", "fused kernel"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recompute", [False, True])
