@@ -65,7 +65,8 @@ def _padded_attention(
     cu_queries = cu_seqlens if shared is None else shared.cu_kept
     query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
     outs, places = [], []
-    for chunk in _chunks(lengths.tolist()):
+    chunks = _chunks(lengths.tolist())
+    for chunk in chunks:
         which = torch.tensor(chunk, device=q.device)
         start, length, num = starts[which], lengths[which], num_queries[which]
         if not num.any():  # all of it stands elsewhere, too
@@ -93,7 +94,7 @@ def _padded_attention(
             out = F.scaled_dot_product_attention(queries, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa)
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, slot))
         places.append(place)
-    return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, torch.cat(places).argsort())
+    return outs[0] if len(chunks) == 1 else torch.cat(outs).index_select(0, torch.cat(places).argsort())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

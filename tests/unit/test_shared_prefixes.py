@@ -58,9 +58,9 @@ def test_samples_that_stand_elsewhere_cost_nothing():
     for p in policy.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)
     one, other = torch.randint(0, VOCAB, (2, 60)).tolist()
-    batch = make_batch([(one[:30], one[30:]), *[(other[:5], other[5:45])] * 8])
+    batch = make_batch([*[(other[:5], other[5:45])] * 8, (one[:30], one[30:])])  # the longest is attended first
     shared = packing.shared_prefixes(batch)
-    assert shared is not None and shared.cu_kept.tolist() == [0, 60, *[105] * 8]
+    assert shared is not None and shared.cu_kept.tolist() == [0, *[45] * 8, 105]
     targets = packing.response_targets(batch)
     inputs = (batch.tokens, packing.position_ids(batch), *packing.cu_seqlens(batch), packing.response_positions(batch))
     got, expected = (
