@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from tests.e2e.commands import grpo_arguments, run
@@ -83,6 +84,7 @@ def test_killed_fifty_times_is_bit_identical(tiny, tmp_path, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_and_resumed_on_a_gpu_is_bit_identical(tiny, tmp_path, backend):
     kill_and_compare(tiny, tmp_path, backend, 3, "--device", "cuda", "--rollout-backend", "embedded")

@@ -103,6 +103,7 @@ def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance,
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_sharing_changes_only_roundings():
     """bfloat16, through the varlen kernel, which sees fewer queries than keys, none of a sample that comes twice."""
     policy = Policy(CONFIG, torch.bfloat16, recompute=False)
