@@ -18,7 +18,7 @@ from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
-QUIET_SECONDS, GATHER_SECONDS = 0.002, 0.02  # an idle engine waits for the rest of a burst: silence, at most
+QUIET_SECONDS, GATHER_SECONDS = 0.002, 0.06  # an idle engine waits for the rest of a burst: silence, at most
 
 
 class Engine:
