@@ -210,7 +210,8 @@ def test_load_with_a_broken_tracker_or_state(bad, tiny, tmp_path, capsys, monkey
 def test_a_reward_has_to_be_named(tiny, tmp_path, capsys, monkeypatch):
     words = grpo_arguments(tiny, tmp_path / "run")
     at = words.index("--rm-type")
-    refused(words[:at] + words[at + 2 :], "no reward|--rm-type|--custom-rm-path", capsys, monkeypatch)
+    error = refused(words[:at] + words[at + 2 :], "no reward|--rm-type|--custom-rm-path", capsys, monkeypatch)
+    assert error.startswith("ConfigError: no reward is named")
 
 
 def test_a_file_that_this_user_may_not_read(tiny, tmp_path, capsys, monkeypatch):

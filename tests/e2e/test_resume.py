@@ -39,6 +39,12 @@ def samples(run_dir):
     return [{k: v for k, v in row.items() if "version" not in k} for row in rows]
 
 
+def exit_codes(run):
+    """How many sessions ended otherwise than by themselves, and the last one's exit code."""
+    *killed, last = [session.exit_code for session in run.sessions]
+    return sum(code != 0 for code in killed), last
+
+
 def kill_and_compare(tiny, root, backend, kills, *more):
     rng = random.Random(SEED + kills)
     num_rollout = 2 * kills + 4
@@ -74,20 +80,21 @@ def kill_and_compare(tiny, root, backend, kills, *more):
 # With megatron `test_a_stopped_run_goes_on_where_it_was` is the faster test.
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
-    kill_and_compare(tiny, tmp_path, backend, kills=5)
+    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills=5)) == (5, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_fifty_times_is_bit_identical(tiny, tmp_path, backend):
-    kill_and_compare(tiny, tmp_path, backend, kills=50)
+    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills=50)) == (50, 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_and_resumed_on_a_gpu_is_bit_identical(tiny, tmp_path, backend):
-    kill_and_compare(tiny, tmp_path, backend, 3, "--device", "cuda", "--rollout-backend", "embedded")
+    on_gpu = ["--device", "cuda", "--rollout-backend", "embedded"]
+    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, 3, *on_gpu)) == (3, 0)
 
 
 def kill_and_count(tiny, root, kills):
@@ -114,15 +121,16 @@ def kill_and_count(tiny, root, kills):
     assert ledger["num_issued"] == len(trained) + sum(ledger["dropped"].values()) + len(ledger["open"])
     assert ledger["num_issued"] == source["next_group"]
     assert ledger["dropped"], "the filter left nothing out: this tests less than it says"
+    return victim
 
 
 def test_killed_at_random_nothing_is_lost_or_trained_twice(tiny, tmp_path):
-    kill_and_count(tiny, tmp_path, kills=3)
+    assert exit_codes(kill_and_count(tiny, tmp_path, kills=3)) == (3, 0)
 
 
 @pytest.mark.slow
 def test_killed_fifty_times_nothing_is_lost_or_trained_twice(tiny, tmp_path):
-    kill_and_count(tiny, tmp_path, kills=50)
+    assert exit_codes(kill_and_count(tiny, tmp_path, kills=50)) == (50, 0)
 
 
 LAYOUTS = {
