@@ -102,7 +102,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
 def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG, "--deterministic-mode"))
     ranks, engines = (matching(children(process.pid), name) for name in ("worker_main", "engines.embedded"))
-    assert [p.environ()["MKL_CBWR"] for p in [*ranks, *engines]] == ["AUTO", "AUTO"]
+    assert [p.environ()["MKL_CBWR"] for p in [*ranks, *engines]] == ["AUTO"] * 3  # an engine has two
     assert "--batch-invariant" in engines[0].cmdline()
     process.send_signal(signal.SIGUSR1)
     path, ending = tmp_path / "logs" / "dump-0.txt", f"Stacks of actor rank 0 (pid {ranks[0].pid})"
@@ -262,7 +262,7 @@ def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, clust
     process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)
     ours = [p for name in ("worker_main", "engines.embedded", "ray::Host") for p in matching(nodes, name)]
-    assert len(ours) == 3
+    assert len(ours) == 4  # an engine has two processes
     process.kill()
     assert gone_within(ours, 30)
     process.communicate()

@@ -67,16 +67,16 @@ def main() -> None:
     try:
         sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
         ours, theirs = Pipe()
+        beats, lifeline = socket.socketpair()
         if os.fork() == 0:
             ours.close()
-            os.environ.pop(LIFELINE_VARIABLE, None)  # that is the engine's
+            os.environ[LIFELINE_VARIABLE] = str(lifeline.detach())  # the inherited one is the engine's
             follow_parent()
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
-        follow_parent()
-        sock.close()
-        theirs.close()
+        follow_parent(partner=beats)
+        sock.close(), theirs.close(), lifeline.close()
         engine = load_engine(args, ours)
     except Exception as error:  # the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
