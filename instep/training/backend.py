@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "LossFn",
     "LossOutput",
     "ParallelInfo",
+    "Role",
     "StepResult",
     "TensorSpec",
     "TokenOutputs",
@@ -52,12 +53,19 @@ class TokenOutputs:
 
     Attributes:
         log_probs: float32 `[num_response_tokens]`, of the token that stands there, at the sample's sampling
-            temperature (`sample_columns["temperature"]`), padded vocabulary columns left out.
+            temperature (`sample_columns["temperature"]`), padded vocabulary columns left out. Of a critic: empty.
         entropy: float32 `[num_response_tokens]` of the same distribution, or None if not asked for.
+        values: float32 `[num_response_tokens]`, only of a critic: the value of the state in which the token was chosen.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def cpu(self) -> TokenOutputs:
+        """The same in host memory, in float32."""
+        columns = (self.log_probs, self.entropy, self.values)
+        return TokenOutputs(*(None if x is None else x.float().cpu() for x in columns))
 
 
 @dataclass
@@ -83,13 +91,19 @@ class StepResult:
     skipped: bool = False
 
 
+Role = Literal["actor", "critic"]
+
+
 class TrainBackend(Protocol):
-    """What a train backend offers to `training/worker.py`."""
+    """What a train backend offers to `training/worker.py`.
+
+    In the role of a critic the output layer is one row, without bias: `TokenOutputs.values` instead of log-probs.
+    """
 
     parallel: ParallelInfo
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """Log-probs without gradients, one result per micro-batch, on CPU; None except on the last stage."""
+        """Log-probs (of a critic: values) without gradients, one per micro-batch, on CPU; None except on the last stage."""
         ...
 
     def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput] | None:
@@ -107,15 +121,22 @@ class TrainBackend(Protocol):
     def weight_source(self) -> WeightSource: ...
 
     def load_hf(self, path: Path) -> None:
-        """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters)."""
+        """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters).
+
+        A critic's output layer becomes zero: its first values are 0, whatever the layout.
+        """
         ...
 
     def save(self, path: Path) -> None:
         """Write model and optimizer into the existing folder `path`, collectively."""
         ...
 
-    def load(self, path: Path, *, optimizer: bool = True) -> None:
-        """Read what `save` wrote, also under another parallel layout."""
+    def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
+        """Read what `save` wrote, also under another parallel layout.
+
+        Args:
+            fresh_head: a critic takes an actor's weights, without its output layer; as with `load_hf`.
+        """
         ...
 
     def offload(self) -> None: ...

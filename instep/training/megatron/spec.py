@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from instep.training.log_probs import log_probs_and_entropy
+from instep.training.log_probs import log_probs_and_entropy, values
 from instep.training.packed_attention import packed_attention
 from instep.training.packing import cu_seqlens, expand_to_tokens, position_ids, response_positions, response_targets
 from instep.types import TokenBatch
@@ -144,14 +144,20 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that returns log-probs and entropy of response tokens instead of logits of all tokens."""
+    """A GPTModel that returns the fields of `TokenOutputs` for response tokens instead of logits of all tokens."""
 
-    def __init__(self, config: TransformerConfig, *, padded_vocab: int, vocab_size: int, **kwargs: Any):
+    def __init__(
+        self, config: TransformerConfig, *, padded_vocab: int, vocab_size: int, value_head: bool, **kwargs: Any
+    ):
         super().__init__(
             config, block_spec(config), vocab_size=padded_vocab, position_embedding_type="none", **kwargs
         )  # the core attention rotates
-        self.real_vocab_size = vocab_size
-        if self.post_process:
+        self.real_vocab_size, self.value_head = vocab_size, value_head
+        if self.post_process and value_head:
+            # Every tensor-parallel rank has the head and all of its input, so that nothing is to be reduced.
+            device, dtype = torch.cuda.current_device(), config.params_dtype
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=dtype)
+        elif self.post_process:
             # The head sees few positions: they are gathered first, and its input gradient is all-reduced.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
@@ -163,6 +169,8 @@ class PolicyModel(GPTModel):
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         hidden = hidden_states[p.positions]
+        if self.value_head:
+            return hidden.new_empty(0), None, values(hidden[:, 0], self.output_layer.weight)
         size = max(1, HEAD_LOGITS * config.tensor_model_parallel_size // self.vocab_size)
         chunks = zip(hidden.split(size), p.targets.split(size), p.temperature.split(size), strict=True)
         if hidden.shape[0] > size and torch.is_grad_enabled():
@@ -170,7 +178,7 @@ class PolicyModel(GPTModel):
         else:
             parts = [self._head(*chunk, p.with_entropy) for chunk in chunks]
         log_probs = torch.cat([part[0] for part in parts])
-        return log_probs, torch.cat([part[1] for part in parts]) if p.with_entropy else None
+        return log_probs, torch.cat([part[1] for part in parts]) if p.with_entropy else None, None
 
     def _head(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
