@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from instep.algorithms.advantages import executions
+from instep.algorithms.advantages.groups import executions
 
 
 def loss_weights(

@@ -4,6 +4,7 @@ from instep.arguments.flag import (
     ALGORITHMS,
     COUNT,
     FLOAT,
+    FRACTION,
     MOE,
     NON_NEGATIVE,
     Flag,
@@ -21,8 +22,19 @@ ALGORITHM = Group(
         Flag(
             "--advantage-estimator",
             default="grpo",
-            help="grpo (arXiv 2402.03300); the others come later",
-            choices=("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+            help="how advantages are made from rewards (docs/algorithms.md); gspo, cispo, sapo and ppo come later",
+            choices=(
+                "grpo",
+                "gspo",
+                "cispo",
+                "sapo",
+                "dr_grpo",
+                "rloo",
+                "max_rl",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+                "ppo",
+            ),
             seeds="VSC",
         ),
         Flag(
@@ -65,9 +77,9 @@ ALGORITHM = Group(
         Flag("--critic-num-gpus-per-node", COUNT, None, "its ranks on each; default: the actor's", seeds="V"),
         *later(ALGORITHMS, "V", "--critic-load", "--critic-save"),
         *later(ALGORITHMS, "V", "--critic-lr", "--critic-lr-warmup-iters"),
-        *later(
-            ALGORITHMS, "C", "--gamma", "--lambd", "--custom-loss-function-path", "--custom-advantage-function-path"
-        ),
+        Flag("--gamma", FRACTION, 1.0, "discount per trained token of reinforce_plus_plus", seeds="C"),
+        Flag("--lambd", FRACTION, 1.0, "lambda of the generalised advantage estimation (ppo)", seeds="C"),
+        *later(ALGORITHMS, "C", "--custom-loss-function-path", "--custom-advantage-function-path"),
         *later(ALGORITHMS, "C", "--custom-tis-function-path", "--custom-pg-loss-reducer-function-path"),
         *later(ALGORITHMS, "C", "--use-opsm", "--opsm-delta"),
         *later(ALGORITHMS, "C", "--use-opd", "--opd-type", "--opd-kl-coef", "--opd-teacher-load"),

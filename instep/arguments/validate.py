@@ -18,6 +18,7 @@ from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
 
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
 
@@ -61,7 +62,7 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     for flag, value, allowed, note in (
-        ("--advantage-estimator", args.advantage_estimator, ("grpo",), ALGORITHMS),
+        ("--advantage-estimator", args.advantage_estimator, ESTIMATORS, ALGORITHMS),
         ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
     ):
         if value not in allowed:

@@ -1,7 +1,4 @@
-"""One training round as the controller sees it: samples -> flat batch -> log-probs -> advantages -> optimizer steps.
-
-Statistics over groups belong here, because the samples of a group may lie on several data-parallel ranks.
-"""
+"""One training round as the controller sees it: samples -> flat batch -> log-probs -> advantages -> optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,18 +9,16 @@ from typing import Any
 
 import torch
 
-from instep.algorithms.advantages import group_advantages, penalised_rewards, to_tokens, whiten
-from instep.algorithms.kl import approx_kl
 from instep.algorithms.reductions import loss_weights
 from instep.cluster.local import WorkerGroup
+from instep.controller.advantages import add_advantages
 from instep.data.batch import build_batch
 from instep.data.schedule import plan_steps, steps_of_samples
-from instep.errors import RolloutError, TrainingError
-from instep.hooks import load_function
+from instep.errors import TrainingError
 from instep.rollout.outputs import flatten
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
-from instep.types import Group, Sample, Schedule, TokenBatch
+from instep.types import Group, Schedule, TokenBatch
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
@@ -100,7 +95,7 @@ class TrainingRound:
             names = self._scored_names(len(schedule))
             if names:
                 self._score(batch, schedule, names)
-            self._add_advantages(batch, [s for g in groups for s in flatten(g)])
+            add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         if "log_probs" in batch.token_columns:
             rows = batch.token_columns["log_probs"].split(batch.response_lengths.tolist())
@@ -155,35 +150,6 @@ class TrainingRound:
                 for i, row in zip(order, split, strict=True):
                     rows[i] = row
             batch.token_columns[name] = torch.cat([r for r in rows if r is not None])
-
-    def _add_advantages(self, batch: TokenBatch, samples: list[Sample]) -> None:
-        args = self._args
-        rewards = batch.sample_columns["rewards"].double()
-        lengths, mask = batch.response_lengths.tolist(), batch.token_columns["loss_mask"]
-        if args.kl_coef:
-            kl = approx_kl(batch.token_columns["log_probs"], batch.token_columns["ref_log_probs"], args.kl_loss_type)
-            rewards = penalised_rewards(rewards, kl, mask, lengths, args.kl_coef)
-        if args.custom_reward_post_process_path:
-            _, processed = load_function(args.custom_reward_post_process_path)(self._hook_args, samples)
-            if len(processed) != batch.num_samples:
-                raise RolloutError(
-                    f"{len(processed)} rewards came back for {batch.num_samples} samples",
-                    where=f"--custom-reward-post-process-path {args.custom_reward_post_process_path}",
-                    remedy="return (raw_rewards, rewards), one of each per sample",
-                )
-            advantages = torch.as_tensor(processed, dtype=torch.float64)
-        else:
-            advantages = group_advantages(
-                rewards,
-                batch.sample_columns["group_index"].tolist(),
-                execution_ids=batch.sample_columns["execution_id"],
-                normalize=args.rewards_normalization,
-                std_normalization=args.grpo_std_normalization,
-            )
-        flat = to_tokens(advantages.float(), lengths)
-        if args.normalize_advantages:
-            flat = whiten(flat, mask)
-        batch.token_columns["advantages"] = flat
 
     def _train(
         self, batch: TokenBatch, schedule: Schedule, lrs: list[float]
