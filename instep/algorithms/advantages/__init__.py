@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from instep.algorithms.advantages.dr_grpo import dr_grpo
+from instep.algorithms.advantages.gae import gae
 from instep.algorithms.advantages.grpo import grpo
 from instep.algorithms.advantages.max_rl import max_rl
 from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
@@ -80,6 +81,13 @@ def _reinforce_plus_plus_baseline(x: Inputs) -> Estimate:
     return Estimate(reinforce_plus_plus_baseline(x.rewards, x.response_lengths, kl=x.kl, kl_coef=x.kl_coef))
 
 
+def _gae(x: Inputs) -> Estimate:
+    if x.values is None:
+        raise ValueError("ppo needs the values of a critic")
+    options = {"gamma": x.gamma, "lambd": x.lambd, "kl": x.kl, "kl_coef": x.kl_coef}
+    return Estimate(*gae(x.rewards, x.values, x.loss_mask, x.response_lengths, **options))
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, _same),
     "gspo": Estimator(grpo, _same),
@@ -90,4 +98,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "max_rl": Estimator(max_rl, _same),
     "reinforce_plus_plus": Estimator(None, _reinforce_plus_plus, kl="token", whitens=True),
     "reinforce_plus_plus_baseline": Estimator(dr_grpo, _reinforce_plus_plus_baseline, kl="token", whitens=True),
+    "ppo": Estimator(None, _gae, kl="token"),
 }
