@@ -5,6 +5,7 @@ from instep.arguments.flag import (
     COUNT,
     FLOAT,
     FRACTION,
+    INDEX,
     MOE,
     NON_NEGATIVE,
     Flag,
@@ -22,7 +23,7 @@ ALGORITHM = Group(
         Flag(
             "--advantage-estimator",
             default="grpo",
-            help="how advantages are made from rewards (docs/algorithms.md); gspo, cispo, sapo and ppo come later",
+            help="how advantages are made from rewards (docs/algorithms.md); gspo, cispo and sapo come later",
             choices=(
                 "grpo",
                 "gspo",
@@ -70,14 +71,27 @@ ALGORITHM = Group(
         switch("--use-tis", "truncated importance sampling between trainer and engine", "VSC"),
         Flag("--tis-clip", Number(float, 0, above=True), 2.0, "its upper bound", seeds="C"),
         Flag("--tis-clip-low", NON_NEGATIVE, 0.0, "its lower bound", seeds="C"),
-        *later(ALGORITHMS, "VC", "--num-critic-only-steps", "--value-clip", "--megatron-config-path"),
+        Flag("--value-clip", Number(float, 0, above=True), 0.2, "clip range of the critic's values (ppo)", seeds="VC"),
+        Flag("--num-critic-only-steps", INDEX, 0, "first rollouts that train PPO's critic alone", seeds="VC"),
+        Flag(
+            "--megatron-config-path",
+            help="YAML file of what actor and critic are set to, each: learning rate, load, save (ppo)",
+            seeds="VC",
+        ),
         Flag(
             "--critic-num-nodes", COUNT, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", seeds="V"
         ),
         Flag("--critic-num-gpus-per-node", COUNT, None, "its ranks on each; default: the actor's", seeds="V"),
-        *later(ALGORITHMS, "V", "--critic-load", "--critic-save"),
-        *later(ALGORITHMS, "V", "--critic-lr", "--critic-lr-warmup-iters"),
-        Flag("--gamma", FRACTION, 1.0, "discount per trained token of reinforce_plus_plus", seeds="C"),
+        Flag(
+            "--critic-load",
+            help="weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
+            "new value head; default: those of the actor, with a new head. A resume takes the critic of --load",
+            seeds="V",
+        ),
+        Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", seeds="V"),
+        Flag("--critic-lr", NON_NEGATIVE, None, "learning rate of the critic; default: --lr", seeds="V"),
+        Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", seeds="V"),
+        Flag("--gamma", FRACTION, 1.0, "discount per trained token of reinforce_plus_plus and ppo", seeds="C"),
         Flag("--lambd", FRACTION, 1.0, "lambda of the generalised advantage estimation (ppo)", seeds="C"),
         *later(ALGORITHMS, "C", "--custom-loss-function-path", "--custom-advantage-function-path"),
         *later(ALGORITHMS, "C", "--custom-tis-function-path", "--custom-pg-loss-reducer-function-path"),

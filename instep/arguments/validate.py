@@ -11,6 +11,7 @@ from typing import Any
 
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
+from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import ALGORITHMS, VLLM
@@ -18,7 +19,7 @@ from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
 
@@ -312,7 +313,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (clip, "eps_clip"),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
-    (saving, "save save_interval save_hf run_dir load ckpt_step"),
+    (saving, "save save_interval save_hf critic_save run_dir load ckpt_step"),
     (paths, ""),
     (
         parallel,
@@ -321,6 +322,12 @@ RULES: tuple[tuple[Rule, str], ...] = (
     ),
     (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
     *PLAN_RULES,
+    (
+        critic,
+        "advantage_estimator num_critic_only_steps num_rollout critic_num_nodes critic_num_gpus_per_node "
+        "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size global_batch_size "
+        "micro_batch_size critic_lr critic_lr_warmup_iters lr min_lr lr_decay_iters megatron_config_path",
+    ),
     (precision, "precision"),
     (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
     (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),

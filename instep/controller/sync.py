@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from instep.cluster.local import WorkerGroup
-from instep.controller.training import check_weights
+from instep.controller.role import check_weights
 from instep.engines.launch import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.types import TokenBatch

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from instep.models.shape import ModelShape
 
-
 HEAD = "output_layer.weight"  # Megatron's name of the output layer
 
 

@@ -103,7 +103,7 @@ class TrainBackend(Protocol):
     parallel: ParallelInfo
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """Log-probs (of a critic: values) without gradients, one per micro-batch, on CPU; None except on the last stage."""
+        """Log-probs (a critic: values) without gradients, one per micro-batch, on CPU; None but on the last stage."""
         ...
 
     def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput] | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
+from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
 from instep.training import lr_schedule
 from instep.types import Sample
@@ -65,7 +66,8 @@ def run_layout(name, root, tied):
         layout = workers.call("setup", timeout=180, per_rank=requests)
         workers.call("load_weights", root / "hf", timeout=60)
         workers.call("load_reference", root / "hf", timeout=60)
-        training = TrainingRound(args, args.view({}), workers, layout, lr_schedule.from_args(args, 100))
+        actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
+        training = TrainingRound(args, args.view({}), actor)
         groups = replayed_rollout()
         metrics = [training.run(groups, step).steps[0] for step in range(NUM_STEPS)]
         scored = [sample for group in groups for sample in group]

@@ -91,9 +91,7 @@ def test_lambda_one_gives_the_returns_whatever_the_critic_says():
     _, lengths, masks = ragged(5)
     mask = tensor([m for row in masks for m in row])
     rewards, kl = torch.randn(len(lengths)).double(), torch.randn(sum(lengths)).double()
-    returns = [
-        gae(rewards, torch.randn(sum(lengths)).double(), mask, lengths, kl=kl, kl_coef=0.1)[1] for _ in range(2)
-    ]
+    returns = [gae(rewards, torch.randn(sum(lengths)).double(), mask, lengths, kl=kl, kl_coef=0.1)[1] for _ in range(2)]
     torch.testing.assert_close(*returns)
 
 
@@ -176,6 +174,7 @@ def test_explained_variance():
     assert explained_variance(returns, returns) == 1.0
     assert explained_variance(torch.full((4,), 7.0), returns) == pytest.approx(0.0)
     assert explained_variance(-returns, returns) == pytest.approx(1 - 4.0)
-    assert explained_variance(returns, torch.full((4,), 0.1)) is None and explained_variance(
-        torch.empty(0), torch.empty(0)
-    ) is None
+    assert (
+        explained_variance(returns, torch.full((4,), 0.1)) is None
+        and explained_variance(torch.empty(0), torch.empty(0)) is None
+    )

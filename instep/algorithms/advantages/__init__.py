@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -84,7 +84,7 @@ def _reinforce_plus_plus_baseline(x: Inputs) -> Estimate:
 def _gae(x: Inputs) -> Estimate:
     if x.values is None:
         raise ValueError("ppo needs the values of a critic")
-    options = {"gamma": x.gamma, "lambd": x.lambd, "kl": x.kl, "kl_coef": x.kl_coef}
+    options: dict[str, Any] = {"gamma": x.gamma, "lambd": x.lambd, "kl": x.kl, "kl_coef": x.kl_coef}
     return Estimate(*gae(x.rewards, x.values, x.loss_mask, x.response_lengths, **options))
 
 

@@ -60,7 +60,9 @@ class HfBackend:
         self.args, self.dtype = args, dtype
         self._sharded = dist.get_world_size() > 1 or (dtype is not torch.float32 and with_optimizer)
         stored = torch.float32 if with_optimizer else dtype
-        self.policy = Policy(hf_config, stored, recompute=args.recompute_granularity == "full", value_head=role == "critic")
+        self.policy = Policy(
+            hf_config, stored, recompute=args.recompute_granularity == "full", value_head=role == "critic"
+        )
         if self._sharded:
             _shard(self.policy, device, dtype)
         self.policy.to(device)

@@ -111,7 +111,7 @@ class Policy(nn.Module):
         shared: SharedPrefixes | None = None,
         check: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The fields of `TokenOutputs` for `targets` (FSDP2 looks for tensors in tuples); `check`: `check_packing` first.
+        """The fields of `TokenOutputs` for `targets`, a tuple for FSDP2's sake; `check` runs `check_packing` first.
 
         With `shared`, what samples begin with alike runs through the model once; only keys and values are copied.
         """
