@@ -13,8 +13,6 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from instep.arguments.args import Args
 from instep.arguments.flag import Flag
 from instep.arguments.optimizer import OPTIMIZER
@@ -59,6 +57,8 @@ def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
     path = args.megatron_config_path
     if path is None:
         return
+    import yaml
+
     where = f"--megatron-config-path {path}"
     try:
         with open(path, encoding="utf-8") as file:

@@ -196,7 +196,7 @@ class Controller:
 
     def _start_trainer(self, cluster: Cluster) -> None:
         args, checkpoint = self.args, self._checkpoint[0] if self._checkpoint is not None else None
-        roles = start_trainer(args, cluster, checkpoint, self.num_rollout, self.log.status)
+        roles = start_trainer(args, cluster, checkpoint, self.num_rollout, self.log.progress.line)
         if checkpoint is not None:
             self.log.status(f"continuing from {checkpoint} at rollout {self.start_rollout_id}")
         self._round = TrainingRound(args, self.hook_args, *roles)
