@@ -30,6 +30,7 @@ class TrainedRollout:
 
     Attributes:
         steps: the metrics of each optimizer step.
+        metrics: of the rollout as a whole, with their full names.
         batch: all samples as the workers got them.
         step_of_sample: the optimizer step of each sample.
         log_probs: by number of the sample, float32 `[response_length]`: the trainer's log-probs under the weights that
@@ -38,6 +39,7 @@ class TrainedRollout:
     """
 
     steps: list[dict[str, float]]
+    metrics: dict[str, float]
     batch: TokenBatch
     step_of_sample: list[int]
     log_probs: dict[int, torch.Tensor]
@@ -91,11 +93,12 @@ class TrainingRound:
             executions,
             per_token=args.calculate_per_token_loss,
         )
+        metrics: dict[str, float] = {}
         if args.loss_type == "policy_loss":
             names = self._scored_names(len(schedule))
             if names:
                 self._score(batch, schedule, names)
-            add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
+            metrics = add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         if "log_probs" in batch.token_columns:
             rows = batch.token_columns["log_probs"].split(batch.response_lengths.tolist())
@@ -105,7 +108,7 @@ class TrainingRound:
             batch.sample_columns["keep_log_probs"] = [i if i in keep else -1 for i in range(batch.num_samples)]
             steps, kept = self._train(batch, schedule, lrs)
         self._check_steps(steps)
-        return TrainedRollout(steps, batch, step_of_sample, kept)
+        return TrainedRollout(steps, metrics, batch, step_of_sample, kept)
 
     def _check_steps(self, steps: list[dict[str, float]]) -> None:
         """A step whose gradients are not finite was skipped, which may happen now and then; more must not."""
@@ -126,7 +129,7 @@ class TrainingRound:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         names = ["ref_log_probs"] if self.uses_reference else []
-        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef:
+        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef or args.custom_advantage_function_path:
             names.append("log_probs")
         return names
 
