@@ -55,7 +55,7 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
         metrics["rollout/overlong_penalty_mean"] = penalty.mean().item()
     if args.kl_coef:
         kl = approx_kl(columns["log_probs"], columns["ref_log_probs"], args.kl_loss_type)
-        metrics["rollout/reference_kl_mean"] = (kl * mask).sum().item() / max(1.0, mask.sum().item())
+        metrics["rollout/reference_kl_mean"] = kl[mask > 0].sum().item() / max(1, int((mask > 0).sum()))
     try:
         inputs = Inputs(
             rewards=_compared(batch, rewards, kl, samples, args, hook_args),
