@@ -20,6 +20,7 @@ from instep.algorithms.advantages.whitening import whiten
 from instep.algorithms.kl import approx_kl
 from instep.errors import InstepError, RolloutError
 from instep.hooks import load_function, raised_at
+from instep.rollout.outputs import as_number, name_of
 from instep.types import Sample, TokenBatch
 
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "rollout_log_probs", "values")
@@ -52,10 +53,10 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
             factor=args.overlong_penalty_factor,
         )
         rewards = rewards + penalty
-        metrics["rollout/overlong_penalty_mean"] = penalty.mean().item()
+        metrics["train/overlong_penalty"] = penalty.mean().item()
     if args.kl_coef:
         kl = approx_kl(columns["log_probs"], columns["ref_log_probs"], args.kl_loss_type)
-        metrics["rollout/reference_kl_mean"] = kl[mask > 0].sum().item() / max(1, int((mask > 0).sum()))
+        metrics["train/reward_kl"] = kl[mask > 0].sum().item() / max(1, int((mask > 0).sum()))
     try:
         inputs = Inputs(
             rewards=_compared(batch, rewards, kl, samples, args, hook_args),
@@ -88,14 +89,7 @@ def _compared(
     """Float64 `[num_samples]`: the rewards as the hook or the estimator compares them within groups."""
     estimator = ESTIMATORS[args.advantage_estimator]
     if args.custom_reward_post_process_path:
-        _, processed = load_function(args.custom_reward_post_process_path)(hook_args, samples)
-        if len(processed) != batch.num_samples:
-            raise RolloutError(
-                f"{len(processed)} rewards came back for {batch.num_samples} samples",
-                where=f"--custom-reward-post-process-path {args.custom_reward_post_process_path}",
-                remedy="return (raw_rewards, rewards), one of each per sample",
-            )
-        return torch.as_tensor(processed, dtype=torch.float64)
+        return _processed(samples, args.custom_reward_post_process_path, hook_args)
     if kl is not None and estimator.kl == "sample":
         lengths = batch.response_lengths.tolist()
         rewards = penalised_rewards(rewards, kl, batch.token_columns["loss_mask"], lengths, args.kl_coef)
@@ -103,6 +97,31 @@ def _compared(
         return rewards
     compare = dr_grpo if estimator.compare is grpo and not args.grpo_std_normalization else estimator.compare
     return compare(rewards, batch.sample_columns["group_index"], batch.sample_columns["execution_id"])
+
+
+def _processed(samples: list[Sample], path: str, hook_args: Any) -> Tensor:
+    """`--custom-reward-post-process-path`: fn(args, samples) -> (raw, rewards)."""
+    where, remedy = f"--custom-reward-post-process-path {path}", "return (raw_rewards, rewards), one of each per sample"
+    answer = _call(path, remedy, hook_args, samples)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise RolloutError(f"it returned {answer!r:.80}", where=where, remedy=remedy)
+    rewards = [as_number(value) for value in answer[1]]
+    if len(rewards) != len(samples):
+        raise RolloutError(f"{len(rewards)} rewards for {len(samples)} samples", where=where, remedy=remedy)
+    for sample, value, number in zip(samples, answer[1], rewards, strict=True):
+        if number is None:
+            raise RolloutError(f"the reward {value!r} is no finite number", where=f"{name_of(sample)}; {where}")
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def _call(path: str, remedy: str, *arguments: Any) -> Any:
+    function = load_function(path)
+    try:
+        return function(*arguments)
+    except InstepError:
+        raise
+    except Exception as error:  # the border to the user's code
+        raise RolloutError(f"{path} raised {error!r}", where=raised_at(error, function), remedy=remedy) from error
 
 
 def _custom(batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Any, hook_args: Any) -> Estimate:
@@ -124,14 +143,7 @@ def _custom(batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Any,
         "raw_reward": batch.sample_columns["rewards"].tolist(),
         "rewards": inputs.rewards.tolist(),
     }
-    function = load_function(path)
-    try:
-        function(hook_args, rollout_data)
-    except InstepError:
-        raise
-    except Exception as error:  # the border to the user's code
-        remedy = f"mend the hook; rollout_data has {', '.join(sorted(rollout_data))}"
-        raise RolloutError(f"{path} raised {error!r}", where=raised_at(error, function), remedy=remedy) from error
+    _call(path, f"mend the hook; rollout_data has {', '.join(sorted(rollout_data))}", hook_args, rollout_data)
     found = [_flat(rollout_data.get(name), name, lengths, path) for name in ("advantages", "returns")]
     if found[0] is None:
         raise RolloutError(
@@ -169,6 +181,4 @@ def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Any) -> No
 def _where(args: Any) -> str:
     if args.custom_advantage_function_path:
         return f"--custom-advantage-function-path {args.custom_advantage_function_path}"
-    if args.custom_reward_post_process_path:
-        return f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     return f"--advantage-estimator {args.advantage_estimator}"

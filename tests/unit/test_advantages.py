@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -88,14 +90,14 @@ def test_the_penalty_on_overlong_responses_comes_before_the_comparison(arguments
     columns, metrics = advantages(args, [sample(0, 0, 1.0, 8), sample(0, 1, 1.0, 6), sample(0, 2, 1.0, 2)])
     rewards = [0.5, 0.75, 1.0]
     assert columns["advantages"].tolist() == pytest.approx([-0.25] * 8 + [0.0] * 6 + [0.25] * 2)
-    assert metrics == {"rollout/overlong_penalty_mean": pytest.approx(sum(rewards) / 3 - 1)}
+    assert metrics == {"train/overlong_penalty": pytest.approx(sum(rewards) / 3 - 1)}
 
 
 def test_the_kl_in_the_reward_is_reported(arguments):
     args = arguments("--kl-coef 0.1 --ref-load hf --disable-rewards-normalization")
     columns, metrics = advantages(args, [sample(0, 0, 1.0, 2), sample(0, 1, 1.0, 4)])
     assert columns["advantages"].tolist() == pytest.approx([0.9] * 2 + [0.8] * 4)
-    assert metrics == {"rollout/reference_kl_mean": pytest.approx(0.5)}
+    assert metrics == {"train/reward_kl": pytest.approx(0.5)}
 
 
 def test_a_single_execution_in_a_group_names_the_group(arguments):
@@ -190,10 +192,22 @@ def test_processed_rewards_take_the_place_of_the_comparison(arguments, hook):
         args = named(arguments(f"--advantage-estimator {name}"), custom_reward_post_process_path=path)
         columns, _ = advantages(args, [sample(0, 0, 1.0, 2), sample(0, 1, 0.0, 1)])
         assert columns["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
-    args = named(arguments(), custom_reward_post_process_path=hook(lambda args, samples: (None, [math.nan, 1.0])))
-    with pytest.raises(RolloutError, match="2 trained tokens are not finite") as error:
-        advantages(args, [sample(2, 5, 1.0, 2), sample(2, 6, 0.0, 1)])
-    assert "group 2, sample 5; --custom-reward-post-process-path" in error.value.where
+
+
+BAD_ANSWERS = [
+    (lambda args, samples: (None, [math.nan, 1.0]), "the reward nan is no finite number", "group 2, sample 5"),
+    (lambda args, samples: (None, [1.0]), "1 rewards for 2 samples", "--custom-reward-post-process-path"),
+    (lambda args, samples: [1.0, 2.0], r"it returned \[1.0, 2.0\]", "--custom-reward-post-process-path"),
+    (lambda args, samples: samples.rewards, "raised AttributeError", "test_advantages.py"),
+]
+
+
+@pytest.mark.parametrize(("function", "what", "where"), BAD_ANSWERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_processed_rewards_that_are_wrong_are_named(arguments, hook, function, what, where):
+    args = named(arguments(), custom_reward_post_process_path=hook(function))
+    with pytest.raises(RolloutError, match=what) as error:
+        advantages(args, [sample(2, 5, 1.0), sample(2, 6, 0.0)])
+    assert where in error.value.where
 
 
 def test_the_filter_of_dynamic_sampling():
@@ -268,3 +282,15 @@ ACCEPTED = [
 def test_accepted(arguments, flags, note):
     notes = arguments(flags).notes
     assert len(notes) == bool(note) and all(note in text for text in notes)
+
+
+def recipes():
+    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    section = text.partition("## Advantages")[2].partition("\n## ")[0].partition("### Recipes")[2]
+    return re.findall(r"^\| (.+?) \| `(.+)` \|$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("paper", "flags"), recipes())
+def test_recipes_of_the_documentation_are_accepted(arguments, paper, flags):
+    assert arguments(flags).notes == []
+    assert len(recipes()) == 7
