@@ -96,6 +96,9 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
         "use_rollout_logprobs",
         "group_rm",
         "normalize_advantages",
+        "kl_coef",
+        "overlong_buffer_len",
+        "custom_advantage_function_path",
     ):
         if getattr(args, name):
             yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
