@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from instep.arguments import algorithm_rules
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.critic_rules import critic
@@ -96,18 +97,12 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
         "use_rollout_logprobs",
         "group_rm",
         "normalize_advantages",
+        "kl_coef",
+        "overlong_buffer_len",
+        "custom_advantage_function_path",
     ):
         if getattr(args, name):
             yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
-
-
-def groups(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "train" and args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
-        yield Problem(
-            "a group of one has no advantage under grpo: every sample equals its group's mean",
-            "--n-samples-per-prompt 1",
-            "use at least 2 (the default is 8)",
-        )
 
 
 def batches(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -167,25 +162,6 @@ def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def kl(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        yield Problem("the KL counts twice", "--kl-coef and --kl-loss-coef", "let one of them be 0")
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        yield Problem("has no effect without --use-kl-loss", "--kl-loss-coef", "give both")
-    if args.ref_update_interval is not None and not args.use_kl_loss and args.kl_coef == 0:
-        yield Problem(
-            "there is no reference without a KL", "--ref-update-interval", "leave it out, or add --use-kl-loss"
-        )
-    if args.kl_coef != 0 and args.custom_reward_post_process_path:
-        yield Problem(
-            "the hook's rewards would replace those with the KL",
-            "--kl-coef and --custom-reward-post-process-path",
-            "use --use-kl-loss, or take the KL off in the hook",
-        )
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        yield Problem("has no effect without --use-kl-loss", "--use-unbiased-kl", "give both")
-
-
 def importance(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.use_tis and args.use_rollout_logprobs:
         yield Problem(
@@ -213,12 +189,6 @@ def importance(args: Args, given: set[str]) -> Iterator[Problem]:
 def clip(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.eps_clip >= 1:
         yield Problem(f"{args.eps_clip} would never clip below", "--eps-clip", "use a value below 1, such as 0.2")
-    if not args.rewards_normalization and not args.grpo_std_normalization:
-        yield Problem(
-            "without the normalization over groups there is no std to leave out",
-            "--disable-grpo-std-normalization and --disable-rewards-normalization",
-            "give one of the two",
-        )
 
 
 def lengths(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -301,14 +271,13 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (length, "num_rollout num_epoch"),
     (not_yet, "advantage_estimator rollout_backend loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
-    (groups, "n_samples_per_prompt advantage_estimator rollout_batch_size"),
+    *((rule, f"advantage_estimator {rule.reads}") for rule in algorithm_rules.RULES),
     (
         batches,
         "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size "
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size",
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
-    (kl, "kl_coef kl_loss_coef ref_update_interval"),
     (importance, "tis_clip tis_clip_low rollout_top_p rollout_top_k"),
     (clip, "eps_clip"),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),

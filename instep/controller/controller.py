@@ -292,7 +292,7 @@ class Controller:
         interval = args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
             self._require_workers().call("refresh_reference", self._reference, timeout=args.train_timeout)
-        self._train_metrics = training_metrics(trained.steps) | trained.critic_metrics
+        self._train_metrics = {**trained.metrics, **training_metrics(trained.steps)}
         self._num_tokens = sum(len(s.tokens) for s in samples)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:

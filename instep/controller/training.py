@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +24,21 @@ class TrainedRollout:
 
     Attributes:
         steps: the metrics of each optimizer step of the actor; none when only the critic was trained.
+        metrics: of the rollout as a whole, with their full names; `critic/*` among them.
         batch: all samples as the workers got them.
         step_of_sample: the optimizer step of each sample.
         log_probs: by number of the sample, float32 `[response_length]`: the trainer's log-probs under the weights that
             the round began with. Of the samples that were wanted; a sample of a later step has them only if the
             rollout was scored first.
         num_critic_steps: optimizer steps of the critic.
-        critic_metrics: `critic/*`, of a run with one.
     """
 
     steps: list[Metrics]
+    metrics: Metrics
     batch: TokenBatch
     step_of_sample: list[int]
     log_probs: dict[int, torch.Tensor]
     num_critic_steps: int = 0
-    critic_metrics: Metrics = field(default_factory=dict)
 
 
 class TrainingRound:
@@ -85,7 +85,7 @@ class TrainingRound:
             batch.sample_columns["execution_id"],
             per_token=args.calculate_per_token_loss,
         )
-        out = TrainedRollout([], batch, step_of_sample, {})
+        out = TrainedRollout([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
         if args.loss_type == "policy_loss":
             names = self._scored_names(0 if critic_only else len(schedule))
@@ -94,7 +94,7 @@ class TrainingRound:
                 scores.append(self._critic.score(batch, critic_schedule, ["values"]))
             for finish in scores:
                 finish()
-            add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
+            out.metrics = add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
         critic = None
         if self._critic is not None:
             critic = self._critic.train(batch, critic_schedule, num_critic_steps_before)
@@ -109,13 +109,14 @@ class TrainingRound:
             out.log_probs = out.log_probs or kept
         if critic is not None:
             steps, _ = critic()
-            out.num_critic_steps, out.critic_metrics = len(steps), critic_metrics(steps, batch)
+            out.num_critic_steps = len(steps)
+            out.metrics |= critic_metrics(steps, batch)
         return out
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
-        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef:
+        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef or args.custom_advantage_function_path:
             names.append("log_probs")
         return names

@@ -367,9 +367,7 @@ def test_an_unset_shell_variable():
 NOT_ACTING = [
     ("--offload", "later", "memory work"),
     ("--use-distributed-post", "later", "one way"),
-    ("--advantage-estimator ppo", "later", "other algorithms"),
     ("--loss-type custom_loss", "later", "other algorithms"),
-    ("--critic-lr 1e-5", "later", "other algorithms"),
     ("--rollout-backend vllm", "later", "vLLM backend"),
     ("--vllm-gpu-memory-utilization 0.5", "later", "vLLM backend"),
     ("--vllm-anything 3", "later", "vLLM backend"),

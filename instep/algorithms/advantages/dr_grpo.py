@@ -12,7 +12,7 @@ from instep.algorithms.advantages.groups import relative_to_group
 def dr_grpo(
     rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: Sequence[Hashable | None] | None = None
 ) -> Tensor:
-    """A_i = r_i - mean(group) (arXiv:2503.20783, section 3.2).
+    """A_i = r_i - mean(group) (arXiv:2503.20783).
 
     A division by the std would weigh up questions that are nearly always or nearly never solved. Arguments, result and
     errors are those of `groups.relative_to_group`.

@@ -34,18 +34,25 @@ def relative_to_group(
     """
     if rewards.dim() != 1 or len(group_index) != rewards.numel():
         raise ValueError(f"rewards of shape {tuple(rewards.shape)} for {len(group_index)} group indices")
-    groups: dict[int, dict[Hashable, list[int]]] = {}
-    for i, (group, execution) in enumerate(zip(group_index, executions(execution_ids, len(group_index)), strict=True)):
-        groups.setdefault(int(group), {}).setdefault(execution, []).append(i)
-    values = rewards.detach().double()
+    found: dict[tuple[int, Hashable], int] = {}  # the executions, by group and name
+    rows: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
+    of_sample: list[int] = []
+    for i, (index, name) in enumerate(zip(group_index, executions(execution_ids, len(group_index)), strict=True)):
+        group = int(index)
+        if (group, name) not in found:
+            found[group, name] = len(found)
+            members.setdefault(group, []).append(found[group, name])
+        rows.setdefault(group, []).append(i)
+        of_sample.append(found[group, name])
+    values, execution = rewards.detach().double(), torch.tensor(of_sample, device=rewards.device)
+    totals = values.new_zeros(len(found)).index_add_(0, execution, values)
+    means = totals / execution.bincount(minlength=len(found))
     out = torch.empty_like(values)
-    for group, members in groups.items():
-        if len(members) < 2:
+    for group, siblings in rows.items():
+        if len(members[group]) < 2:
             raise ValueError(f"group {group} has a single execution; a group-relative advantage needs at least 2")
-        rows = [i for siblings in members.values() for i in siblings]
-        means = torch.stack([values[siblings].mean() for siblings in members.values()])
-        own = means.repeat_interleave(torch.tensor([len(s) for s in members.values()], device=means.device))
-        out[rows] = formula(values[rows], own, means)
+        out[siblings] = formula(values[siblings], means[execution[siblings]], means[members[group]])
     return out.to(rewards.dtype)
 
 

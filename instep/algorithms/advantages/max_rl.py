@@ -13,7 +13,7 @@ from instep.algorithms.advantages.groups import relative_to_group
 def max_rl(
     rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: Sequence[Hashable | None] | None = None
 ) -> Tensor:
-    """A_i = (r_i - mean(group)) / mean(group), 0 where the mean is 0 (arXiv:2602.02710, algorithm 1).
+    """A_i = (r_i - mean(group)) / mean(group), 0 where the mean is 0 (arXiv:2602.02710).
 
     For rewards of 0 and 1 with K successes of N this is N/K - 1 for a success and -1 for a failure: the mean of the
     score function over the successes, less its mean over all samples as control variate. Arguments, result and errors

@@ -19,7 +19,7 @@ def reinforce_plus_plus(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
 ) -> Tensor:
-    """G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), before whitening (arXiv:2501.03262, section 3.1).
+    """G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), not whitened yet (arXiv:2501.03262).
 
     Sums and steps go over the trained tokens of a response: those of a tool (mask 0) are no actions, they cost no KL
     and are not discounted over. The reward stands at the last trained token.

@@ -12,7 +12,7 @@ from instep.algorithms.advantages.tokens import to_tokens
 def reinforce_plus_plus_baseline(
     centred: Tensor, response_lengths: Sequence[int], *, kl: Tensor | None = None, kl_coef: float = 0.0
 ) -> Tensor:
-    """A_t = (r - mean(group)) - kl_coef kl_t (arXiv:2501.03262, section 3.2), before whitening.
+    """A_t = (r - mean(group)) - kl_coef kl_t, not whitened yet (arXiv:2501.03262).
 
     The paper has its KL in the loss (`--use-kl-loss --kl-loss-type k2`); with `kl_coef` each token bears its own.
 

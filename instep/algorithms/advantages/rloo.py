@@ -12,7 +12,7 @@ from instep.algorithms.advantages.groups import relative_to_group
 def rloo(
     rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: Sequence[Hashable | None] | None = None
 ) -> Tensor:
-    """A_i = r_i - mean(r_j, j != i, of the group), unbiased (arXiv:2402.14740, section 3.3, eq. 10).
+    """A_i = r_i - mean(r_j, j != i, of the group), unbiased (arXiv:2402.14740).
 
     The others of a fan-out sample are the other executions. Arguments, result and errors are those of
     `groups.relative_to_group`.

@@ -38,18 +38,18 @@ def penalised_rewards(
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
     """G_t = v_t + factor * G_{t+1} within each sequence, G = 0 after its end.
 
-    Pass k adds, to the sum of the 2^k values from t on, that of the following 2^k: log2(longest) passes over flat
-    tensors, no padding.
+    From the end of all sequences at once, so that there are as many passes as the longest has values, and no padding.
 
     Args:
         values: `[sum(lengths)]`, sequences one after another; a length may be 0.
     """
     out = values.clone()
-    left = torch.cat([torch.arange(n, 0, -1) for n in lengths] or [torch.zeros(0)]).to(values.device)
-    reach = 1
-    while reach < max(lengths, default=0):
-        following = torch.zeros_like(out)
-        following[:-reach] = out[reach:]
-        out = torch.where(left > reach, out + factor**reach * following, out)
-        reach *= 2
+    sizes, order = torch.as_tensor(lengths, dtype=torch.int64).sort(descending=True)
+    ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)[order].to(values.device)
+    at_least = sizes.tolist()
+    for from_end in range(2, max(lengths, default=0) + 1):
+        while at_least[-1] < from_end:
+            at_least.pop()
+        rows = ends[: len(at_least)] - from_end
+        out[rows] += factor * out[rows + 1]
     return out

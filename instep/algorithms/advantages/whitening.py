@@ -12,7 +12,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """(v - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the tokens with mask 1 of all samples.
 
     Every trained token counts once, so that a long response weighs more than a short one; this is the global
-    normalization of REINFORCE++ (arXiv:2501.03262, eq. 9), and `--normalize-advantages` for the other estimators.
+    normalization of REINFORCE++ (arXiv:2501.03262), and `--normalize-advantages` for the other estimators.
     Masked tokens are transformed too; their weight in the loss is 0.
 
     Args: both `[num_response_tokens]`.
