@@ -52,7 +52,7 @@ def rollout():
 class Critic:
     """The critic of one layout, as the controller has it."""
 
-    def __init__(self, name, root, folder):
+    def __init__(self, name, root, folder, precision="fp32"):
         backend, num_ranks, more = LAYOUTS[name]
         arguments = ["--hf-checkpoint", str(root / "hf"), "--prompt-data", str(root / "train.jsonl"), *more]
         arguments += ["--input-key", "prompt", "--rm-type", "math", "--rollout-batch-size", "2", "--num-rollout", "9"]
@@ -61,7 +61,7 @@ class Critic:
         arguments += ["--train-backend", backend, "--actor-num-gpus-per-node", str(num_ranks)]
         arguments += ["--advantage-estimator", "ppo", "--critic-lr", str(LR), "--value-clip", str(CLIP)]
         self.args = args_of_role(parse([*arguments, "--run-dir", str(folder)], "train"), "critic")
-        self.args.device, self.args.precision = "cpu", "fp32"
+        self.args.device, self.args.precision = "cpu", precision
         self.folder = folder
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.workers = WorkerGroup("critic", num_ranks, folder / "logs", environment)
@@ -198,3 +198,15 @@ def test_a_critic_from_an_actors_checkpoint_has_its_transformer_and_a_new_head(g
         assert len(weights) == len(want) + 1  # tied: the actor has no head of its own
         with pytest.raises(CheckpointError):
             critic.workers.call("load_weights", tmp_path / "actor", False, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["hf", "megatron"])
+def test_bfloat16_is_near_and_values_are_not_rounded_to_it(golden, tmp_path, name):
+    root, (_, metrics, after, _) = golden
+    with Critic(name, root, tmp_path, "bf16") as critic:
+        critic.workers.call("load_weights", root / "hf", True, timeout=60)
+        got = critic.steps(rollout(), NUM_STEPS)
+        values = critic.values(rollout())
+    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in metrics], rel=2e-2)
+    assert (values - after).abs().mean() < 5e-2 * after.abs().mean()
+    assert not torch.equal(values.bfloat16().float(), values)
