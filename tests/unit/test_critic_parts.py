@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from instep.cluster.local import WorkerGroup
 from instep.controller.advantages import add_advantages
 from instep.controller.metrics import critic_metrics
 from instep.controller.role import RoleTrainer
@@ -31,8 +32,7 @@ def rollout():
     """Two samples; the second one's third token is a tool's, and it ends with one."""
     samples = []
     for index, (reward, mask) in enumerate([(1.0, [1, 1]), (2.0, [1, 1, 0, 1, 0])]):
-        sample = Sample(group_index=0, index=index, reward=reward, tokens=[1, 2], loss_mask=mask)
-        sample.loss_mask = None
+        sample = Sample(group_index=0, index=index, reward=reward, tokens=[1, 2])
         sample.append_response_tokens(list(range(len(mask))), [-1.0] * len(mask))
         sample.loss_mask, sample.status = mask, Sample.Status.COMPLETED
         samples.append(sample)
@@ -108,16 +108,9 @@ def test_what_the_actor_scores(more, num_steps, names):
     assert TrainingRound(args, None, None)._scored_names(num_steps) == names
 
 
-class Workers:
-    role = "critic"
-
-    def call(self, method, *, timeout):
-        return [[]]
-
-
-def test_three_skipped_steps_of_the_critic_end_the_run():
+def test_three_skipped_steps_of_the_critic_end_the_run(tmp_path):
     args, place = SimpleNamespace(train_timeout=1), SimpleNamespace(dp_size=1)
-    critic = RoleTrainer(args, Workers(), [place], None)
+    critic = RoleTrainer(args, WorkerGroup("critic", 0, tmp_path), [place], None)
     critic._check_steps([{"skipped_steps": 1.0}, {"skipped_steps": 1.0}])
     with pytest.raises(TrainingError, match="3 optimizer steps in a row") as caught:
         critic._check_steps([{"skipped_steps": 1.0}])
