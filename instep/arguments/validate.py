@@ -14,10 +14,12 @@ from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import ALGORITHMS, VLLM
+from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
 
+GROUP_RELATIVE = ("grpo", "gspo", "cispo", "sapo")
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
 
@@ -61,7 +63,7 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     for flag, value, allowed, note in (
-        ("--advantage-estimator", args.advantage_estimator, ("grpo",), ALGORITHMS),
+        ("--advantage-estimator", args.advantage_estimator, ("grpo", "gspo", "cispo", "sapo"), ALGORITHMS),
         ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
     ):
         if value not in allowed:
@@ -70,8 +72,6 @@ def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
         return
     if args.loss_type == "sft_loss":
         yield Problem("is what `instep sft` sets", "--loss-type sft_loss", "run `instep sft` with the same flags")
-    if args.loss_type == "custom_loss":
-        yield Problem(f"later: {ALGORITHMS}", "--loss-type custom_loss", "use policy_loss")
 
 
 def sft(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -90,6 +90,8 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
     for name in (
         "use_kl_loss",
         "use_tis",
+        "use_rs",
+        "use_opsm",
         "partial_rollout",
         "use_rollout_logprobs",
         "group_rm",
@@ -100,9 +102,9 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def groups(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "train" and args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
+    if args.command == "train" and args.advantage_estimator in GROUP_RELATIVE and args.n_samples_per_prompt == 1:
         yield Problem(
-            "a group of one has no advantage under grpo: every sample equals its group's mean",
+            f"a group of one has no advantage under {args.advantage_estimator}: every sample equals its group's mean",
             "--n-samples-per-prompt 1",
             "use at least 2 (the default is 8)",
         )
@@ -184,33 +186,12 @@ def kl(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-kl-loss", "--use-unbiased-kl", "give both")
 
 
-def importance(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.use_tis and args.use_rollout_logprobs:
-        yield Problem(
-            "with the engine's log-probs as old policy there is nothing to correct",
-            "--use-tis and --use-rollout-logprobs",
-            "give one of the two",
-        )
-    truncated = args.rollout_top_p < 1 or args.rollout_top_k > 0
-    if truncated and (args.use_tis or args.use_rollout_logprobs):
-        yield Problem(
-            "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio "
-            "would be biased",
-            "--rollout-top-p or --rollout-top-k with --use-tis or --use-rollout-logprobs",
-            "sample from the full distribution, or leave the correction out",
-        )
-    if args.tis_clip_low > args.tis_clip:
-        yield Problem(f"{args.tis_clip_low} is above --tis-clip {args.tis_clip}", "--tis-clip-low", "exchange them")
-    for name in ("tis_clip", "tis_clip_low"):
-        if name in given and not args.use_tis:
-            yield Problem("has no effect without --use-tis", "--" + name.replace("_", "-"), "give both")
+def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
 
 
-def clip(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.eps_clip >= 1:
-        yield Problem(f"{args.eps_clip} would never clip below", "--eps-clip", "use a value below 1, such as 0.2")
+def normalization(args: Args, given: set[str]) -> Iterator[Problem]:
     if not args.rewards_normalization and not args.grpo_std_normalization:
         yield Problem(
             "without the normalization over groups there is no std to leave out",
@@ -307,8 +288,9 @@ RULES: tuple[tuple[Rule, str], ...] = (
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
     (kl, "kl_coef kl_loss_coef ref_update_interval"),
-    (importance, "tis_clip tis_clip_low rollout_top_p rollout_top_k"),
-    (clip, "eps_clip"),
+    (losses, READS),
+    (partial_rollouts, ""),
+    (normalization, ""),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
     (saving, "save save_interval save_hf run_dir load ckpt_step"),
@@ -355,7 +337,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    derive_losses(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size

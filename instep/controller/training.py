@@ -14,7 +14,7 @@ import torch
 
 from instep.algorithms.advantages import group_advantages, penalised_rewards, to_tokens, whiten
 from instep.algorithms.kl import approx_kl
-from instep.algorithms.reductions import loss_weights
+from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.cluster.local import WorkerGroup
 from instep.data.batch import build_batch
 from instep.data.schedule import plan_steps, steps_of_samples
@@ -63,7 +63,7 @@ class TrainingRound:
         self._workers, self._layout, self._lr = workers, layout, schedule
         self._dp_size = layout[0].dp_size
         self._num_skipped = 0  # optimizer steps in a row
-        self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
+        self.uses_reference = bool(args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef))
 
     def run(self, groups: list[Group], num_steps_before: int, keep: Collection[int] = ()) -> TrainedRollout:
         """Train on one rollout.
@@ -75,7 +75,7 @@ class TrainingRound:
         batch = build_batch(
             groups,
             reward_key=args.reward_key,
-            needs_reward=args.loss_type == "policy_loss",
+            needs_reward=args.loss_type != "sft_loss",
             default_temperature=args.rollout_temperature,
         )
         executions = batch.sample_columns["execution_id"]
@@ -89,14 +89,11 @@ class TrainingRound:
             balance_data=args.balance_data,
         )
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
-        batch.token_columns["loss_weights"] = loss_weights(
-            batch.token_columns["loss_mask"],
-            batch.response_lengths.tolist(),
-            step_of_sample,
-            executions,
-            per_token=args.calculate_per_token_loss,
-        )
-        if args.loss_type == "policy_loss":
+        shares = batch.token_columns["loss_mask"], batch.response_lengths.tolist(), step_of_sample, executions
+        per_token = args.calculate_per_token_loss
+        batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token)
+        batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
+        if args.loss_type != "sft_loss":
             names = self._scored_names(len(schedule))
             if names:
                 self._score(batch, schedule, names)
@@ -131,7 +128,8 @@ class TrainingRound:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         names = ["ref_log_probs"] if self.uses_reference else []
-        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef:
+        differs = num_steps > 1 or args.loss_type == "custom_loss"  # which may ask for old log-probs in any case
+        if (differs and not args.use_rollout_logprobs) or args.kl_coef:
             names.append("log_probs")
         return names
 

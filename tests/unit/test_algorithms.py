@@ -19,10 +19,9 @@ from instep.algorithms.advantages import (
     whiten,
     whiten_with,
 )
-from instep.algorithms.grpo import PolicyLossConfig, grpo_loss
-from instep.algorithms.importance import truncated_importance_weights
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.policy_loss import ppo_clip_loss
+from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
+from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.reductions import loss_weights
 from instep.errors import RolloutError
 from instep.training.backend import TokenOutputs
@@ -200,17 +199,6 @@ def test_ppo_clip(high: float | None, c: float | None):
 def test_dual_clip_bounds_the_loss():
     loss = ppo_clip_loss(tensor([3.0]), tensor([0.0]), tensor([-1.0]), eps_clip=0.2, eps_clip_c=3.0).loss
     assert loss.item() == 3.0  # the ratio is 20
-
-
-def test_tis():
-    train, rollout = numbers(30, 9), numbers(30, 10)
-    x = tensor(train, grad=True)
-    got = truncated_importance_weights(x, tensor(rollout), low=0.3, high=1.7)
-    raw = [math.exp(a - b) for a, b in zip(train, rollout, strict=True)]
-    assert got.raw.tolist() == pytest.approx(raw, **TOLERANCE)
-    assert got.weights.tolist() == pytest.approx([min(max(w, 0.3), 1.7) for w in raw], **TOLERANCE)
-    assert got.clipped.tolist() == [float(not 0.3 <= w <= 1.7) for w in raw]
-    assert not got.weights.requires_grad and 0 < got.clipped.sum() < 30
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -489,4 +477,4 @@ def test_config_from_args_and_its_contradictions():
 
 def test_a_pure_call_needs_what_the_config_needs():
     with pytest.raises(ValueError, match="ref_log_probs"):
-        grpo_loss(tensor([-1.0]), tensor([1.0]), tensor([1.0]), PolicyLossConfig(use_kl_loss=True))
+        policy_loss(tensor([-1.0]), tensor([1.0]), tensor([1.0]), torch.tensor([1]), PolicyLossConfig(use_kl_loss=True))

@@ -74,12 +74,12 @@ class HfBackend:
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
-    def _forward(self, batch: TokenBatch, entropy: bool) -> TokenOutputs:
+    def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
         temperature = torch.as_tensor(
             batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device
         )
-        log_probs, entropies = self.policy(
+        outputs = self.policy(
             batch.tokens,
             packing.position_ids(batch),
             cu_seqlens,
@@ -88,11 +88,12 @@ class HfBackend:
             packing.response_targets(batch),
             packing.expand_to_tokens(batch, temperature),
             with_entropy=entropy,
-            shared=packing.shared_prefixes(batch),
+            shared=None if logits else packing.shared_prefixes(batch),
             check=not self._checked,
+            with_logits=logits,
         )
         self._checked = True
-        return TokenOutputs(log_probs, entropies)
+        return TokenOutputs(*outputs)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
@@ -102,11 +103,13 @@ class HfBackend:
             outputs.append(TokenOutputs(out.log_probs.cpu(), None if out.entropy is None else out.entropy.cpu()))
         return outputs
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput]:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput]:
         results = []
         for batch in micro_batches:
             batch = batch.to(self.parallel.device)
-            result = loss_fn(batch, self._forward(batch, entropy=True))
+            result = loss_fn(batch, self._forward(batch, entropy=True, logits=logits))
             result.loss.backward()
             result.loss = result.loss.detach()
             results.append(result)
