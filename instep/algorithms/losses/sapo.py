@@ -20,6 +20,6 @@ def sapo_loss(
     """
     log_ratio = log_probs - old_log_probs.detach()
     ratio = exp_ratio(log_ratio)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = torch.where(advantages > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
     loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
     return PolicyLoss(loss, ratio.detach(), torch.zeros_like(ratio).detach(), -log_ratio.detach())
