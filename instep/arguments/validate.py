@@ -15,12 +15,12 @@ from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import ALGORITHMS, VLLM
+from instep.arguments.flag import VLLM
+from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
 
@@ -63,18 +63,12 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
-    for flag, value, allowed, note in (
-        ("--advantage-estimator", args.advantage_estimator, ESTIMATORS, ALGORITHMS),
-        ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
-    ):
-        if value not in allowed:
-            yield Problem(f"later: '{value}' {note}", flag, f"use {' or '.join(allowed)}")
+    if args.rollout_backend not in ("auto", "embedded"):
+        yield Problem(f"later: '{args.rollout_backend}' {VLLM}", "--rollout-backend", "use auto or embedded")
     if args.command == "sft":
         return
     if args.loss_type == "sft_loss":
         yield Problem("is what `instep sft` sets", "--loss-type sft_loss", "run `instep sft` with the same flags")
-    if args.loss_type == "custom_loss":
-        yield Problem(f"later: {ALGORITHMS}", "--loss-type custom_loss", "use policy_loss")
 
 
 def sft(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -93,6 +87,8 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
     for name in (
         "use_kl_loss",
         "use_tis",
+        "use_rs",
+        "use_opsm",
         "partial_rollout",
         "use_rollout_logprobs",
         "group_rm",
@@ -162,33 +158,9 @@ def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def importance(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.use_tis and args.use_rollout_logprobs:
-        yield Problem(
-            "with the engine's log-probs as old policy there is nothing to correct",
-            "--use-tis and --use-rollout-logprobs",
-            "give one of the two",
-        )
-    truncated = args.rollout_top_p < 1 or args.rollout_top_k > 0
-    if truncated and (args.use_tis or args.use_rollout_logprobs):
-        yield Problem(
-            "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio "
-            "would be biased",
-            "--rollout-top-p or --rollout-top-k with --use-tis or --use-rollout-logprobs",
-            "sample from the full distribution, or leave the correction out",
-        )
-    if args.tis_clip_low > args.tis_clip:
-        yield Problem(f"{args.tis_clip_low} is above --tis-clip {args.tis_clip}", "--tis-clip-low", "exchange them")
-    for name in ("tis_clip", "tis_clip_low"):
-        if name in given and not args.use_tis:
-            yield Problem("has no effect without --use-tis", "--" + name.replace("_", "-"), "give both")
+def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
-
-
-def clip(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.eps_clip >= 1:
-        yield Problem(f"{args.eps_clip} would never clip below", "--eps-clip", "use a value below 1, such as 0.2")
 
 
 def lengths(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -278,8 +250,8 @@ RULES: tuple[tuple[Rule, str], ...] = (
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size",
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
-    (importance, "tis_clip tis_clip_low rollout_top_p rollout_top_k"),
-    (clip, "eps_clip"),
+    (losses, READS),
+    (partial_rollouts, ""),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
     (saving, "save save_interval save_hf critic_save run_dir load ckpt_step"),
@@ -332,7 +304,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    derive_losses(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from instep.algorithms.reductions import loss_weights
+from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantages import add_advantages
 from instep.controller.metrics import critic_metrics
 from instep.controller.role import Metrics, RoleTrainer
@@ -51,7 +51,7 @@ class TrainingRound:
     def __init__(self, args: Any, hook_args: Any, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
-        self.uses_reference = bool(args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef))
+        self.uses_reference = bool(args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef))
 
     def run(
         self,
@@ -73,21 +73,23 @@ class TrainingRound:
         batch = build_batch(
             groups,
             reward_key=args.reward_key,
-            needs_reward=args.loss_type == "policy_loss",
+            needs_reward=args.loss_type != "sft_loss",
             default_temperature=args.rollout_temperature,
         )
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
-        batch.token_columns["loss_weights"] = loss_weights(
+        shares = (
             batch.token_columns["loss_mask"],
             batch.response_lengths.tolist(),
             step_of_sample,
             batch.sample_columns["execution_id"],
-            per_token=args.calculate_per_token_loss,
         )
+        per_token = args.calculate_per_token_loss
+        batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token)
+        batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
         out = TrainedRollout([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
-        if args.loss_type == "policy_loss":
+        if args.loss_type != "sft_loss":
             names = self._scored_names(0 if critic_only else len(schedule))
             scores = [self._actor.score(batch, schedule, names)] if names else []
             if self._critic is not None:
@@ -117,6 +119,8 @@ class TrainingRound:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
-        if (num_steps > 1 and not args.use_rollout_logprobs) or args.kl_coef or args.custom_advantage_function_path:
+        # A loss of the user's may ask for old log-probs in any case.
+        differs = num_steps > 1 or (args.loss_type == "custom_loss" and num_steps > 0)
+        if (differs and not args.use_rollout_logprobs) or args.kl_coef or args.custom_advantage_function_path:
             names.append("log_probs")
         return names

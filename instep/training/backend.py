@@ -1,9 +1,9 @@
 """The thin protocol between the backend-neutral worker and a train backend (one object per process, SPMD).
 
-All ranks call every method in the same order. A loss sees log-probs and entropy of response tokens, never logits, so
-that no backend grows a loss of its own. Gradients are *summed* over micro-batches and data-parallel ranks: `loss_fn`
-weighs each token with the denominators of the whole optimizer step (`TokenBatch.token_columns["loss_weights"]`), so
-that nothing depends on the layout of micro-batches or ranks.
+All ranks call every method in the same order. A loss sees log-probs and entropy of response tokens (logits only where
+a user's own loss asks for them), so that no backend grows a loss of its own. Gradients are *summed* over micro-batches
+and data-parallel ranks: `loss_fn` weighs each token with the denominators of the whole optimizer step
+(`TokenBatch.token_columns["loss_weights"]`), so that nothing depends on the layout of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ class TokenOutputs:
         log_probs: float32 `[num_response_tokens]`, of the token that stands there, at the sample's sampling
             temperature (`sample_columns["temperature"]`), padded vocabulary columns left out. Of a critic: empty.
         entropy: float32 `[num_response_tokens]` of the same distribution, or None if not asked for.
+        logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient, if a
+            custom loss asked for them; they are as large as they sound.
         values: float32 `[num_response_tokens]`, only of a critic: the value of the state in which the token was chosen.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
     def cpu(self) -> TokenOutputs:
         """The same in host memory, in float32."""
-        columns = (self.log_probs, self.entropy, self.values)
+        columns = (self.log_probs, self.entropy, self.logits, self.values)
         return TokenOutputs(*(None if x is None else x.float().cpu() for x in columns))
 
 
@@ -106,7 +109,9 @@ class TrainBackend(Protocol):
         """Log-probs (a critic: values) without gradients, one per micro-batch, on CPU; None but on the last stage."""
         ...
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput] | None:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput] | None:
         """Add the gradients of all micro-batches, summed over data-parallel ranks; None except on the last stage."""
         ...
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
-from instep.training.losses import PolicyLossConfig, finish_metrics, policy_loss_fn, sft_loss_fn
+from instep.training.losses import finish_metrics, loss_fn_from_args
 from instep.training.value_loss import value_loss_fn
 from instep.types import TokenBatch
 from instep.weights.shm import publish_shm, source_digests
@@ -78,7 +78,7 @@ class Worker:
         torch.use_deterministic_algorithms(args.deterministic_mode)
         self.device = device
         self.backend = self._build(with_optimizer=True)
-        self.loss_fn = self._loss_fn()
+        self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
         info = self.backend.parallel
         return ParallelInfo(**{**vars(info), "dp_group": None})
 
@@ -103,13 +103,6 @@ class Worker:
         from instep.training.hf.backend import HfBackend
 
         return HfBackend(self.args, **options)
-
-    def _loss_fn(self) -> LossFn:
-        if self.role == "critic":
-            return value_loss_fn(self.args.value_clip)
-        if self.args.loss_type == "sft_loss":
-            return sft_loss_fn()
-        return policy_loss_fn(PolicyLossConfig.from_args(self.args))
 
     def load_reference(self, path: Path) -> None:
         """Build the frozen reference model from a Hugging Face checkpoint or one of ours."""
@@ -174,9 +167,11 @@ class Worker:
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
+        logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-            outputs = self.backend.forward_backward(parts, self._loss_that_keeps(kept) if n == 0 else self.loss_fn)
+            loss_fn = self._loss_that_keeps(kept) if n == 0 else self.loss_fn
+            outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
                 metrics = self._reduce(outputs)

@@ -78,7 +78,7 @@ class HfBackend:
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
-    def _forward(self, batch: TokenBatch, entropy: bool) -> TokenOutputs:
+    def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
         temperature = torch.as_tensor(
             batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device
@@ -92,8 +92,9 @@ class HfBackend:
             packing.response_targets(batch),
             packing.expand_to_tokens(batch, temperature),
             with_entropy=entropy,
-            shared=packing.shared_prefixes(batch),
+            shared=None if logits else packing.shared_prefixes(batch),
             check=not self._checked,
+            with_logits=logits,
         )
         self._checked = True
         return TokenOutputs(*outputs)
@@ -102,11 +103,13 @@ class HfBackend:
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
         return [self._forward(batch.to(self.parallel.device), entropy).cpu() for batch in micro_batches]
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput]:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput]:
         results = []
         for batch in micro_batches:
             batch = batch.to(self.parallel.device)
-            result = loss_fn(batch, self._forward(batch, entropy=True))
+            result = loss_fn(batch, self._forward(batch, entropy=True, logits=logits))
             result.loss.backward()
             result.loss = result.loss.detach()
             results.append(result)

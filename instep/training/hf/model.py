@@ -110,8 +110,10 @@ class Policy(nn.Module):
         with_entropy: bool,
         shared: SharedPrefixes | None = None,
         check: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with_logits: bool = False,
+    ) -> tuple[Tensor | None, ...]:
         """The fields of `TokenOutputs` for `targets`, a tuple for FSDP2's sake; `check` runs `check_packing` first.
+        `with_logits` (not with `shared`) also gives the logits of the whole stream, float32 `[1, num_tokens, V]`.
 
         With `shared`, what samples begin with alike runs through the model once; only keys and values are copied.
         """
@@ -121,19 +123,26 @@ class Policy(nn.Module):
             tokens, position_ids = tokens[shared.kept], position_ids[shared.kept]
             positions = shared.copies[positions]
         kwargs = _inputs(tokens, position_ids, cu_seqlens, max_seqlen, shared)
-        hidden = rows(self.model.base_model(**kwargs).last_hidden_state[0], positions)
+        states = self.model.base_model(**kwargs).last_hidden_state
+        if with_logits:
+            logits = self.model.get_output_embeddings()(states).float()
+            scores = rows(logits[0], positions)
+            size = self.vocab_size
+            outputs = log_probs_and_entropy(scores, targets, temperature, vocab_size=size, with_entropy=with_entropy)
+            return *outputs, logits
+        hidden = rows(states[0], positions)
         if self.value_head:
-            return hidden.new_empty(0), None, values(hidden, self.model.get_output_embeddings().weight)
+            return hidden.new_empty(0), None, None, values(hidden, self.model.get_output_embeddings().weight)
         head = partial(self._log_probs, with_entropy=with_entropy)
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         if hidden.shape[0] <= chunk:
-            return *head(hidden, targets, temperature), None
+            return head(hidden, targets, temperature)
         parts = [
             checkpoint(head, *inputs, use_reentrant=False)
             for inputs in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
         ]
         entropy = torch.cat([p[1] for p in parts]) if with_entropy else None
-        return torch.cat([p[0] for p in parts]), entropy, None
+        return torch.cat([p[0] for p in parts]), entropy
 
     def _log_probs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool

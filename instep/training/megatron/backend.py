@@ -118,7 +118,9 @@ class MegatronBackend:
         self.wrapped.train()
         return results
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput] | None:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput] | None:
         """See `TrainBackend.forward_backward`. One call per optimizer step.
 
         Raises:
@@ -137,10 +139,16 @@ class MegatronBackend:
             out = loss_fn(batch, outputs)
             return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
 
-        return self._run(micro_batches, compute, entropy=True, forward_only=False)
+        return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
 
     def _run(
-        self, micro_batches: Sequence[TokenBatch], last: Callable[..., Any], *, entropy: bool, forward_only: bool
+        self,
+        micro_batches: Sequence[TokenBatch],
+        last: Callable[..., Any],
+        *,
+        entropy: bool,
+        forward_only: bool,
+        logits: bool = False,
     ) -> list[Any] | None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -153,12 +161,14 @@ class MegatronBackend:
 
         def forward_step(iterator: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[Any, Any]:
             batch = next(iterator).to(device)
-            packed = spec.pack(batch, self.rope, dtype=self.dtype, multiple=multiple, with_entropy=entropy)
+            packed = spec.pack(
+                batch, self.rope, dtype=self.dtype, multiple=multiple, with_entropy=entropy, with_logits=logits
+            )
             kwargs = {"fp32_output": False} if self.dtype is torch.bfloat16 else {}
             output = model(packed.tokens, None, None, packed_seq_params=packed, **kwargs)
             return output, functools.partial(loss, batch)
 
-        def loss(batch: TokenBatch, output: tuple[Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Any]:
+        def loss(batch: TokenBatch, output: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Any]:
             value, result = last(batch, TokenOutputs(*output))
             return value, torch.zeros((), dtype=torch.int, device=device), result
 

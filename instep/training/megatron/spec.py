@@ -68,9 +68,18 @@ class PackedInput(PackedSeqParams):
     targets: Tensor
     temperature: Tensor  # of each response token
     with_entropy: bool
+    with_logits: bool
 
 
-def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, with_entropy: bool) -> PackedInput:
+def pack(
+    batch: TokenBatch,
+    rope: Rope,
+    *,
+    dtype: torch.dtype,
+    multiple: int,
+    with_entropy: bool,
+    with_logits: bool = False,
+) -> PackedInput:
     """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own."""
     bounds, longest = cu_seqlens(batch)
     positions, tokens = position_ids(batch), batch.tokens
@@ -95,6 +104,7 @@ def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, wi
         targets=response_targets(batch),
         temperature=expand_to_tokens(batch, temperature),
         with_entropy=with_entropy,
+        with_logits=with_logits,
     )
 
 
@@ -168,9 +178,16 @@ class PolicyModel(GPTModel):
         p, config = packed_seq_params, self.config
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        if p.with_logits:  # without tensor parallelism
+            logits = self._logits(hidden_states)[:, : self.real_vocab_size].float()
+            scores, size = logits[p.positions], self.real_vocab_size
+            outputs = log_probs_and_entropy(
+                scores, p.targets, p.temperature, vocab_size=size, with_entropy=p.with_entropy
+            )
+            return *outputs, logits[None]
         hidden = hidden_states[p.positions]
         if self.value_head:
-            return hidden.new_empty(0), None, values(hidden[:, 0], self.output_layer.weight)
+            return hidden.new_empty(0), None, None, values(hidden[:, 0], self.output_layer.weight)
         size = max(1, HEAD_LOGITS * config.tensor_model_parallel_size // self.vocab_size)
         chunks = zip(hidden.split(size), p.targets.split(size), p.temperature.split(size), strict=True)
         if hidden.shape[0] > size and torch.is_grad_enabled():
@@ -178,15 +195,18 @@ class PolicyModel(GPTModel):
         else:
             parts = [self._head(*chunk, p.with_entropy) for chunk in chunks]
         log_probs = torch.cat([part[0] for part in parts])
-        return log_probs, torch.cat([part[1] for part in parts]) if p.with_entropy else None, None
+        return log_probs, torch.cat([part[1] for part in parts]) if p.with_entropy else None
 
     def _head(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
         group = self.pg_collection.tp if self.config.tensor_model_parallel_size > 1 else None
         return log_probs_and_entropy(
-            logits[:, 0], targets, temperature, vocab_size=self.real_vocab_size, tp_group=group,
+            self._logits(hidden), targets, temperature, vocab_size=self.real_vocab_size, tp_group=group,
             with_entropy=with_entropy,
         )  # fmt: skip
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[num_tokens, 1, hidden]` -> this rank's columns, `[num_tokens, V_local]`."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight=weight)[0][:, 0]
