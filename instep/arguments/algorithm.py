@@ -25,8 +25,8 @@ ALGORITHM = Group(
         Flag(
             "--advantage-estimator",
             default="grpo",
-            help="how advantages are made from rewards; gspo (2507.18071), cispo (2506.13585) and sapo (2511.20347) are "
-            "grpo with a loss of their own (docs/algorithms.md)",
+            help="how advantages are made from rewards; gspo (2507.18071), cispo (2506.13585) and sapo (2511.20347) "
+            "are grpo with a loss of their own (docs/algorithms.md)",
             choices=(
                 "grpo",
                 "gspo",
