@@ -24,7 +24,13 @@ from instep.cluster.local import WorkerGroup
 from instep.controller import debug
 from instep.controller.device import resolve_device
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.metrics import evaluation_metrics, evaluation_summary, training_metrics, wandb_settings
+from instep.controller.metrics import (
+    evaluation_metrics,
+    evaluation_summary,
+    speed_metrics,
+    training_metrics,
+    wandb_settings,
+)
 from instep.controller.run_state import (
     changed_arguments,
     find_checkpoint,
@@ -355,21 +361,14 @@ class Controller:
     def finish_step(self, rollout_id: int) -> None:
         """Close the line of metrics of one round."""
         seconds = self.log.take_phase_seconds()
+        generated = None if self.args.load_debug_rollout_data else self._num_response_tokens
         metrics = {**self._rollout_metrics, **self._train_metrics}
-        metrics |= {f"perf/{name}_seconds": s for name, s in seconds.items()}
-        metrics["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
-        if seconds.get("rollout") and not self.args.load_debug_rollout_data:
-            metrics["perf/rollout_tokens_per_second"] = self._num_response_tokens / seconds["rollout"]
-        if seconds.get("train"):
-            metrics["perf/train_tokens_per_second"] = self._num_tokens / seconds["train"]
+        metrics |= speed_metrics(seconds, generated, self._num_tokens if "train" in seconds else 0)
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         for memory in self._require_workers().call("memory", timeout=self.args.train_timeout)[:1]:
             metrics |= memory
         if self.last_sync is not None:
-            metrics["sync/version"] = self.last_sync.version
-            metrics["sync/probe_max_abs_diff"] = self.last_sync.probe_max_abs_diff
-            metrics["sync/probe_tolerance"] = self.last_sync.tolerance
-            metrics["sync/bytes"] = self.last_sync.num_bytes
+            metrics |= self.last_sync.metrics()
         self.log.log(rollout_id, metrics)
 
     def finish(self) -> dict[str, Any]:

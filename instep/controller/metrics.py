@@ -45,6 +45,17 @@ def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str
     return {f"critic/{name}": value for name, value in out.items()}
 
 
+def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
+    """`perf/*` of one rollout from the seconds of its phases; no tokens were generated where they are None."""
+    out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
+    out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
+    if seconds.get("rollout") and num_response_tokens is not None:
+        out["perf/rollout_tokens_per_second"] = num_response_tokens / seconds["rollout"]
+    if seconds.get("train"):
+        out["perf/train_tokens_per_second"] = num_tokens / seconds["train"]
+    return out
+
+
 def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     """`eval/*` of every data set."""
     out = dict(output.metrics)

@@ -52,6 +52,15 @@ class SyncResult:
     first_diff: float
     tolerance: float
 
+    def metrics(self) -> dict[str, float]:
+        """`sync/*` of the rollout before it."""
+        return {
+            "sync/version": self.version,
+            "sync/probe_max_abs_diff": self.probe_max_abs_diff,
+            "sync/probe_tolerance": self.tolerance,
+            "sync/bytes": self.num_bytes,
+        }
+
 
 class WeightSync:
     """Owns the versions of the policy and the sessions that carry them to the engines.

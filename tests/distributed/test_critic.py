@@ -210,3 +210,18 @@ def test_bfloat16_is_near_and_values_are_not_rounded_to_it(golden, tmp_path, nam
     assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in metrics], rel=2e-2)
     assert (values - after).abs().mean() < 5e-2 * after.abs().mean()
     assert not torch.equal(values.bfloat16().float(), values)
+
+
+@pytest.mark.parametrize("one, two", [("hf", "hf FSDP2 x2"), ("megatron", "megatron TP2")])
+def test_a_critic_goes_on_under_another_layout(golden, tmp_path, one, two):
+    root, (_, metrics, after, _) = golden
+    with Critic(one, root, tmp_path / "one") as critic:
+        critic.workers.call("load_weights", root / "hf", True, timeout=60)
+        critic.steps(rollout(), 2)
+        (tmp_path / "saved").mkdir()
+        critic.workers.call("save", tmp_path / "saved", timeout=60)
+    with Critic(two, root, tmp_path / "two") as critic:
+        critic.workers.call("load", tmp_path / "saved", True, timeout=60)
+        (last,) = critic.steps(rollout(), 1)  # the third: values are scored anew before it
+        assert last["grad_norm"] == pytest.approx(metrics[2]["grad_norm"], rel=1e-5)
+        torch.testing.assert_close(critic.values(rollout()), after, rtol=1e-5, atol=1e-5)
