@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from instep.doctor.run_dir import check_run
 from tests.e2e.commands import grpo_arguments, run
 
 TASK = ["--custom-rm-path", "tests.e2e.observed.reward", "--rollout-batch-size", "16", "--lr", "3e-3"]
@@ -61,6 +62,8 @@ def test_the_critic_is_part_of_the_checkpoint_and_lies_in_its_own_folder(trained
     assert ".metadata" in names and "rng_0.pt" in names and sorted(p.name for p in alone.iterdir()) == names
     assert [n for n in names if (whole / n).read_bytes() != (alone / n).read_bytes()] == []
     assert (run_dir / "critic" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    checks = check_run(run_dir)
+    assert [(c.status, c.text) for c in checks if c.name == "iter_0000007"] == [("ok", "complete")]
     listed = json.loads((run_dir / "ckpt" / "iter_0000007" / "files.json").read_text())
     assert "critic/.metadata" in listed
     assert {p.name for p in (run_dir / "logs").iterdir()} >= {"actor-rank0.log", "critic-rank0.log"}
