@@ -116,6 +116,12 @@ def test_a_reducer_takes_the_place_of_the_mean_and_its_sum_is_divided_as_in_slim
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-6, atol=1e-12)
 
 
+def test_metrics_of_a_correction_are_means_over_trained_tokens():
+    hooks = LossHooks(ARGS, tis="tests.loss_hooks.nan_under_the_mask")
+    outs, _ = run(policy_loss_fn(PolicyLossConfig(use_tis=True), hooks), parts=[[0, 3], [1, 2]])
+    assert sum(o.sums["one"].item() for o in outs) == pytest.approx(1.0)
+
+
 def test_a_reducer_sees_the_masks_that_the_correction_has_left():
     hooks = LossHooks(ARGS, "tests.loss_hooks.sequence_rejection", "tests.loss_hooks.kept_tokens_reducer")
     (out,), _ = run(policy_loss_fn(PolicyLossConfig(use_tis=True), hooks))
