@@ -220,7 +220,7 @@ def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> 
 
 
 def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Between trainer and engine, over the trained tokens that have engine log-probs: weighted sums, and the largest."""
+    """Trainer against engine, over trained tokens that have engine log-probs: weighted sums, and the largest gap."""
     covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
     engine = torch.where(covered, rollout_log_probs, scored)
     gap = (scored - engine).abs()
