@@ -39,6 +39,16 @@ def dr_grpo_reducer(total_lengths, response_lengths, loss_masks, calculate_per_t
     return reduce
 
 
+def nan_under_the_mask(*, pg_loss, loss_masks, **kwargs):
+    mask = torch.cat(loss_masks)
+    return pg_loss, loss_masks, {"one": mask / mask}
+
+
+def kept_tokens_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    """The mean over the tokens that the correction has kept, whatever the denominators are."""
+    return lambda x: (x * torch.cat(loss_masks)).sum() / torch.cat(loss_masks).sum()
+
+
 def ppo_loss(args, batch, logits, sum_of_sample_mean):
     """A whole loss over logits: PPO's clip and an entropy bonus."""
     _, out = get_log_probs_and_entropy(

@@ -92,7 +92,7 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def scalar_ppo(lp: float, old: float, a: float, low: float, high: float, c: float | None) -> float:
-    """arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729, eq. 5."""
+    """arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729."""
     ratio = math.exp(lp - old)
     surrogate = min(ratio * a, clip(ratio, 1 - low, 1 + high) * a)
     if c is not None and a < 0:
@@ -105,7 +105,7 @@ def ppo(low: float, high: float, c: float | None = None) -> TokenLoss:
 
 
 def gspo(low: float, high: float, c: float | None = None) -> TokenLoss:
-    """arXiv:2507.18071, eqs. 5 and 7: the ratio of the sequence, at each of its tokens; no stop-gradient anywhere."""
+    """arXiv:2507.18071, eq. 5: the ratio of the sequence, at each of its tokens; no stop-gradient anywhere."""
 
     def loss(r: Response, lp: Values, _: Values) -> Values:
         mean = sum(lp[t] - r.old[t] for t in r.kept) / max(len(r.kept), 1)

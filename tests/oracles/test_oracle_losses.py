@@ -112,7 +112,7 @@ def test_oracle_data_reach_both_sides_of_every_bound():
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_oracle_gspo_is_the_gradient_of_the_sequence_objective_with_per_token_advantages_of_their_own(per_token: bool):
-    """GSPO-token (arXiv:2507.18071, eq. 14): the ratio's value is the sequence's, the gradient is the token's."""
+    """GSPO-token (arXiv:2507.18071): the ratio's value is the sequence's, the gradient is the token's."""
     batch = oracle.responses(7)
     ours = token_batch(batch, per_token)
     rng = random.Random(1)

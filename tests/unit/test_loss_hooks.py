@@ -116,6 +116,35 @@ def test_a_reducer_takes_the_place_of_the_mean_and_its_sum_is_divided_as_in_slim
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-6, atol=1e-12)
 
 
+def test_metrics_of_a_correction_are_means_over_trained_tokens():
+    hooks = LossHooks(ARGS, tis="tests.loss_hooks.nan_under_the_mask")
+    outs, _ = run(policy_loss_fn(PolicyLossConfig(use_tis=True), hooks), parts=[[0, 3], [1, 2]])
+    assert sum(o.sums["one"].item() for o in outs) == pytest.approx(1.0)
+
+
+def test_a_reducer_sees_the_masks_that_the_correction_has_left():
+    hooks = LossHooks(ARGS, "tests.loss_hooks.sequence_rejection", "tests.loss_hooks.kept_tokens_reducer")
+    (out,), _ = run(policy_loss_fn(PolicyLossConfig(use_tis=True), hooks))
+    batch, logits = make_batch()
+    columns = batch.token_columns
+    ratio = (outputs_of(batch, logits).log_probs - columns["log_probs"]).exp()
+    a = columns["advantages"]
+    token_loss = torch.maximum(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
+    parts = zip(
+        *(c.split(LENGTHS) for c in (columns["log_probs"], columns["rollout_log_probs"], columns["loss_mask"])),
+        strict=True,
+    )
+    total, kept, place = 0.0, 0.0, 0
+    for train, engine, mask in parts:
+        k = ((train - engine) * mask).sum().exp().item()
+        if 0.6 <= k <= 1.4:
+            kept += mask.sum().item()
+            total += k * (token_loss[place : place + len(mask)] * mask).sum().item()
+        place += len(mask)
+    assert 0 < kept < columns["loss_mask"].sum()
+    assert out.loss.item() == pytest.approx(total / kept / 3, rel=1e-6)  # of three executions
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_custom_loss_over_logits_is_the_policy_loss_that_it_writes_down(per_token: bool):
     own = policy_loss_fn(PolicyLossConfig(eps_clip=0.2, eps_clip_high=0.3, entropy_coef=0.05))

@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from instep.algorithms.losses.importance.levels import importance_ratio
+from instep.algorithms.losses.importance.rejection import rejection_mask
 from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.errors import RolloutError
@@ -171,6 +173,22 @@ def test_samples_without_engine_log_probs_are_named_where_the_loss_needs_them(co
     with pytest.raises(RolloutError, match="no engine log-probs") as error:
         run(rows, config, False)
     assert "first sample 4" in error.value.where and error.value.remedy
+
+
+def test_corrections_read_the_mask_and_have_no_gradient():
+    train = torch.tensor([-1.0, -9.0, -1.0, -1.5], requires_grad=True)
+    engine = torch.tensor([-1.2, -1.0, -1.0, -1.0])
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    for level, expected in (
+        ("sequence", [math.exp(0.2)] * 2 + [math.exp(-0.5)] * 2),
+        ("geometric", [math.exp(0.2)] * 2 + [math.exp(-0.25)] * 2),
+    ):
+        ratio = importance_ratio(train, engine, mask, [2, 2], level)
+        assert ratio.tolist() == pytest.approx(expected) and not ratio.requires_grad
+    keep = rejection_mask(train, engine, mask, [2, 2], low=0.0, veto_threshold=1e-3)
+    assert keep.tolist() == [1.0, 1.0, 1.0, 1.0]  # the far token is masked
+    keep = rejection_mask(train, engine, mask, [2, 2], low=0.0, veto_threshold=0.7)
+    assert keep.tolist() == [1.0, 1.0, 0.0, 0.0] and not keep.requires_grad
 
 
 def test_contradictions_and_unknown_names_are_refused():

@@ -23,8 +23,8 @@ def gspo_loss(
 ) -> PolicyLoss:
     """max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A) with the ratio of the sample instead of the token's.
 
-    s_i = exp(sum_t m_t (log_probs_t - old_log_probs_t) / sum_t m_t). Source: Zheng et al., arXiv:2507.18071, eqs. 5-7;
-    in the form of its GSPO-token (eqs. 13-14), s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value, and
+    s_i = exp(sum_t m_t (log_probs_t - old_log_probs_t) / sum_t m_t). Source: Zheng et al., arXiv:2507.18071, eq. 5;
+    in the form of its GSPO-token, s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value, and
     the same gradient where a sample's tokens have one advantage and one weight; tokens may have their own.
 
     The per-sample reduction is the paper's objective: the mean over responses of min(s A, clip(s) A). Under

@@ -171,18 +171,10 @@ def policy_loss(
         sums["kl_loss"] = kl_loss.detach()
         loss = loss + config.kl_loss_coef * kl_loss if config.kl_loss_coef else loss
     sums |= {"loss": loss.detach(), "loss_weight": loss_weights.sum()}
-    maxes: dict[str, Tensor] = {}
-    if rollout_log_probs is not None:
-        covered = trained & ~rollout_log_probs.isnan()
-        engine = torch.where(covered, rollout_log_probs, scored)
-        gap = (scored - engine).abs()
-        sums |= {
-            "log_prob_gap_mean": mean(gap),
-            "engine_kl": mean(approx_kl(engine, scored, "k3")),
-            "log_prob_gap_coverage": mean(covered.to(gap.dtype)),
-        }
-        maxes["log_prob_gap_max"] = gap.max() if gap.numel() else gap.new_zeros(())
-    return LossTerms(loss, sums, maxes)
+    if rollout_log_probs is None:
+        return LossTerms(loss, sums, {})
+    gaps, largest = _gap(scored, rollout_log_probs, loss_weights)
+    return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
 
 
 def _policy_form(
@@ -225,6 +217,19 @@ def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> 
         return Correction(loss, keep, metrics)
 
     return correct
+
+
+def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Trainer against engine, over trained tokens that have engine log-probs: weighted sums, and the largest gap."""
+    covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
+    engine = torch.where(covered, rollout_log_probs, scored)
+    gap = (scored - engine).abs()
+    sums = {
+        "log_prob_gap_mean": (loss_weights * gap).sum(),
+        "engine_kl": (loss_weights * approx_kl(engine, scored, "k3")).sum(),
+        "log_prob_gap_coverage": (loss_weights * covered).sum(),
+    }
+    return sums, gap.max() if gap.numel() else gap.new_zeros(())
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

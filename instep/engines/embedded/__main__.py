@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
-from instep.processes import follow_parent
+from instep.processes import LIFELINE_VARIABLE, follow_parent
 
 
 def refuse(message: str) -> NoReturn:
@@ -33,16 +35,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    """Load the model, then serve it until the process ends."""
+def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     config = check_hf_checkpoint(args.model)
     import torch  # only now: these take seconds
     import transformers
-    from aiohttp import web
 
     from instep.engines.embedded.model import Runner, load_model
     from instep.engines.embedded.scheduler import Engine
-    from instep.engines.embedded.server import Server
     from instep.engines.embedded.weights import LiveWeights
 
     transformers.utils.logging.disable_progress_bar()
@@ -53,25 +52,35 @@ def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
-    app = Server(Engine(runner, LiveWeights(model), tokenizer), args.model, eos_ids).app()
-    ready = "embedded engine: ready at http://{}:{}".format(*sock.getsockname())
-    how: dict[str, Any] = dict(backlog=4096, access_log=None, handle_signals=False, handler_cancellation=True)
-    web.run_app(app, sock=sock, print=lambda _: print(ready, flush=True), **how)
+    engine = Engine(runner, LiveWeights(model), tokenizer, pipe)
+    pipe.send(dict(calls=list(engine.calls()), max_model_len=limit, vocab_size=engine.vocab_size, eos_ids=eos_ids))
+    return engine
 
 
 def main() -> None:
+    """The engine is this process, its HTTP server a child: neither outlives the other."""
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # nothing here outlives the process
-    follow_parent()
-    sys.setswitchinterval(0.001)  # parsing HTTP must not hold up the model's thread for long
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
-        serve(args, sock)
+        ours, theirs = Pipe()
+        if os.fork() == 0:
+            ours.close()
+            os.environ.pop(LIFELINE_VARIABLE, None)  # that is the engine's
+            follow_parent()
+            from instep.engines.embedded.server import serve  # without torch
+
+            serve(sock, theirs, args.model)
+        follow_parent()
+        sock.close()
+        theirs.close()
+        engine = load_engine(args, ours)
     except Exception as error:  # the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
+    engine.run()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,29 @@
 """vLLM's JSON: what a request may say, checked key by key, and the state of one response."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 STATUS = {"BadRequestError": 400, "NotFoundError": 404, "SessionError": 409, "WeightMismatch": 409, "Unavailable": 503}
 
 
+@dataclass(eq=False)
 class HttpError(Exception):
     """An error reply. `kind` decides its status; `tensor` names the weight that a mismatch is about."""
 
-    def __init__(self, kind: str, message: str, tensor: str | None = None):
-        super().__init__(message)
-        self.kind, self.status, self.tensor = kind, STATUS[kind], tensor
+    kind: str
+    message: str
+    tensor: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One response in the making. `eos_ids` are the model's, or empty where they are ignored."""
 
-    id: str
+    id: str  # the client's
+    number: int = -1  # ours
     prompt: list[int]
     seed: int
     max_tokens: int
@@ -33,7 +37,8 @@ class Request:
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     skip_special_tokens: bool
-    future: asyncio.Future[HttpError | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    wants_text: bool
+    text: str = ""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_scores: list[float] | None = None  # log-probs from the second token on

@@ -1,83 +1,79 @@
-"""Continuous batching: one thread owns model, cache and requests; everything else reaches it through `call`."""
+"""Continuous batching: one thread owns model, cache and requests; the HTTP process reaches it through a pipe."""
 
-import os
-import queue
-import threading
-import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from instep.calls import CallQueue
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
-QUIET_SECONDS, GATHER_SECONDS = 0.002, 0.06  # an idle engine waits for the rest of a burst: silence, at most
-
 
 class Engine:
-    """Row i of the cache belongs to `running[i]`. All but `call` runs in the engine's thread."""
+    """Row i of the cache belongs to `running[i]`. What `calls` names is called through `pipe`, between two steps."""
 
-    def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any):
+    def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, pipe: Connection):
         self.runner, self.weights, self.tokenizer = runner, weights, tokenizer
         self.vocab_size: int = runner.model.config.vocab_size
-        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.paused: str | None = None
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self.queue = CallQueue(pipe, self.calls(), expected=HttpError)
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:  # run in the engine's thread, between two steps
-        future: Future[Any] = Future()
-        self.inbox.put((function, future))
-        return future
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """The control routes, each of which gets its JSON body, and what else the routes need."""
+        weights = self.weights
+        return {
+            "GET /health": lambda body: {},
+            "GET /is_paused": lambda body: {"is_paused": self.paused is not None},
+            "GET /weight_info": lambda body: {"weight_version": weights.version},
+            "POST /resume": lambda body: self.resume(),
+            "POST /abort_requests": lambda body: {"aborted": self.abort(body.get("request_ids"))},
+            "POST /reset_prefix_cache": lambda body: {"success": not self.running},  # no prefix outlives its request
+            "POST /weight_checker": lambda body: {"checksums": weights.digests()},
+            "POST /start_weight_update": self.start_update,
+            "POST /update_weights": lambda body: {"num_tensors": weights.update(body.get("update_info"))},
+            "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
+            "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
+            "num_running": lambda: len(self.running),
+            "encode": self.tokenizer.encode,
+        } | {function.__name__: function for function in (self.submit, self.abort, self.pause, self.chat)}
 
     @torch.inference_mode()
-    def _run(self) -> None:
-        try:
-            while True:
-                self._receive()
-                if self._ready() and self.waiting and not self.paused and len(self.running) < self.runner.max_rows:
-                    self._prefill()
-                if self._ready() and self.running:
-                    rows = [(r.tokens[-1], len(r.prompt) + len(r.tokens)) for r in self.running]
-                    self._step(0, partial(self.runner.decode, *zip(*rows, strict=True)))
-        except BaseException:  # the process border: an engine without its model thread is dead, and must look dead
-            traceback.print_exc()
-            os._exit(1)
+    def run(self) -> None:  # for ever
+        while True:
+            self.queue.work(idle=lambda: not self._ready())
+            if self.waiting and not self.paused and self._ready() and len(self.running) < self.runner.max_rows:
+                self._prefill()
+            if self.running and self._ready():
+                rows = [(r.tokens[-1], len(r.prompt) + len(r.tokens)) for r in self.running]
+                self._step(0, partial(self.runner.decode, *zip(*rows, strict=True)))
 
     def _ready(self) -> bool:
         work = (self.running and self.paused != "keep") or (self.waiting and not self.paused)
         return bool(work) and not self.weights.failure
-
-    def _receive(self) -> None:
-        idle, until = not self._ready(), 0.0
-        while True:
-            try:
-                function, future = self.inbox.get(idle, QUIET_SECONDS if until else None)
-            except queue.Empty:
-                return
-            try:
-                future.set_result(function())
-            except Exception as error:  # a thread border: the caller gets it
-                future.set_exception(error)
-            until = until or time.monotonic() + GATHER_SECONDS
-            idle = idle and time.monotonic() < until
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self.weights.failure:
             return self._finish(requests, "error")
         self.waiting.extend(requests)
 
-    def abort(self, which: Collection[Request | str] | None = None, reason: str = "abort") -> int:
-        """End these requests or ids (None: all) with what they have; returns how many."""
-        gone = {r for r in (*self.running, *self.waiting) if which is None or r in which or r.id in which}
+    def chat(self, messages: list[Any], given: dict[str, Any]) -> list[int]:
+        try:
+            extra = {"add_generation_prompt": True, **given, "return_dict": False}
+            return self.tokenizer.apply_chat_template(messages, **extra)  # type: ignore[no-any-return]
+        except Exception as error:  # no template, or whatever one raises on what it was given
+            raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
+
+    def abort(self, which: Collection[int | str] | None = None, reason: str = "abort") -> int:
+        """End the requests of these numbers or ids (None: all) with what they have; returns how many."""
+        gone = {r for r in (*self.running, *self.waiting) if which is None or r.number in which or r.id in which}
         self._compact([i for i, r in enumerate(self.running) if r in gone])
         self.waiting = deque(r for r in self.waiting if r not in gone)
         self._finish(gone, reason)
@@ -184,11 +180,7 @@ class Engine:
         for request in requests:
             self._close_span(request)
             request.finish_reason = reason or request.finish_reason
+            if request.wants_text:
+                request.text = self.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         error = HttpError("Unavailable", self.weights.failure) if reason == "error" else None
-        for loop in {r.future.get_loop() for r in requests}:  # one call for all: each takes the interpreter lock
-            loop.call_soon_threadsafe(_answer, [r.future for r in requests], error)
-
-
-def _answer(futures: Sequence[Any], error: HttpError | None) -> None:
-    for future in (f for f in futures if not f.done()):  # of the others the client has left
-        future.set_result(error)
+        self.queue.answer((r.number, error or r) for r in requests)

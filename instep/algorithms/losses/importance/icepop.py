@@ -13,7 +13,7 @@ def icepop_weights(
 ) -> ImportanceWeights:
     """k_t inside [low, high], 0 outside, k_t = exp(train_log_probs_t - rollout_log_probs_t), without gradient.
 
-    Source: Zhao et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop" (2025); used for
+    Source: "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop" (2025); used for
     Ring-1T, arXiv:2510.18855. The same as `--use-tis --tis-level token --tis-mode mask`.
 
     Args: both `[num_tokens]`.

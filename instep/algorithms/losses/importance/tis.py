@@ -26,18 +26,17 @@ def bounded_weights(ratio: Tensor, mode: str, *, low: float = 0.0, high: float =
     Training" (2025); Liu et al., "When Speed Kills Stability" (2025).
 
     Args:
-        ratio: `[num_tokens]`.
+        ratio: `[num_tokens]`, without gradient.
 
     Raises:
         ValueError: an unknown mode.
     """
-    raw = ratio.detach()
     if mode == "truncate":
-        weights = raw.clamp(max=high)
+        weights = ratio.clamp(max=high)
     elif mode == "clip":
-        weights = raw.clamp(low, high)
+        weights = ratio.clamp(low, high)
     elif mode == "mask":
-        weights = torch.where((raw >= low) & (raw <= high), raw, torch.zeros_like(raw))
+        weights = torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
     else:
         raise ValueError(f"unknown mode {mode!r}; known are {', '.join(MODES)}")
-    return ImportanceWeights(weights, raw, (weights != raw).to(raw.dtype))
+    return ImportanceWeights(weights, ratio, (weights != ratio).to(ratio.dtype))

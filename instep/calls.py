@@ -1,0 +1,101 @@
+"""Calls from one process to another over a pipe: asyncio on one side, a loop that computes on the other.
+
+A call is (number, name, arguments); answers go back as lists of (number, result or exception), whenever they are ready.
+Both processes are ours and of one program: what travels is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Caller:
+    """The asyncio side. When the other process ends, this one does too."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe = pipe
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._listening = False
+
+    def expect(self) -> tuple[int, asyncio.Future[Any]]:
+        """A new number, and the future that its answer will resolve."""
+        if not self._listening:
+            asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
+            self._listening = True
+        number = next(self._numbers)
+        self._answers[number] = future = asyncio.get_running_loop().create_future()
+        return number, future
+
+    def call(self, name: str, *given: Any) -> asyncio.Future[Any]:
+        number, future = self.expect()
+        self._pipe.send((number, name, given))
+        return future
+
+    def send(self, name: str, *given: Any) -> None:
+        """A call whose own answer does not matter."""
+        self._pipe.send((-1, name, given))
+
+    def _receive(self) -> None:
+        try:
+            answers = self._pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        for number, answer in answers:
+            future = self._answers.pop(number, None)
+            if future is None or future.done():  # nobody waits any more
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+class CallQueue:
+    """The computing side. When the other process ends, this one does too.
+
+    Args:
+        expected: exceptions of the functions that are answers; any other is a fault of ours, and also printed.
+    """
+
+    def __init__(self, pipe: Connection, functions: dict[str, Callable[..., Any]], expected: type[Exception]):
+        self._pipe, self._functions, self._expected = pipe, functions, expected
+        self._queue: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="calls", daemon=True).start()
+
+    def _listen(self) -> None:  # so that the caller never waits for a step of computing to hand over what it has
+        try:
+            while True:
+                self._queue.put(self._pipe.recv())
+        except (EOFError, OSError):
+            print(f"process {os.getpid()}: the process at the other end of its pipe has ended", flush=True)
+            os._exit(1)
+
+    def work(self, idle: Callable[[], bool]) -> None:
+        """Do the calls that have come; wait for more while `idle()`."""
+        while True:
+            try:
+                number, name, given = self._queue.get(block=idle())
+            except queue.Empty:
+                return
+            try:
+                answer = self._functions[name](*given)
+            except self._expected as error:
+                answer = error
+            except Exception as error:  # noqa: BLE001 - a process border: the caller gets it
+                traceback.print_exc()
+                answer = RuntimeError(f"{type(error).__name__}: {error}")
+            if number >= 0:
+                self.answer([(number, answer)])
+
+    def answer(self, answers: Iterable[tuple[int, Any]]) -> None:
+        if answers := list(answers):
+            self._pipe.send(answers)
