@@ -124,6 +124,21 @@ def test_rollouts_alone_start_no_rank(tiny, tmp_path, ray_tmp):
     assert [p.name for p in sorted((tmp_path / "logs").glob("*.log"))] == ["engine-0.log"]
 
 
+def test_ppo_on_ray_is_the_run_of_one_host(tiny, tmp_path, ray_tmp):
+    """There with a critic of two ranks, here of one."""
+    ppo = ["--advantage-estimator", "ppo", "--critic-lr", "5e-3", "--global-batch-size", "8"]
+    ppo += ["--custom-rm-path", "tests.e2e.observed.reward"]
+    there = run(on_ray(tiny, tmp_path / "ray", *ppo, "--critic-num-gpus-per-node", "2"))
+    assert there.returncode == 0, there.stderr[-3000:]
+    here = run(grpo_arguments(tiny, tmp_path / "local", *ppo))
+    assert here.returncode == 0, here.stderr[-3000:]
+    for name in ("rollout/response_length_mean", "train/loss", "critic/value_loss", "critic/explained_variance"):
+        expected = metrics(tmp_path / "local", name)
+        assert len(expected) == 2 and metrics(tmp_path / "ray", name) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    names = {p.name for p in (tmp_path / "ray" / "logs").glob("*.log")}
+    assert names == {"actor-rank0.log", "critic-rank0.log", "critic-rank1.log", "engine-0.log"}
+
+
 def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)
