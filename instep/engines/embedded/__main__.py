@@ -62,12 +62,10 @@ def main() -> None:
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # nothing here outlives the process
-    sock = socket.socket()
+    sock, (ours, theirs), (beats, lifeline) = socket.socket(), Pipe(), socket.socketpair()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
-        ours, theirs = Pipe()
-        beats, lifeline = socket.socketpair()
         if os.fork() == 0:
             ours.close()
             os.environ[LIFELINE_VARIABLE] = str(lifeline.detach())  # the inherited one is the engine's
@@ -76,7 +74,8 @@ def main() -> None:
 
             serve(sock, theirs, args.model)
         follow_parent(partner=beats)
-        sock.close(), theirs.close(), lifeline.close()
+        sock.close()
+        theirs.close()
         engine = load_engine(args, ours)
     except Exception as error:  # the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
