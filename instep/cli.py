@@ -1,4 +1,4 @@
-"""`instep train | sft | plan | report ...`. Imports nothing heavy before a command line has been found right."""
+"""`instep train | sft | dpo | plan | report ...`. Imports nothing heavy before a command line has been found right."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ usage: instep COMMAND ...
 
   train     reinforcement learning: rollout, reward, step, weight sync
   sft       supervised fine-tuning through the same trainer
+  dpo       direct preference optimization of pairs of responses, through the same trainer
   plan      where the flags of `train` or `sft` would put ranks and engines; starts nothing
   report    RUN_DIR: write the run's report.html
   samples   RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
   doctor    [RUN_DIR]: check this installation, or what became of a run
 
-`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train or sft
-writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
+`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train, sft
+or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
 These come later: """ + ", ".join(LATER)
 
 
@@ -58,7 +59,7 @@ def _run(words: list[str]) -> int:
         print(HELP)
     elif command == "--version":
         print(f"instep {__version__}")
-    elif command in ("train", "sft"):
+    elif command in ("train", "sft", "dpo"):
         _train(command, rest)
     elif command == "plan":
         _plan(rest)
@@ -94,7 +95,7 @@ def _train(command: str, words: list[str]) -> None:
     from instep.preflight import check_inputs
 
     check_inputs(args)
-    if command == "sft":
+    if command in ("sft", "dpo"):
         from instep.sft import sft
 
         sft(args)

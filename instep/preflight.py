@@ -16,7 +16,7 @@ from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state
 from instep.controller.weights import find_critic
 from instep.data.dataset import check_file
-from instep.data.source import reads_conversations
+from instep.data.source import pair_keys, reads_conversations
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 
@@ -37,6 +37,7 @@ def check_inputs(args: Any) -> None:
             metadata_key=args.metadata_key,
             tool_key=args.tool_key,
             conversation=reads_conversations(args),
+            pair_keys=pair_keys(args),
             skip_bad_rows=args.skip_bad_rows,
         )
     if args.eval_function_path == defaults["rollout_function_path"]:

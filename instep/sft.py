@@ -1,4 +1,4 @@
-"""Supervised fine-tuning through the same trainer: the loop of `instep/train.py` without engines."""
+"""Training on responses that the data holds (SFT, DPO): the loop of `instep/train.py` without engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from instep.train import saves_after
 
 
 def sft(args: Any) -> dict[str, Any]:
-    """Run `instep sft`; returns the summary that is also written to `summary.json`."""
-    with Controller(args, title="SFT", with_engines=False) as controller:
+    """Run `instep sft` or `instep dpo`; returns the summary that is also written to `summary.json`."""
+    with Controller(args, title=args.command.upper(), with_engines=False) as controller:
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
             groups = controller.generate(rollout_id)
             controller.train(rollout_id, groups)

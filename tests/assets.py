@@ -80,3 +80,23 @@ def make_conversations(path: Path, num: int, *, seed: int = 0) -> Path:
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def make_pairs(path: Path, num: int, *, seed: int = 0) -> Path:
+    """Preference pairs, rows by turns as messages, as whole conversations, and as text: the right sum is preferred."""
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for i in range(num):
+            a, b = rng.randrange(50), rng.randrange(50)
+            prompt = [{"role": "user", "content": f"{a}+{b}=?"}]
+            chosen, rejected = (
+                [{"role": "assistant", "content": f"\\boxed{{{a + b + wrong}}}" + " ok" * (i % 4 * wrong)}]
+                for wrong in (0, 1)
+            )
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            if i % 3 == 1:
+                row = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+            if i % 3 == 2:
+                row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1}, {a}"}
+            file.write(json.dumps(row) + "\n")
+    return path

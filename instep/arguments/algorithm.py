@@ -44,8 +44,8 @@ ALGORITHM = Group(
         Flag(
             "--loss-type",
             default="policy_loss",
-            choices=("policy_loss", "sft_loss", "custom_loss"),
-            help="instep sft sets sft_loss; custom_loss is --custom-loss-function-path",
+            choices=("policy_loss", "sft_loss", "dpo_loss", "custom_loss"),
+            help="instep sft sets sft_loss, instep dpo dpo_loss; custom_loss is --custom-loss-function-path",
             seeds="C",
         ),
         Flag(
@@ -163,6 +163,13 @@ ALGORITHM = Group(
             None,
             "f(args, rollout_data): sets rollout_data['advantages'], instead of the estimator",
             seeds="C",
+        ),
+        Flag("--dpo-beta", POSITIVE, 0.1, "instep dpo: how closely the policy stays at the reference (2305.18290)"),
+        Flag(
+            "--dpo-label-smoothing",
+            Number(float, 0, 0.49),
+            0.0,
+            "instep dpo: probability that a pair is the wrong way round (conservative DPO)",
         ),
         Flag("--overlong-buffer-len", COUNT, None, "tokens before --rollout-max-response-len that cost reward (DAPO)"),
         Flag("--overlong-penalty-factor", POSITIVE, 1.0, "reward taken off at --rollout-max-response-len"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from instep.arguments.args import Args
 from instep.arguments.flag import VLLM
 from instep.arguments.parser import Problem
-from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.cluster.placement import OFFLINE, make_plan, num_critic_gpus
 from instep.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "sft":
+    if args.command in OFFLINE:
         return
     for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
         if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):

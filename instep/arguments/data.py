@@ -8,6 +8,8 @@ DATA = Group(
         Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", seeds="C"),
         Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", seeds="VSC"),
         Flag("--label-key", help="column of the label", seeds="VSC"),
+        Flag("--chosen-key", default="chosen", help="instep dpo: column of the better response (as the prompt's kind)"),
+        Flag("--rejected-key", default="rejected", help="instep dpo: column of the worse response"),
         Flag("--metadata-key", default="metadata", help="column of the metadata", seeds="VSC"),
         Flag("--tool-key", default="tools", help="column of the tools", seeds="C"),
         switch("--apply-chat-template", "render messages with the tokenizer's chat template", "VSC"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
+from instep.cluster.placement import OFFLINE
 
 _NEED_A_TRAINER = ("save", "save_hf", "load", "ref_load", "save_debug_train_data")
 
@@ -41,7 +42,7 @@ def debugging(args: Args, given: set[str]) -> Iterator[Problem]:
                     "--" + name.replace("_", "-"),
                     "leave it out",
                 )
-    own_rollout = "rollout_function_path" in given or args.command == "sft"
+    own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
         yield Problem(
             "the default rollout function needs an engine",

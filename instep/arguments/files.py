@@ -15,6 +15,7 @@ from instep.arguments.args import Args
 from instep.arguments.evaluation import from_flag, from_yaml, split_slice
 from instep.arguments.megatron import read_config, shape_conflicts
 from instep.arguments.parser import Problem
+from instep.cluster.placement import OFFLINE
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
@@ -152,7 +153,7 @@ def evaluation(args: Args, given: set[str]) -> Iterator[Problem]:
     for dataset in args.eval_datasets:
         where = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
         yield from data_file(dataset.path, f"{where}, data set {dataset.name}")
-    if args.command == "sft":
+    if args.command in OFFLINE:
         return
     named = args.eval_config is not None or args.eval_prompt_data is not None
     if args.eval_interval is not None and not named and "eval_function_path" not in given:

@@ -22,6 +22,8 @@ Example: GRPO on a CPU, with a built-in reward
 _INTRO = {
     "train": "Train a language model with reinforcement learning: rollout, reward, step, weight sync, again.",
     "sft": "Supervised fine-tuning through the same trainer; needs no engine. --rollout-batch-size counts samples.",
+    "dpo": "Direct preference optimization of pairs (prompt, chosen, rejected) through the same trainer; needs no "
+    "engine. Batch sizes count pairs; the reference is --ref-load, by default --hf-checkpoint.",
 }
 _SEEDS = {
     "V": "vime's guide",
@@ -77,7 +79,7 @@ def flags_markdown() -> str:
     megatron = list(dict.fromkeys(passed_through().values()))
     count = {s: sum(f.status == s for f in own) for s in ("acts", "later", "refused")}
     lines = [
-        "# Flags of `instep train` and `instep sft`",
+        "# Flags of `instep train`, `instep sft` and `instep dpo`",
         "",
         "Made by `python -m instep.arguments.help > docs/arguments.md`; do not edit.",
         "",

@@ -19,9 +19,17 @@ from instep.arguments.flag import VLLM
 from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
-from instep.cluster.placement import num_critic_gpus
+from instep.cluster.placement import OFFLINE, num_critic_gpus
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
+
+# The loss and the rollout function of the commands that sample nothing.
+_OFFLINE_DEFAULTS = {
+    "sft": ("sft_loss", "instep.rollout.sft_rollout.generate_rollout"),
+    "dpo": ("dpo_loss", "instep.rollout.dpo_rollout.generate_rollout"),
+}
+_ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
+_NOT_IN_DPO = ("calculate_per_token_loss", "label_key", "rollout_temperature")
 
 
 def validate(args: Args, scan: Scan) -> list[Problem]:
@@ -65,25 +73,34 @@ def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     if args.rollout_backend not in ("auto", "embedded"):
         yield Problem(f"later: '{args.rollout_backend}' {VLLM}", "--rollout-backend", "use auto or embedded")
-    if args.command == "sft":
+    if args.command in OFFLINE:
         return
-    if args.loss_type == "sft_loss":
-        yield Problem("is what `instep sft` sets", "--loss-type sft_loss", "run `instep sft` with the same flags")
+    for name, (loss_type, _) in _OFFLINE_DEFAULTS.items():
+        if args.loss_type == loss_type:
+            remedy = f"run `instep {name}` with the same flags"
+            yield Problem(f"is what `instep {name}` sets", f"--loss-type {loss_type}", remedy)
 
 
-def sft(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command != "sft":
+def offline(args: Args, given: set[str]) -> Iterator[Problem]:
+    """What makes no sense where nothing is sampled, and that DPO's flags belong to it."""
+    for name in _ONLY_DPO if args.command != "dpo" else _NOT_IN_DPO:
+        if name in given:
+            flag = "--" + name.replace("_", "-")
+            what = "acts in `instep dpo` only" if args.command != "dpo" else "has no meaning for `instep dpo`"
+            yield Problem(what, flag, "leave it out")
+    if args.command not in OFFLINE:
         return
     if args.n_samples_per_prompt != 1:
-        yield Problem("supervised fine-tuning has one response per prompt", "--n-samples-per-prompt", "leave it out")
+        yield Problem(f"{args.command} reads the responses from the data", "--n-samples-per-prompt", "leave it out")
     if args.apply_chat_template:
-        yield Problem("sft reads the messages themselves", "--apply-chat-template", "leave it out")
+        yield Problem(f"{args.command} reads the messages themselves", "--apply-chat-template", "leave it out")
     for name in ("eval_interval", "eval_prompt_data", "eval_config"):
         if name in given:
             flag = "--" + name.replace("_", "-")
             yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
-    if args.loss_type != "sft_loss":
-        yield Problem(f"is {args.loss_type}, but sft trains sft_loss", "--loss-type", "leave it out")
+    loss_type, _ = _OFFLINE_DEFAULTS[args.command]
+    if args.loss_type != loss_type:
+        yield Problem(f"is {args.loss_type}, but {args.command} trains {loss_type}", "--loss-type", "leave it out")
     for name in (
         "use_kl_loss",
         "use_tis",
@@ -98,7 +115,7 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
         "custom_advantage_function_path",
     ):
         if getattr(args, name):
-            yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
+            yield Problem(f"has no meaning for `instep {args.command}`", "--" + name.replace("_", "-"), "leave it out")
 
 
 def batches(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -242,7 +259,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
     (not_yet, "advantage_estimator rollout_backend loss_type"),
-    (sft, "n_samples_per_prompt loss_type"),
+    (offline, "n_samples_per_prompt loss_type"),
     *((rule, f"advantage_estimator {rule.reads}") for rule in algorithm_rules.RULES),
     (
         batches,
@@ -286,12 +303,14 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     args.notes = []
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.dp_size = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
-    if args.command == "sft":
-        args.loss_type = given.get("loss_type", "sft_loss")
+    if args.command in OFFLINE:
+        loss_type, rollout = _OFFLINE_DEFAULTS[args.command]
+        args.loss_type = given.get("loss_type", loss_type)
         args.n_samples_per_prompt = given.get("n_samples_per_prompt", 1)
         args.rollout_num_gpus = 0
-        if "rollout_function_path" not in given:
-            args.rollout_function_path = "instep.rollout.sft_rollout.generate_rollout"
+        args.rollout_function_path = given.get("rollout_function_path", rollout)
+        if args.command == "dpo":
+            args.input_key = given.get("input_key", "prompt")
     elif args.colocate:
         trainer = args.world_size + num_critic_gpus(args)
         if args.rollout_num_gpus not in (None, trainer):

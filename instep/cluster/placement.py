@@ -14,6 +14,8 @@ from instep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+OFFLINE = ("sft", "dpo")  # the commands that sample nothing: no engine, no critic
+
 
 @dataclass(frozen=True, order=True)
 class Slot:
@@ -67,7 +69,7 @@ def make_plan(args: Any) -> Plan:
         _role("critic", 1, args.critic_num_gpus_per_node or args.actor_num_gpus_per_node, per_node)
     trainer = [Slot(*divmod(i, per_node)) for i in range(num_actor + num_critic)]
     size = args.rollout_num_gpus_per_engine
-    no_engines = args.command == "sft" or args.debug_train_only
+    no_engines = args.command in OFFLINE or args.debug_train_only
     total = 0 if no_engines else len(trainer) if args.colocate else args.rollout_num_gpus
     _check_engines(total, size, per_node, colocate=args.colocate)
     position = 0 if args.colocate or args.debug_rollout_only else len(trainer)
@@ -84,7 +86,7 @@ def make_plan(args: Any) -> Plan:
 
 def num_critic_gpus(args: Any) -> int:
     """GPUs of PPO's critic: as many as the actor's unless said otherwise; 0 without PPO."""
-    if args.advantage_estimator != "ppo" or args.command == "sft":
+    if args.advantage_estimator != "ppo" or args.command in OFFLINE:
         return 0
     nodes = args.critic_num_nodes or args.actor_num_nodes
     return int(nodes * (args.critic_num_gpus_per_node or args.actor_num_gpus_per_node))

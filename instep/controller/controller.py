@@ -256,8 +256,9 @@ class Controller:
             log = load_function(args.custom_rollout_log_function_path)
             if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
                 self._rollout_metrics = {}
-        if args.loss_type == "sft_loss":  # demonstrations have no reward
-            self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if "reward" not in k}
+        if args.loss_type in ("sft_loss", "dpo_loss"):  # what the data holds has no reward
+            no = ("reward", "zero_std")
+            self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if not any(n in k for n in no)}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
         self._num_response_tokens = sum(s.response_length for g in groups for s in g)
         if args.save_debug_rollout_data:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from instep.cluster.local import WorkerGroup
-from instep.data.schedule import plan_steps
+from instep.data.schedule import plan_steps, plan_whole_executions
 from instep.errors import TrainingError
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
@@ -41,7 +41,8 @@ class RoleTrainer:
     def plan(self, batch: TokenBatch) -> Schedule:
         """Steps, which are the same for every role, and their micro-batches on the ranks of this one."""
         args = self.args
-        return plan_steps(
+        plan = plan_whole_executions if args.loss_type == "dpo_loss" else plan_steps
+        return plan(
             batch.sample_columns["execution_id"],
             batch.total_lengths.tolist(),
             global_batch_size=args.global_batch_size,

@@ -51,7 +51,9 @@ class TrainingRound:
     def __init__(self, args: Any, hook_args: Any, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
-        self.uses_reference = bool(args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef))
+        self._has_rewards = args.loss_type not in ("sft_loss", "dpo_loss")
+        kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
+        self.uses_reference = kl or args.loss_type == "dpo_loss"
 
     def run(
         self,
@@ -73,7 +75,7 @@ class TrainingRound:
         batch = build_batch(
             groups,
             reward_key=args.reward_key,
-            needs_reward=args.loss_type != "sft_loss",
+            needs_reward=self._has_rewards,
             default_temperature=args.rollout_temperature,
         )
         schedule = self._actor.plan(batch)
@@ -89,13 +91,13 @@ class TrainingRound:
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
         out = TrainedRollout([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
-        if args.loss_type != "sft_loss":
-            names = self._scored_names(0 if critic_only else len(schedule))
-            scores = [self._actor.score(batch, schedule, names)] if names else []
-            if self._critic is not None:
-                scores.append(self._critic.score(batch, critic_schedule, ["values"]))
-            for finish in scores:
-                finish()
+        names = self._scored_names(0 if critic_only else len(schedule))
+        scores = [self._actor.score(batch, schedule, names)] if names else []
+        if self._critic is not None:
+            scores.append(self._critic.score(batch, critic_schedule, ["values"]))
+        for finish in scores:
+            finish()
+        if self._has_rewards:
             out.metrics = add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
         critic = None
         if self._critic is not None:
@@ -118,6 +120,8 @@ class TrainingRound:
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which forward passes are needed. With one on-policy step the old policy is the current one."""
         args = self._args
+        if not self._has_rewards:
+            return ["ref_log_probs"] if self.uses_reference else []
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
         # A loss of the user's may ask for old log-probs in any case.
         differs = num_steps > 1 or (args.loss_type == "custom_loss" and num_steps > 0)

@@ -69,6 +69,7 @@ def check_file(
     metadata_key: str = "metadata",
     tool_key: str = "tools",
     conversation: bool = False,
+    pair_keys: tuple[str, str] | None = None,
     skip_bad_rows: bool = False,
 ) -> int:
     """Check the first 100,000 rows of a data file without a tokenizer; how many of them are usable.
@@ -78,7 +79,7 @@ def check_file(
     """
     bad_rows: list[DataError] | None = [] if skip_bad_rows else None
     num_good = 0
-    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation)
+    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation, pair_keys)
     for _ in read_rows(path_spec, row_format, bad_rows):
         num_good += 1
         if num_good + len(bad_rows or ()) >= NUM_ROWS_CHECKED:
@@ -95,6 +96,7 @@ def load_dataset(
     metadata_key: str = "metadata",
     tool_key: str = "tools",
     conversation: bool = False,
+    pair_keys: tuple[str, str] | None = None,
     apply_chat_template: bool = False,
     apply_chat_template_kwargs: dict[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -104,8 +106,9 @@ def load_dataset(
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
     With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is taken as the user's turn. With `conversation` a row needs an assistant's turn to train on. Prompts of more than
-    `max_prompt_len` tokens are left out and counted.
+    is taken as the user's turn. With `conversation` a row needs an assistant's turn to train on; with `pair_keys` it is
+    a preference pair, and its label holds the two responses (`rows.check_pair`). Prompts of more than `max_prompt_len`
+    tokens are left out and counted.
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
@@ -117,7 +120,7 @@ def load_dataset(
         require_chat_template(tokenizer)
     bad_rows: list[DataError] = []
     records = []
-    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation)
+    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation, pair_keys)
     rows = read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None)
     for row in rows:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class RowFormat:
     """Which keys of a row hold what. `label_key` None: rows need no label.
 
     With `conversation` the prompt is one to train on: messages with an assistant turn that is not masked out.
+    With `pair_keys` a row is a preference pair (see `check_pair`).
     """
 
     input_key: str = "input"
@@ -31,11 +32,15 @@ class RowFormat:
     metadata_key: str = "metadata"
     tool_key: str = "tools"
     conversation: bool = False
+    pair_keys: tuple[str, str] | None = None  # of the chosen and the rejected response
 
 
 @dataclass
 class Row:
-    """A checked row. `prompt` is as in the file: text, or a list of messages."""
+    """A checked row. `prompt` is as in the file: text, or a list of messages.
+
+    The label of a preference pair is {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
+    """
 
     where: str
     prompt: str | list[Message]
@@ -65,6 +70,7 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
         DataError: file missing, unreadable or without rows; an unusable row (with file and line).
     """
     path, part = parse_path(path_spec)
+    check = check_row if row_format.pair_keys is None else check_pair
     readers: dict[str, Callable[[Path, slice], Iterator[tuple[str, Callable[[], Any]]]]] = {
         ".jsonl": _jsonl,
         ".parquet": _parquet,
@@ -83,7 +89,7 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
         for where, value in readers[path.suffix](path, part):
             count += 1
             try:
-                row = check_row(value(), where, row_format)
+                row = check(value(), where, row_format)
             except DataError as error:
                 if bad_rows is None:
                     raise
@@ -149,23 +155,9 @@ def _python_row(row: Any) -> Any:
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:
     """The parts of one row, or a DataError that names the row and the key."""
 
-    def bad(what: str, remedy: str = "mend the row, or skip such rows with --skip-bad-rows") -> DataError:
-        return DataError(what, where=where, remedy=remedy)
-
-    if not isinstance(row, dict):
-        raise bad(f"a row must be a JSON object, not {type(row).__name__}")
-    for flag, key in (("--input-key", keys.input_key), ("--label-key", keys.label_key)):
-        if key is not None and row.get(key) is None:
-            what = f"the row has no {key!r}" if key not in row else f"{key!r} of the row is null"
-            raise bad(what, f"mend the row, or name another column with {flag}: it has {_names(row)}")
-    prompt = row[keys.input_key]
-    if isinstance(prompt, str):
-        if not prompt:
-            raise bad(f"{keys.input_key!r} is empty")
-    elif isinstance(prompt, list) and prompt:
-        prompt = [_check_message(message, i, bad) for i, message in enumerate(prompt)]
-    else:
-        raise bad(f"{keys.input_key!r} must be text or a list of messages, not {_short(prompt)}")
+    bad = partial(_bad, where)
+    _check_keys(row, {"--input-key": keys.input_key, "--label-key": keys.label_key}, bad)
+    prompt = _check_text(row[keys.input_key], keys.input_key, bad)
     if keys.conversation:
         _check_conversation(prompt, bad)
     metadata = row.get(keys.metadata_key)
@@ -178,6 +170,70 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         raise bad(f"{keys.tool_key!r} must be a list of objects, not {_short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
     return Row(where, prompt, label, dict(metadata or {}), tools or None)
+
+
+def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
+    """The parts of a preference pair (prompt, chosen, rejected: all text, or all lists of messages), or a DataError.
+
+    Without a prompt, it is what the conversations chosen and rejected begin with alike.
+    """
+    assert keys.pair_keys is not None
+    bad = partial(_bad, where)
+    _check_keys(row, dict(zip(("--chosen-key", "--rejected-key"), keys.pair_keys, strict=True)), bad)
+    chosen, rejected = (_check_text(row[key], key, bad) for key in keys.pair_keys)
+    if chosen == rejected:
+        raise bad("both responses are equal: there is nothing to prefer")
+    if row.get(keys.input_key) is None and isinstance(chosen, list) and isinstance(rejected, list):
+        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+        same = min(len(chosen), len(rejected)) if same is None else same
+        if not same:
+            what = f"the row has no {keys.input_key!r}, and the conversations begin with different messages"
+            raise bad(what, f"name the prompt's column with --input-key: the row has {_names(row)}")
+        row, chosen, rejected = {**row, keys.input_key: chosen[:same]}, chosen[same:], rejected[same:]
+    out = check_row(row, where, replace(keys, label_key=None, pair_keys=None))
+    for key, response in zip(keys.pair_keys, (chosen, rejected), strict=True):
+        if isinstance(response, str) != isinstance(out.prompt, str):
+            kinds = [f"{k!r} is {_kind(v)}" for k, v in ((keys.input_key, out.prompt), (key, response))]
+            raise bad(", ".join(kinds), "make both text, or both lists of messages")
+        if isinstance(response, list) and not any(
+            _is_trained(m) and (m["content"] or "tool_calls" in m) for m in response
+        ):
+            raise bad(f"{key!r} has no assistant turn with content to train on")
+    out.label = {"chosen": chosen, "rejected": rejected}
+    return out
+
+
+def _bad(where: str, what: str, remedy: str = "mend the row, or skip such rows with --skip-bad-rows") -> DataError:
+    return DataError(what, where=where, remedy=remedy)
+
+
+def _check_keys(row: Any, keys: dict[str, str | None], bad: Callable[..., DataError]) -> None:
+    """`keys`: by flag."""
+    if not isinstance(row, dict):
+        raise bad(f"a row must be a JSON object, not {type(row).__name__}")
+    for flag, key in keys.items():
+        if key is not None and row.get(key) is None:
+            what = f"the row has no {key!r}" if key not in row else f"{key!r} of the row is null"
+            raise bad(what, f"mend the row, or name another column with {flag}: it has {_names(row)}")
+
+
+def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | list[Message]:
+    """Text, or a list of messages; neither empty."""
+    if value in ("", []):
+        raise bad(f"{key!r} is empty")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return [_check_message(message, i, bad) for i, message in enumerate(value)]
+    raise bad(f"{key!r} must be text or a list of messages, not {_short(value)}")
+
+
+def _kind(value: str | list[Message]) -> str:
+    return "text" if isinstance(value, str) else "a list of messages"
+
+
+def _is_trained(message: Message) -> bool:
+    return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1))
 
 
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
@@ -201,7 +257,7 @@ def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Mes
 def _check_conversation(prompt: str | list[Message], bad: Callable[[str], DataError]) -> None:
     if isinstance(prompt, str):
         raise bad(f"the prompt is text, not a conversation: {_short(prompt)}")
-    if not any(m["role"] == "assistant" and m.get("step_loss_mask", 1) for m in prompt):
+    if not any(_is_trained(m) for m in prompt):
         raise bad("the conversation has no assistant turn to train on (none, or all have step_loss_mask 0)")
 
 

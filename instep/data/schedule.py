@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from instep.errors import ConfigError
 from instep.types import Schedule
@@ -66,6 +67,20 @@ def plan_steps(
         bins = _fill_up(bins, total_lengths, unit, fan_out=len(samples) > len(step))
         schedule.append(_deal(bins, total_lengths, dp_size, balance_data))
     return schedule
+
+
+def plan_whole_executions(execution_ids: Sequence[Hashable], total_lengths: Sequence[int], **sizes: Any) -> Schedule:
+    """`plan_steps` for losses over all samples of an execution at once (DPO's pairs), which share a micro-batch then.
+
+    An execution is what there a sample is: `micro_batch_size` counts executions, their tokens are all their samples'.
+    In a micro-batch the samples of an execution stand side by side, in order.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for i, execution in enumerate(execution_ids):
+        members.setdefault(execution, []).append(i)
+    units = list(members.values())
+    schedule = plan_steps([None] * len(units), [sum(total_lengths[i] for i in unit) for unit in units], **sizes)
+    return [[[[i for u in m for i in units[u]] for m in rank] for rank in step] for step in schedule]
 
 
 def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:

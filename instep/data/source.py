@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
+DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
 
 
 class RolloutDataSourceWithBuffer:
@@ -191,6 +192,13 @@ def reads_conversations(args: Any) -> bool:
     return getattr(args, "rollout_function_path", None) == SFT_ROLLOUT
 
 
+def pair_keys(args: Any) -> tuple[str, str] | None:
+    """Where the rows are preference pairs, as `instep dpo` trains on: the columns of the two responses."""
+    if getattr(args, "rollout_function_path", None) != DPO_ROLLOUT:
+        return None
+    return args.chosen_key, args.rejected_key
+
+
 def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
@@ -212,6 +220,7 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
         conversation=reads_conversations(args),
+        pair_keys=pair_keys(args),
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         tokenizer=tokenizer,

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
+from instep.algorithms.losses.dpo import dpo_loss
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
 from instep.algorithms.losses.sft import sft_loss
+from instep.algorithms.segments import segment_sum
 from instep.errors import RolloutError
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
 
-__all__ = ["PolicyLossConfig", "finish_metrics", "loss_fn_from_args", "policy_loss_fn", "sft_loss_fn"]
+__all__ = ["PolicyLossConfig", "dpo_loss_fn", "finish_metrics", "loss_fn_from_args", "policy_loss_fn", "sft_loss_fn"]
 
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",
@@ -28,6 +30,8 @@ def loss_fn_from_args(args: Any) -> LossFn:
     """The loss of `--loss-type`, with the users' functions that belong to it."""
     if args.loss_type == "sft_loss":
         return sft_loss_fn()
+    if args.loss_type == "dpo_loss":
+        return dpo_loss_fn(args.dpo_beta, args.dpo_label_smoothing)
     if args.loss_type == "custom_loss":
         return custom_loss_fn(args)
     return policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args))
@@ -82,6 +86,45 @@ def sft_loss_fn() -> LossFn:
         weights = _column(batch, "loss_weights", "every loss")
         loss = sft_loss(outputs.log_probs, weights)
         return LossOutput(loss, {"loss": loss.detach(), "loss_weight": weights.sum()})
+
+    return loss_fn
+
+
+def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
+    """DPO (`algorithms.losses.dpo.dpo_loss`): the mean over the pairs of a step.
+
+    The samples stand as chosen, rejected, chosen, ...; those of a pair have one `execution_id`. Reads `loss_mask`,
+    `ref_log_probs` and the sample column `loss_scale`, which is 1 over the pairs of the step.
+
+    Raises (when called):
+        RolloutError: a sample without its other half, or no `ref_log_probs`.
+    """
+
+    def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+        ids = batch.sample_columns["execution_id"]
+        if ids[::2] != ids[1::2]:
+            raise RolloutError(
+                "the micro-batch is not made of pairs (chosen, rejected)",
+                where=f"executions {ids[:6]}",
+                remedy="a rollout function for DPO returns groups of [chosen, rejected] with one execution_id",
+            )
+        mask, reference = batch.token_columns["loss_mask"], _column(batch, "ref_log_probs", "DPO")
+        now, before = (
+            segment_sum(x, mask, batch.response_lengths).view(-1, 2).unbind(1) for x in (outputs.log_probs, reference)
+        )
+        pairs = dpo_loss(*now, *before, beta=beta, label_smoothing=label_smoothing)
+        weights = batch.sample_columns["loss_scale"][::2]
+        loss, margins = (weights * pairs.loss).sum(), pairs.chosen_rewards - pairs.rejected_rewards
+        means = {
+            "reward_margin": margins,
+            "reward_accuracy": (margins > 0).float(),
+            "chosen_reward": pairs.chosen_rewards,
+            "rejected_reward": pairs.rejected_rewards,
+            "chosen_log_prob": now[0].detach(),
+            "rejected_log_prob": now[1].detach(),
+        }
+        sums = {name: (weights * values).sum() for name, values in means.items()}
+        return LossOutput(loss, {"loss": loss.detach(), "loss_weight": weights.sum(), **sums})
 
     return loss_fn
 

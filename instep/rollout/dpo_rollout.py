@@ -1,0 +1,69 @@
+"""The rollout function of direct preference optimization: pairs from the data source, nothing is generated."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from instep.data.chat import response_length, tokenize_conversation
+from instep.errors import DataError, RolloutError
+from instep.rollout.tokens import tokenizer_of
+from instep.types import Group, RolloutFnTrainOutput, Sample, Status
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """`--rollout-batch-size` pairs as groups [chosen, rejected] of one execution; their rewards, 1 and 0, only tell
+    them apart.
+
+    A response of messages is trained on in its assistant turns, as in SFT; one of text as a whole, with the
+    end-of-text token after it. Nothing of the prompt is.
+
+    Raises:
+        DataError: a pair without a trainable token.
+    """
+    if evaluation:
+        raise RolloutError("pairs are not evaluated on", remedy="leave the evaluation out")
+    groups = data_source.get_samples(args.rollout_batch_size)
+    if not groups:
+        raise RolloutError("the data source has no more pairs", remedy="add data, or fewer --num-rollout")
+    return RolloutFnTrainOutput([_pair(args, group[0]) for group in groups])
+
+
+def _pair(args: Any, sample: Sample) -> Group:
+    where = sample.extra.get("where", f"group {sample.group_index}")
+    if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
+        raise DataError(
+            f"the sample's label is no pair: {sample.label!r:.80}",
+            where=where,
+            remedy='let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind',
+        )
+    pair = []
+    for name, reward in (("chosen", 1.0), ("rejected", 0.0)):
+        one = copy.deepcopy(sample)
+        ids, mask = _tokenized(args, one, sample.label[name], f"{where}, {name}")
+        one.tokens, one.response_length = ids, response_length(mask)
+        one.loss_mask = mask[-one.response_length :]
+        one.execution_id = f"{sample.group_index}.0.{sample.attempt}"
+        one.reward, one.status = reward, Status.COMPLETED
+        pair.append(one)
+    return pair
+
+
+def _tokenized(args: Any, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and response, and the loss mask."""
+    tokenizer = tokenizer_of(args)
+    if isinstance(sample.prompt, list):
+        return tokenize_conversation(
+            [{**message, "step_loss_mask": 0} for message in sample.prompt] + response,
+            tokenizer,
+            sample.metadata.get("tools"),
+            loss_mask_type=args.loss_mask_type,
+            template_kwargs=args.apply_chat_template_kwargs,
+            where=where,
+        )
+    prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (sample.prompt, response))
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids, tokenizer.eos_token_id]
+    if not prompt or not ids:
+        raise DataError(f"the {'response' if prompt else 'prompt'} has no tokens", where=where, remedy="remove the row")
+    return prompt + ids, [0] * len(prompt) + [1] * len(ids)
