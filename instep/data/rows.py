@@ -219,11 +219,11 @@ def _check_keys(row: Any, keys: dict[str, str | None], bad: Callable[..., DataEr
 
 def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | list[Message]:
     """Text, or a list of messages; neither empty."""
-    if value in ("", []):
+    if value == "":
         raise bad(f"{key!r} is empty")
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
+    if isinstance(value, list) and value:
         return [_check_message(message, i, bad) for i, message in enumerate(value)]
     raise bad(f"{key!r} must be text or a list of messages, not {_short(value)}")
 
