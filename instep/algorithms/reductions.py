@@ -18,12 +18,15 @@ def loss_weights(
     execution_ids: Sequence[Hashable | None] | None = None,
     *,
     per_token: bool = False,
+    constant_length: int | None = None,
 ) -> Tensor:
     """Mask over the denominator of the sample's optimizer step, so that the step's loss is sum(weights * token_loss).
 
     Default: 1 / (G * tokens of the execution), where G counts the executions of the step (fully masked ones too) and
     the tokens are those with mask 1 of all samples of the execution: the mean over executions of token means (GRPO,
     arXiv:2402.03300, eq. 3). `per_token`: 1 / (all tokens with mask 1 of the step) (DAPO, arXiv:2503.14476, eq. 8).
+    `constant_length` L: 1 / (G * L), so that a token weighs the same in a long response as in a short one, in every
+    step (Dr. GRPO, arXiv:2503.20783, listing 1).
 
     Args:
         loss_mask: `[num_response_tokens]`, 0 or 1, samples in order.
@@ -35,8 +38,10 @@ def loss_weights(
         `[num_response_tokens]` in the dtype of `loss_mask`.
 
     Raises:
-        ValueError: lengths that do not fit, or an execution that is split over steps.
+        ValueError: lengths that do not fit, an execution that is split over steps, or two reductions at once.
     """
+    if constant_length is not None and (per_token or constant_length < 1):
+        raise ValueError(f"constant_length {constant_length} is to be positive, and not together with per_token")
     lengths = [int(n) for n in response_lengths]
     counts = _counts(loss_mask, lengths, step_of_sample, execution_ids)
 
@@ -45,7 +50,8 @@ def loss_weights(
             return 0.0
         if per_token:
             return 1.0 / max(counts.tokens_of_step[step], 1.0)
-        return 1.0 / (counts.executions_of_step[step] * max(counts.tokens_of_execution[execution], 1.0))
+        tokens = constant_length or max(counts.tokens_of_execution[execution], 1.0)
+        return 1.0 / (counts.executions_of_step[step] * tokens)
 
     scales = [scale(e, s) for e, s in zip(counts.execution_of_sample, step_of_sample, strict=True)]
     per_response_token = torch.tensor(scales, dtype=torch.float64).repeat_interleave(torch.tensor(lengths).long())

@@ -81,6 +81,13 @@ ALGORITHM = Group(
         Flag("--ref-update-interval", COUNT, None, "copy the actor to the reference every so many rollouts", seeds="C"),
         Flag("--entropy-coef", FLOAT, 0.0, "weight of the entropy bonus", seeds="C"),
         switch("--calculate-per-token-loss", "mean over all tokens, not over each sample's mean", "VSCM"),
+        Flag(
+            "--constant-loss-length",
+            COUNT,
+            None,
+            "mean over samples of each sample's sum over tokens / INT, whatever its length (Dr. GRPO, 2503.20783); "
+            "usually --rollout-max-response-len",
+        ),
         negation("--disable-rewards-normalization", "rewards_normalization", "no centring within a group", "C"),
         negation("--disable-grpo-std-normalization", "grpo_std_normalization", "no division by the group's std", "C"),
         switch("--normalize-advantages", "whiten the advantages over the rollout", "VC"),

@@ -84,6 +84,12 @@ LOSS_RULES: tuple[LossRule, ...] = (
         "has no effect without --advantage-estimator sapo",
         "give both",
     ),
+    LossRule(
+        "--constant-loss-length with --calculate-per-token-loss",
+        lambda args, given: args.constant_loss_length is not None and args.calculate_per_token_loss,
+        "the loss has one denominator: a constant, or the number of tokens",
+        "give one of the two",
+    ),
     # between trainer and engine
     LossRule(
         "--use-tis or --use-rs with --use-rollout-logprobs",
@@ -154,7 +160,7 @@ LOSS_RULES: tuple[LossRule, ...] = (
 READS = (
     "advantage_estimator loss_type eps_clip eps_clip_high eps_clip_c sapo_tau_pos sapo_tau_neg tis_clip tis_clip_low "
     "tis_level tis_mode rs_level rs_lower_bound rs_upper_bound rs_veto_threshold opsm_delta rollout_top_p "
-    "rollout_top_k "
+    "rollout_top_k constant_loss_length "
     "custom_tis_function_path custom_loss_function_path custom_pg_loss_reducer_function_path tensor_model_parallel_size"
 )
 

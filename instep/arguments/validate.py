@@ -29,7 +29,7 @@ _OFFLINE_DEFAULTS = {
     "dpo": ("dpo_loss", "instep.rollout.dpo_rollout.generate_rollout"),
 }
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
-_NOT_IN_DPO = ("calculate_per_token_loss", "label_key", "rollout_temperature")
+_NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", "rollout_temperature")
 
 
 def validate(args: Args, scan: Scan) -> list[Problem]:

@@ -87,7 +87,8 @@ class TrainingRound:
             batch.sample_columns["execution_id"],
         )
         per_token = args.calculate_per_token_loss
-        batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token)
+        constant = args.constant_loss_length
+        batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token, constant_length=constant)
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
         out = TrainedRollout([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []

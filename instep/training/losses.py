@@ -24,6 +24,9 @@ _REMEDY = {
     "rollout_log_probs": "let the generate function keep the engine's log-probs, or leave out what needs them",
 }
 _GAP = ("log_prob_gap_mean", "engine_kl")
+# Weighted like the loss, whose weights add up to less than 1 where samples are masked out, and to anything with
+# --constant-loss-length.
+_MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfrac opsm_clipfrac value_clipfrac".split()
 
 
 def loss_fn_from_args(args: Any) -> LossFn:
@@ -132,10 +135,13 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from its `sums` and `maxes`, added up over all micro-batches and data-parallel ranks.
 
-    The trainer-engine gap becomes the mean over the tokens that have engine log-probs; where none has, its metrics are
-    left out ("not available") and only `log_prob_gap_coverage` = 0 stays.
+    What is a mean of tokens becomes one: it is divided by the sum of the weights. The trainer-engine gap becomes the mean
+    over the tokens that have engine log-probs; where none has, its metrics are left out ("not available") and only
+    `log_prob_gap_coverage` = 0 stays.
     """
     out = {**sums, **maxes}
+    if out.get("loss_weight", 0.0) > 0:
+        out |= {name: out[name] / out["loss_weight"] for name in _MEANS if name in out}
     if "log_prob_gap_coverage" not in out:
         return out
     covered, total = out["log_prob_gap_coverage"], out["loss_weight"]

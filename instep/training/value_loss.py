@@ -15,6 +15,6 @@ def value_loss_fn(value_clip: float) -> LossFn:
         weights, columns = batch.token_columns["loss_weights"], batch.token_columns
         tokens = value_loss(outputs.values, columns["values"], columns["returns"], value_clip=value_clip)
         loss = (weights * tokens.loss).sum()
-        return LossOutput(loss, {"value_clipfrac": (weights * tokens.clipped).sum()})
+        return LossOutput(loss, {"value_clipfrac": (weights * tokens.clipped).sum(), "loss_weight": weights.sum()})
 
     return loss_fn

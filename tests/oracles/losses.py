@@ -51,9 +51,17 @@ TokenLoss = Callable[
 ]  # (response, log-probs, frozen log-probs) -> loss of each token
 
 
-def objective(batch: list[Response], values: list[Values], frozen: list[Values], loss: TokenLoss, per_token: bool):
+def objective(
+    batch: list[Response],
+    values: list[Values],
+    frozen: list[Values],
+    loss: TokenLoss,
+    per_token: bool,
+    constant: int | None = None,
+):
     """Sum over optimizer steps of the mean over executions of each one's token mean (GRPO, arXiv:2402.03300, eq. 3),
-    or of the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8)."""
+    or of the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8), or of the mean over executions of each one's sum
+    over a constant (Dr. GRPO, arXiv:2503.20783, listing 1)."""
     total = 0.0
     for step in sorted({r.step for r in batch}):
         of_execution: dict[str, list[float]] = {}
@@ -64,6 +72,8 @@ def objective(batch: list[Response], values: list[Values], frozen: list[Values],
         everything = [x for xs in of_execution.values() for x in xs]
         if per_token:
             total += sum(everything) / max(len(everything), 1)
+        elif constant is not None:
+            total += sum(sum(xs) / constant for xs in of_execution.values()) / len(of_execution)
         else:
             total += sum(sum(xs) / max(len(xs), 1) for xs in of_execution.values()) / len(of_execution)
     return total

@@ -32,7 +32,7 @@ def column(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
-def token_batch(batch: list[Response], per_token: bool) -> TokenBatch:
+def token_batch(batch: list[Response], per_token: bool, constant: int | None = None) -> TokenBatch:
     lengths = [len(r.mask) for r in batch]
     columns = {
         "loss_weights": loss_weights(
@@ -41,6 +41,7 @@ def token_batch(batch: list[Response], per_token: bool) -> TokenBatch:
             [r.step for r in batch],
             [r.execution for r in batch],
             per_token=per_token,
+            constant_length=constant,
         ),
         "advantages": column([[r.advantage] * len(r.mask) for r in batch]),
         "log_probs": column([r.old for r in batch]),
@@ -51,10 +52,18 @@ def token_batch(batch: list[Response], per_token: bool) -> TokenBatch:
     return TokenBatch(torch.zeros(int(sizes.sum()) + len(batch)).long(), sizes + 1, sizes, columns)
 
 
-def check(config: PolicyLossConfig, loss: oracle.TokenLoss, seed: int, per_token: bool, *, recomputed: bool = True):
+def check(
+    config: PolicyLossConfig,
+    loss: oracle.TokenLoss,
+    seed: int,
+    per_token: bool,
+    *,
+    recomputed: bool = True,
+    constant: int | None = None,
+):
     """The loss of the trainer and its gradient are the transcription's; returns the batch and the metrics."""
     batch = oracle.responses(seed)
-    ours = token_batch(batch, per_token)
+    ours = token_batch(batch, per_token, constant)
     if not recomputed:
         del ours.token_columns["log_probs"]
     point = [r.current for r in batch]
@@ -63,7 +72,7 @@ def check(config: PolicyLossConfig, loss: oracle.TokenLoss, seed: int, per_token
     out.loss.backward()
 
     def value(values: list[list[float]]) -> float:
-        return oracle.objective(batch, values, point, loss, per_token)
+        return oracle.objective(batch, values, point, loss, per_token, constant)
 
     assert out.loss.item() == pytest.approx(value(point), **EXACT)
     expected = [g for row in oracle.slopes(value, point) for g in row]
@@ -108,6 +117,12 @@ def test_oracle_data_reach_both_sides_of_every_bound():
     for form in ("grpo", "gspo", "gspo, dual clip", "cispo", "cispo, two-sided"):
         shares = [check(*FORMS[form], seed, True)[1].sums["pg_clipfrac"].item() / 2 for seed in range(4)]
         assert 0.05 < sum(shares) / 4 < 0.95, (form, shares)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("form", FORMS)
+def test_oracle_of_each_form_over_a_constant_length(form: str, seed: int):
+    check(*FORMS[form], seed, False, constant=5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

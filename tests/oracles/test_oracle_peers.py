@@ -35,16 +35,20 @@ def data(seed: int, *, masked: bool = False) -> list[Response]:
     return batch if masked else [r for r in batch if r.kept]
 
 
-def ours(batch: list[Response], config: PolicyLossConfig, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(
+    batch: list[Response], config: PolicyLossConfig, per_token: bool, constant: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = column([r.current for r in batch]).requires_grad_()
-    loss = policy_loss_fn(config)(token_batch(batch, per_token), TokenOutputs(x)).loss
+    loss = policy_loss_fn(config)(token_batch(batch, per_token, constant), TokenOutputs(x)).loss
     loss.backward()
     return loss.detach(), x.grad
 
 
-def agree(batch: list[Response], config: PolicyLossConfig, per_token: bool, peer: Any) -> None:
+def agree(
+    batch: list[Response], config: PolicyLossConfig, per_token: bool, peer: Any, constant: int | None = None
+) -> None:
     """`peer` maps padded log-probs to its loss."""
-    loss, gradient = ours(batch, config, per_token)
+    loss, gradient = ours(batch, config, per_token, constant)
     x = peers.padded(batch, "current").requires_grad_()
     theirs = peer(x)
     theirs.backward()
@@ -56,10 +60,17 @@ def agree(batch: list[Response], config: PolicyLossConfig, per_token: bool, peer
 # --- verl -----------------------------------------------------------------------------------------------------------
 
 
-def verl_loss(batch: list[Response], mode: str, per_token: bool, weights: torch.Tensor | None = None, **config: Any):
+def verl_loss(
+    batch: list[Response],
+    mode: str,
+    per_token: bool = False,
+    weights: torch.Tensor | None = None,
+    aggregation: str = "",
+    **config: Any,
+):
     function = peers.core_algos().get_policy_loss_fn(mode)
     settings = peers.verl_config(**config)
-    aggregation = "token-mean" if per_token else "seq-mean-token-mean"
+    aggregation = aggregation or ("token-mean" if per_token else "seq-mean-token-mean")
 
     def peer(x: torch.Tensor) -> torch.Tensor:
         old, mask, adv = (peers.padded(batch, name) for name in ("old", "mask", "advantage"))
@@ -227,6 +238,18 @@ TRL = {
 def test_oracle_trl_policy_losses(form: str, seed: int):
     batch, (config, per_token, settings) = data(seed), TRL[form]
     agree(batch, config, per_token, trl_loss(batch, **settings))
+
+
+@each_seed
+def test_oracle_dr_grpo_of_trl_and_verl_has_a_constant_length(seed: int):
+    """Both harnesses take the longest response of the batch for the constant."""
+    batch = data(seed, masked=True)
+    longest, config = max(len(r.mask) for r in batch), PolicyLossConfig(eps_clip=0.2)
+    agree(batch, config, False, trl_loss(batch, loss_type="dr_grpo", epsilon=0.2, beta=0.0), longest)
+    batch = data(seed)  # verl does not count what is fully masked
+    longest = max(len(r.mask) for r in batch)
+    settings = {"mode": "vanilla", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9}
+    agree(batch, config, False, verl_loss(batch, aggregation="seq-mean-token-sum-norm", **settings), longest)
 
 
 @each_seed

@@ -31,6 +31,7 @@ REFUSED = [
     ("--advantage-estimator sapo --eps-clip-c 3", "smooth gate"),
     ("--advantage-estimator cispo --eps-clip-c 3", "no second bound"),
     ("--sapo-tau-neg 2", "without --advantage-estimator sapo"),
+    ("--constant-loss-length 100 --calculate-per-token-loss", "one denominator"),
     ("--use-tis --use-rollout-logprobs", "nothing to correct"),
     ("--use-rs --use-rollout-logprobs", "nothing to correct"),
     ("--use-rs --rollout-top-p 0.9", "truncated distribution"),
