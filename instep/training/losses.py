@@ -135,9 +135,9 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from its `sums` and `maxes`, added up over all micro-batches and data-parallel ranks.
 
-    What is a mean of tokens becomes one: it is divided by the sum of the weights. The trainer-engine gap becomes the mean
-    over the tokens that have engine log-probs; where none has, its metrics are left out ("not available") and only
-    `log_prob_gap_coverage` = 0 stays.
+    What is a mean of tokens becomes one: it is divided by the sum of the weights. The trainer-engine gap becomes the
+    mean over the tokens that have engine log-probs; where none has, its metrics are left out ("not available") and
+    only `log_prob_gap_coverage` = 0 stays.
     """
     out = {**sums, **maxes}
     if out.get("loss_weight", 0.0) > 0:
