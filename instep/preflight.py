@@ -14,7 +14,7 @@ from instep.arguments.table import own_flags, own_hooks
 from instep.checkpoints.files import check_whole
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state
-from instep.controller.weights import find_critic
+from instep.controller.weights import find_critic, teacher_folder
 from instep.data.dataset import check_file
 from instep.data.source import pair_keys, reads_conversations
 from instep.errors import ConfigError, InstepError
@@ -53,6 +53,8 @@ def check_inputs(args: Any) -> None:
                 where="--ref-load",
                 remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
             )
+    if args.use_opd and args.opd_type == "model":
+        teacher_folder(args)
     if args.critic_load is not None:
         check_whole(find_critic(Path(args.critic_load)))
     for name, path in own_hooks(args):

@@ -1,7 +1,6 @@
 """What is optimized: advantages, losses, KL."""
 
 from instep.arguments.flag import (
-    ALGORITHMS,
     COUNT,
     FLOAT,
     FRACTION,
@@ -13,6 +12,7 @@ from instep.arguments.flag import (
     Group,
     Number,
     hook,
+    http_address,
     later,
     negation,
     refused,
@@ -180,8 +180,24 @@ ALGORITHM = Group(
         ),
         Flag("--overlong-buffer-len", COUNT, None, "tokens before --rollout-max-response-len that cost reward (DAPO)"),
         Flag("--overlong-penalty-factor", POSITIVE, 1.0, "reward taken off at --rollout-max-response-len"),
-        *later(ALGORITHMS, "C", "--use-opd", "--opd-type", "--opd-kl-coef", "--opd-teacher-load"),
-        *later(ALGORITHMS, "C", "--opd-teacher-ckpt-step"),
+        switch("--use-opd", "on-policy distillation: the KL to a teacher is taken off the advantage", "C"),
+        Flag(
+            "--opd-type",
+            default=None,
+            choices=("engine", "model", "sglang", "megatron"),
+            help="the teacher is served at --opd-teacher-url (engine; slime: sglang), or a frozen model in the workers "
+            "(model; slime: megatron); default: as the other flags say",
+            seeds="C",
+        ),
+        Flag("--opd-kl-coef", POSITIVE, 1.0, "weight of the KL to the teacher", seeds="C"),
+        Flag(
+            "--opd-teacher-url",
+            http_address,
+            None,
+            "http://HOST:PORT of an engine that serves the teacher; default: that of --rm-url",
+        ),
+        Flag("--opd-teacher-load", help="the teacher's checkpoint, Hugging Face or instep's", seeds="C"),
+        Flag("--opd-teacher-ckpt-step", INDEX, None, "which iteration of it; default: the latest", seeds="C"),
         *later(MOE, "C", "--use-routing-replay", "--use-rollout-routing-replay"),
         *refused(
             "what a loss needs is computed, nothing else",

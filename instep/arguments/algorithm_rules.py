@@ -186,6 +186,45 @@ RULES = (
         "use --use-kl-loss",
         reads="kl_coef",
     ),
+    # ---- on-policy distillation ----
+    Rule(
+        (),
+        "--opd-type, --opd-kl-coef, --opd-teacher-url, --opd-teacher-load or --opd-teacher-ckpt-step",
+        lambda a, given: not a.use_opd and any(name.startswith("opd_") for name in given),
+        "has no effect without --use-opd",
+        "give both",
+    ),
+    Rule(
+        (),
+        "--use-opd",
+        lambda a, given: a.use_opd and (a.opd_teacher_load if a.opd_type == "model" else a.opd_teacher_url) is None,
+        "there is no teacher",
+        "give --opd-teacher-url, the address of a served one, or --opd-teacher-load, a checkpoint",
+        reads="opd_type opd_teacher_url opd_teacher_load rm_url",
+    ),
+    Rule(
+        (),
+        "--opd-teacher-url and --opd-teacher-load",
+        lambda a, given: {"opd_teacher_url", "opd_teacher_load"} <= given,
+        "there is one teacher, served or loaded",
+        "give one of the two",
+    ),
+    Rule(
+        (),
+        "--opd-teacher-ckpt-step",
+        lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
+        "says which step of --opd-teacher-load",
+        "give both",
+        reads="opd_teacher_load",
+    ),
+    Rule(
+        (),
+        "--use-opd with --rollout-temperature and a served teacher",
+        lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
+        "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",
+        "sample at temperature 1, or load the teacher with --opd-teacher-load",
+        reads="opd_type rollout_temperature",
+    ),
     # ---- overlong responses ----
     Rule(
         ("max_rl",),

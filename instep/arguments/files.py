@@ -53,6 +53,8 @@ def paths(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from _checkpoint(args, given)
     if args.ref_load is not None and not os.path.isdir(args.ref_load):
         yield Problem(f"no folder {args.ref_load}", "--ref-load", "give a checkpoint's folder")
+    if args.opd_teacher_load is not None and not os.path.isdir(args.opd_teacher_load):
+        yield Problem(f"no folder {args.opd_teacher_load}", "--opd-teacher-load", "give a checkpoint's folder")
     if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 Status = Literal["acts", "later", "refused"]
 
@@ -93,7 +94,25 @@ def json_object(value: str) -> dict[str, Any]:
     return parsed
 
 
-TYPE_LABELS: dict[Any, str] = {text: "TEXT", hook: "MODULE.NAME", json_object: "JSON", bool: ""}
+def http_address(value: str) -> str:
+    """`http://HOST:PORT` of a server, whatever path follows; without `http://`, too."""
+    parts = urlsplit(value if "//" in value else f"http://{value}")
+    try:
+        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number
+        known = False
+    if not known:
+        raise ValueError("is no address like http://HOST:PORT")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+TYPE_LABELS: dict[Any, str] = {
+    text: "TEXT",
+    hook: "MODULE.NAME",
+    json_object: "JSON",
+    http_address: "URL",
+    bool: "",
+}
 
 
 @dataclass(frozen=True, eq=False)

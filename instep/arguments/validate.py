@@ -15,7 +15,7 @@ from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import VLLM
+from instep.arguments.flag import VLLM, http_address
 from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
@@ -28,6 +28,8 @@ _OFFLINE_DEFAULTS = {
     "sft": ("sft_loss", "instep.rollout.sft_rollout.generate_rollout"),
     "dpo": ("dpo_loss", "instep.rollout.dpo_rollout.generate_rollout"),
 }
+# What a run of on-policy distillation without a reward gets.
+NO_REWARD, NO_REWARDS = "instep.rollout.teacher.no_reward", "instep.rollout.teacher.no_rewards"
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
 _NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", "rollout_temperature")
 
@@ -113,6 +115,7 @@ def offline(args: Args, given: set[str]) -> Iterator[Problem]:
         "kl_coef",
         "overlong_buffer_len",
         "custom_advantage_function_path",
+        "use_opd",
     ):
         if getattr(args, name):
             yield Problem(f"has no meaning for `instep {args.command}`", "--" + name.replace("_", "-"), "leave it out")
@@ -294,6 +297,22 @@ RULES: tuple[tuple[Rule, str], ...] = (
 )
 
 
+def derive_distillation(args: Args, given: set[str]) -> None:
+    """slime's names of the kinds of teachers to ours; what is not said follows from what is. The teacher is enough:
+    where no reward is named there is none."""
+    args.opd_type = {"sglang": "engine", "megatron": "model"}.get(args.opd_type, args.opd_type)
+    if not args.use_opd:
+        return
+    args.opd_type = args.opd_type or ("engine" if args.opd_teacher_load is None else "model")
+    remote_reward = (args.rm_type or "").endswith("remote_rm")
+    if args.opd_type == "engine" and args.opd_teacher_url is None and args.rm_url is not None and not remote_reward:
+        args.opd_teacher_url = http_address(args.rm_url)
+    if not {"rm_type", "custom_rm_path", "rollout_function_path", "custom_generate_function_path"} & given:
+        if not row_names_reward(args):
+            args.custom_rm_path = NO_REWARD
+            args.custom_reward_post_process_path = args.custom_reward_post_process_path or NO_REWARDS
+
+
 def derive(args: Args, given: dict[str, Any]) -> None:
     """Fill in what follows from other arguments. Runs before the rules; divisions that may fail are theirs."""
     if args.train_backend == "fsdp":
@@ -324,6 +343,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
     derive_losses(args, set(given))
+    derive_distillation(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size

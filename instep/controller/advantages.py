@@ -18,19 +18,21 @@ from instep.algorithms.advantages.overlong import overlong_penalty
 from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import whiten
 from instep.algorithms.kl import approx_kl
+from instep.algorithms.losses.distillation import distilled_advantages
 from instep.errors import InstepError, RolloutError
 from instep.hooks import load_function, raised_at
 from instep.rollout.outputs import as_number, name_of
 from instep.types import Sample, TokenBatch
 
-_HOOK_COLUMNS = ("log_probs", "ref_log_probs", "rollout_log_probs", "values")
+_HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 
 
 def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_args: Any) -> dict[str, float]:
     """Set the token column `advantages`, and `returns` where the estimator has a critic (column `values`).
 
-    Reads the sample column `rewards`, the token column `loss_mask`, with `--kl-coef` `log_probs` and `ref_log_probs`.
-    In this order: penalty on overlong responses, KL, comparison within groups, advantages of tokens, whitening.
+    Reads the sample column `rewards`, the token column `loss_mask`, with `--kl-coef` `log_probs` and `ref_log_probs`,
+    with `--use-opd` `log_probs` and `teacher_log_probs`. In this order: penalty on overlong responses, KL, comparison
+    within groups, advantages of tokens, distance to the teacher, whitening.
 
     Args:
         samples: of the batch, in order; hooks see them.
@@ -71,6 +73,12 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
         estimator = ESTIMATORS[args.advantage_estimator]
         own = args.custom_advantage_function_path is not None
         estimate = _custom(batch, inputs, samples, args, hook_args) if own else estimator.spread(inputs)
+        if args.use_opd:
+            pair = columns["log_probs"], columns["teacher_log_probs"]
+            distilled = distilled_advantages(estimate.advantages, *pair, args.opd_kl_coef)
+            estimate = estimate._replace(advantages=distilled)
+            gap = (pair[0] - pair[1])[mask > 0].double()
+            metrics["train/opd_reverse_kl"] = gap.mean().item() if gap.numel() else 0.0
         if args.normalize_advantages or estimator.whitens:
             estimate = estimate._replace(advantages=whiten(estimate.advantages, mask))
     except ValueError as error:

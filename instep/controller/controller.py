@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from instep.arguments.table import own_hooks
+from instep.arguments.validate import NO_REWARD
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
@@ -42,10 +43,10 @@ from instep.controller.run_state import (
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.trainer import start_trainer
-from instep.controller.training import TrainingRound
+from instep.controller.training import TrainingRound, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.controller.weights import load_reference, save_critic, save_roles
+from instep.controller.weights import load_reference, load_teacher, save_critic, save_roles
 from instep.engines.launch import Engine
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
@@ -56,7 +57,7 @@ from instep.observability.versions import versions
 from instep.processes import Process, lock_folders, num_usable_cpus
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
-from instep.rollout.tokens import token_texts
+from instep.rollout.tokens import token_texts, tokenizer_of
 from instep.types import Group
 
 
@@ -162,6 +163,8 @@ class Controller:
             debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
             self.log.status(note)
+        if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
+            teacher.check(tokenizer_of(args))
         self._cluster = make_cluster(
             args,
             log_dir=self.run_dir / "logs",
@@ -210,6 +213,8 @@ class Controller:
             load_reference(
                 args, cluster.workers, checkpoint if self._resumed_state is not None else None, self._reference
             )
+        if args.use_opd and args.opd_type == "model":
+            load_teacher(args, cluster.workers)
 
     def _start_rollout_id(self, checkpoint: tuple[Path, int] | None) -> int:
         if self.args.start_rollout_id is not None:
@@ -256,7 +261,7 @@ class Controller:
             log = load_function(args.custom_rollout_log_function_path)
             if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
                 self._rollout_metrics = {}
-        if args.loss_type in ("sft_loss", "dpo_loss"):  # what the data holds has no reward
+        if args.loss_type in ("sft_loss", "dpo_loss") or args.custom_rm_path == NO_REWARD:
             no = ("reward", "zero_std")
             self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if not any(n in k for n in no)}
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)

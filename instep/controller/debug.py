@@ -32,6 +32,7 @@ _COLUMNS = (
     "rollout_log_probs",
     "log_probs",
     "ref_log_probs",
+    "teacher_log_probs",
     "values",
     "advantages",
     "returns",

@@ -15,6 +15,7 @@ from instep.controller.role import Metrics, RoleTrainer
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
 from instep.rollout.outputs import flatten
+from instep.rollout.teacher import ServedTeacher
 from instep.types import Group, TokenBatch
 
 
@@ -41,6 +42,13 @@ class TrainedRollout:
     num_critic_steps: int = 0
 
 
+def served_teacher(args: Any) -> ServedTeacher | None:
+    """That of on-policy distillation, unless it is a model in the workers, or there is none."""
+    if not (args.use_opd and args.opd_type == "engine"):
+        return None
+    return ServedTeacher(args.opd_teacher_url, args.rollout_timeout)
+
+
 class TrainingRound:
     """Drives the workers of the actor, and of PPO's critic, through the optimizer steps of one rollout.
 
@@ -53,6 +61,7 @@ class TrainingRound:
         self._actor, self._critic = actor, critic
         self._has_rewards = args.loss_type not in ("sft_loss", "dpo_loss")
         kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
+        self._teacher = served_teacher(args)
         self.uses_reference = kl or args.loss_type == "dpo_loss"
 
     def run(
@@ -96,6 +105,8 @@ class TrainingRound:
         scores = [self._actor.score(batch, schedule, names)] if names else []
         if self._critic is not None:
             scores.append(self._critic.score(batch, critic_schedule, ["values"]))
+        if self._teacher is not None:  # while the workers score
+            batch.token_columns["teacher_log_probs"] = self._teacher.log_probs(batch)
         for finish in scores:
             finish()
         if self._has_rewards:
@@ -126,6 +137,9 @@ class TrainingRound:
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
         # A loss of the user's may ask for old log-probs in any case.
         differs = num_steps > 1 or (args.loss_type == "custom_loss" and num_steps > 0)
-        if (differs and not args.use_rollout_logprobs) or args.kl_coef or args.custom_advantage_function_path:
+        compares = args.kl_coef or args.use_opd or args.custom_advantage_function_path
+        if (differs and not args.use_rollout_logprobs) or compares:
             names.append("log_probs")
+        if args.use_opd and args.opd_type == "model":
+            names.append("teacher_log_probs")
         return names

@@ -10,6 +10,7 @@ from typing import Any
 from instep.cluster.local import WorkerGroup
 from instep.controller.run_state import find_checkpoint, save_checkpoint
 from instep.errors import ConfigError
+from instep.rollout.tokens import load_tokenizer
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
 
@@ -114,14 +115,43 @@ def load_reference(args: Any, workers: WorkerGroup, resumed: Path | None, curren
     workers.call("load_reference", path, timeout=args.worker_start_timeout)
 
 
+def load_teacher(args: Any, workers: WorkerGroup) -> None:
+    """The model of `--opd-teacher-load`.
+
+    Raises:
+        ConfigError: there is none, or its tokenizer is not the student's.
+    """
+    path = teacher_folder(args)
+    if (path / "config.json").exists():
+        ours, theirs = (load_tokenizer(str(p)).get_vocab() for p in (args.hf_checkpoint, path))
+        other = [token for token, i in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(token) != i]
+        if other:
+            what = f"{ours[other[0]]} is {other[0]!r} to the student, {theirs.get(other[0])} to the teacher"
+            raise ConfigError(
+                f"the teacher has another vocabulary: {len(other)} of {len(ours)} tokens differ, token {what}",
+                where=f"--opd-teacher-load {path}",
+                remedy="distillation compares log-probs token by token: take a teacher with the student's tokenizer",
+            )
+    workers.call("load_teacher", path, timeout=args.worker_start_timeout)
+
+
+def teacher_folder(args: Any) -> Path:
+    """The checkpoint that `--opd-teacher-load` means."""
+    return _checkpoint_in(Path(args.opd_teacher_load), args.opd_teacher_ckpt_step, "--opd-teacher-load")
+
+
 def _model_folder(args: Any, path: Path) -> Path:
     """A Hugging Face checkpoint as it is; of a folder of ours, the checkpoint to use."""
+    step = args.ref_ckpt_step if args.ref_load and path == Path(args.ref_load) else None
+    return _checkpoint_in(path, step, "--ref-load")
+
+
+def _checkpoint_in(path: Path, step: int | None, flag: str) -> Path:
     if (path / "config.json").exists():
         return path
-    step = args.ref_ckpt_step if args.ref_load and path == Path(args.ref_load) else None
     found = find_checkpoint(path, step)
     if found is None:
-        raise _no_checkpoint(path, "--ref-load")
+        raise _no_checkpoint(path, flag)
     return found[0]
 
 

@@ -32,6 +32,7 @@ class Worker:
 
     backend: TrainBackend
     reference: TrainBackend | None = None
+    teacher: TrainBackend | None = None
 
     def __init__(self, emit: Callable[[Any], None]):
         self._emit = emit
@@ -82,11 +83,12 @@ class Worker:
         info = self.backend.parallel
         return ParallelInfo(**{**vars(info), "dp_group": None})
 
-    def _build(self, *, with_optimizer: bool) -> TrainBackend:
+    def _build(self, *, with_optimizer: bool, like: Path | None = None) -> TrainBackend:
+        """A model of the shape that the Hugging Face folder `like` has (default: --hf-checkpoint)."""
         from transformers import AutoConfig
 
         options: dict[str, Any] = {
-            "hf_config": AutoConfig.from_pretrained(self.args.hf_checkpoint),
+            "hf_config": AutoConfig.from_pretrained(like or self.args.hf_checkpoint),
             "device": self.device,
             "dtype": torch.bfloat16 if self.args.precision == "bf16" else torch.float32,
             "with_optimizer": with_optimizer,
@@ -106,11 +108,20 @@ class Worker:
 
     def load_reference(self, path: Path) -> None:
         """Build the frozen reference model from a Hugging Face checkpoint or one of ours."""
-        self.reference = self._build(with_optimizer=False)
+        self.reference = self._frozen(path)
+
+    def load_teacher(self, path: Path) -> None:
+        """The same for the teacher of on-policy distillation, which may have another shape (not: vocabulary)."""
+        self.teacher = self._frozen(path)
+
+    def _frozen(self, path: Path) -> TrainBackend:
         if (path / "config.json").exists():
-            self.reference.load_hf(path)
+            model = self._build(with_optimizer=False, like=path)
+            model.load_hf(path)
         else:
-            self.reference.load(path, optimizer=False)
+            model = self._build(with_optimizer=False)
+            model.load(path, optimizer=False)
+        return model
 
     def refresh_reference(self, scratch: Path) -> None:
         """The reference becomes a copy of the actor as it is now (--ref-update-interval)."""
@@ -122,10 +133,11 @@ class Worker:
     # ---- log-probs and training ----------------------------------------------------------------------------------
 
     def log_probs(self, batch: TokenBatch, micro_batches: list[list[int]], names: list[str]) -> dict[str, Any] | None:
-        """Score a data-parallel rank's samples under the old policy (`log_probs`) and the reference.
+        """Score a data-parallel rank's samples under the old policy (`log_probs`), the reference and the teacher.
 
         Args:
-            names: of `log_probs` (this model as it is now) and `ref_log_probs`; of a critic, `values`.
+            names: of `log_probs` (this model as it is now), `ref_log_probs` and `teacher_log_probs`; of a critic,
+                `values`.
 
         Returns:
             On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
@@ -137,12 +149,13 @@ class Worker:
             outputs = self.backend.forward_only(parts)
             if outputs is not None:
                 columns[name] = torch.cat([getattr(o, name) for o in outputs])
-        if "ref_log_probs" in names:
-            if self.reference is None:
-                raise ConfigError("reference log-probs are needed but no reference model is loaded", where="worker")
-            outputs = self.reference.forward_only(parts)
-            if outputs is not None:
-                columns["ref_log_probs"] = torch.cat([o.log_probs for o in outputs])
+        for name, model in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
+            if name in names:
+                if model is None:
+                    raise ConfigError(f"{name} are needed but their model is not loaded", where="worker")
+                outputs = model.forward_only(parts)
+                if outputs is not None:
+                    columns[name] = torch.cat([o.log_probs for o in outputs])
         if not self.backend.parallel.is_output_rank:
             return None
         lengths = batch.response_lengths.tolist()
