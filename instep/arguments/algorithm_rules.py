@@ -189,7 +189,7 @@ RULES = (
     # ---- on-policy distillation ----
     Rule(
         (),
-        "--opd-type, --opd-kl-coef, --opd-teacher-url, --opd-teacher-load or --opd-teacher-ckpt-step",
+        "--opd-type or --opd-kl-coef or --opd-teacher-url or --opd-teacher-load or --opd-teacher-ckpt-step",
         lambda a, given: not a.use_opd and any(name.startswith("opd_") for name in given),
         "has no effect without --use-opd",
         "give both",

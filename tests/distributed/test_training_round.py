@@ -16,6 +16,7 @@ from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
+from instep.controller.weights import load_teacher
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
@@ -49,11 +50,12 @@ def ragged_rollout():
     return groups
 
 
-def run_rounds(root, name, estimator, *, shuffled=False):
+def run_rounds(root, name, estimator, *, shuffled=False, distils=False):
     num_ranks, more = LAYOUTS[name]
-    folder = root / f"{name}-{estimator}-{shuffled}".replace(" ", "-")
+    folder = root / f"{name}-{estimator}-{shuffled}-{distils}".replace(" ", "-")
     flags = f"--rollout-batch-size 4 --n-samples-per-prompt 3 --num-rollout 9 --global-batch-size 12 {more} "
     flags += f"--advantage-estimator {estimator} --kl-coef 0.2 --kl-loss-type k3 --rollout-max-response-len 40 "
+    flags += f"--use-opd --opd-kl-coef 0.5 --opd-teacher-load {root / 'teacher'} " if distils else ""
     flags += "--gamma 0.95 " if estimator == "reinforce_plus_plus" else ""
     flags += f"--train-backend hf --device cpu --lr 1e-3 --lr-decay-style constant --ref-load {root / 'hf'} "
     flags += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt --rm-type math "
@@ -70,6 +72,8 @@ def run_rounds(root, name, estimator, *, shuffled=False):
         layout = workers.call("setup", timeout=180, per_rank=requests)
         workers.call("load_weights", root / "hf", timeout=60)
         workers.call("load_reference", root / "hf", timeout=60)
+        if distils:
+            load_teacher(args, workers)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
         training = TrainingRound(args, args.view({}), actor)
         rounds = [training.run(groups, step) for step in range(NUM_ROUNDS)]
@@ -86,6 +90,7 @@ def run_rounds(root, name, estimator, *, shuffled=False):
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rounds")
     make_checkpoint(folder / "hf")
+    make_checkpoint(folder / "teacher", seed=5, layers=3)
     make_prompts(folder / "train.jsonl", 16)
     return folder
 
@@ -93,15 +98,19 @@ def root(tmp_path_factory):
 OTHERS = [("two ranks", True), ("two ranks, packed", False)]  # with the samples in another order, or not
 
 
-@pytest.mark.parametrize(("estimator", "others"), [("reinforce_plus_plus", OTHERS), ("rloo", OTHERS[:1])])
-def test_a_round_does_not_depend_on_the_layout(root, estimator, others):
-    metrics, advantages, weights = run_rounds(root, "one rank", estimator)
+@pytest.mark.parametrize(
+    ("estimator", "others", "distils"),
+    [("reinforce_plus_plus", OTHERS, False), ("rloo", OTHERS[:1], False), ("grpo", OTHERS[:1], True)],
+)
+def test_a_round_does_not_depend_on_the_layout(root, estimator, others, distils):
+    metrics, advantages, weights = run_rounds(root, "one rank", estimator, distils=distils)
+    assert ("train/opd_reverse_kl" in metrics) == distils
     assert metrics["train/reward_kl"] > 1e-4, "the first round has moved the policy, so that the KL counts"
     start = load_file(root / "hf" / "model.safetensors")
     moved = max((weights[name] - start[name]).norm() for name in weights)
     assert moved > 1e-3
     for name, shuffled in others:
-        got, there, ours = run_rounds(root, name, estimator, shuffled=shuffled)
+        got, there, ours = run_rounds(root, name, estimator, shuffled=shuffled, distils=distils)
         assert got == pytest.approx(metrics, rel=1e-4, abs=2e-6), name
         for index, row in advantages.items():
             torch.testing.assert_close(there[index], row, rtol=1e-4, atol=1e-5)

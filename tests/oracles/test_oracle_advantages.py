@@ -231,6 +231,7 @@ def arguments(name, **more):
         "advantage_estimator": name,
         "kl_coef": 0.0,
         "kl_loss_type": "k1",
+        "use_opd": False,
         "gamma": 1.0,
         "lambd": 1.0,
         "rewards_normalization": True,
