@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+import time
 
 import pytest
 import torch
@@ -73,8 +75,15 @@ def test_a_teacher_that_is_not_there_is_an_error_within_seconds():
     assert url in error.value.where
 
 
-def test_a_server_that_is_no_engine(engine, tmp_path):
-    """Another HTTP server answers at the address: the tests' own engine has no such route below a path."""
+def test_a_teacher_that_never_answers_is_an_error_in_its_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, began = f"http://127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
+        with pytest.raises(EngineError, match="the teacher gave no answer") as error:
+            ServedTeacher(url, 1.0).log_probs(batch_of([(5, 7)]))
+    assert url in error.value.where and time.monotonic() - began < 5
+
+
+def test_an_address_without_the_routes_of_an_engine(engine):
     with pytest.raises(EngineError, match="the teacher gave no answer") as error:
         ServedTeacher(f"{engine.url}/v2", 60).check(AutoTokenizer.from_pretrained(engine.path))
     assert "404" in error.value.what
