@@ -12,12 +12,13 @@ import torch
 
 from instep.algorithms.advantages.dr_grpo import dr_grpo
 from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.tokens import penalised_rewards, to_tokens
+from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import masked_moments, mean_and_variance, whiten, whiten_with
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.reductions import loss_weights
+from instep.algorithms.segments import expand
 from instep.errors import RolloutError
 from instep.training.backend import TokenOutputs
 from instep.training.losses import finish_metrics, policy_loss_fn, sft_loss_fn
@@ -114,9 +115,9 @@ def test_whitening_ignores_masked_tokens_and_adds_up_over_ranks():
         whiten(tensor(values), tensor([0] * 9))
 
 
-def test_to_tokens():
+def test_expand():
     for lengths in ([2, 1, 3], torch.tensor([2, 1, 3])):
-        assert to_tokens(tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 2, 3, 3, 3]
+        assert expand(tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 2, 3, 3, 3]
 
 
 # --- per-token formulas -------------------------------------------------------------------------------------------

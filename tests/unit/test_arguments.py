@@ -444,7 +444,7 @@ CONTRADICTIONS = [
     ("--use-unbiased-kl", "", "has no effect without --use-kl-loss"),
     ("--ref-update-interval 2", "", "there is no reference without a KL"),
     ("--use-tis --use-rollout-logprobs", "", "nothing to correct"),
-    ("--use-tis --tis-clip-low 3", "", "is above --tis-clip"),
+    ("--use-tis --tis-clip-low 3", "", "--tis-clip-low above --tis-clip"),
     ("--tis-clip 3", "", "has no effect without --use-tis"),
     ("--mask-offpolicy-in-partial-rollout", "", "has no effect without --partial-rollout"),
     ("--eps-clip 1.5", "", "would never clip below"),

@@ -1,4 +1,4 @@
-"""From samples to tokens and back: spreading a number, summing a KL, discounting along a response."""
+"""Along a response: summing a KL, discounting."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def to_tokens(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
-    """`[num_samples]` -> `[num_response_tokens]`: each sample's value at each of its response tokens."""
-    return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))
 
 
 def penalised_rewards(
