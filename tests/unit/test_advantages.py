@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -283,15 +281,3 @@ ACCEPTED = [
 def test_accepted(arguments, flags, note):
     notes = arguments(flags).notes
     assert len(notes) == bool(note) and all(note in text for text in notes)
-
-
-def recipes():
-    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    section = text.partition("## Advantages")[2].partition("\n## ")[0].partition("### Recipes")[2]
-    return re.findall(r"^\| (.+?) \| `(.+)` \|$", section, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("paper", "flags"), recipes())
-def test_recipes_of_the_documentation_are_accepted(arguments, paper, flags):
-    assert arguments(flags).notes == []
-    assert len(recipes()) == 7

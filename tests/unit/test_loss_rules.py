@@ -98,18 +98,3 @@ def test_corrections(argv: list[str]):
     assert (args.tis_clip_low, args.tis_clip) == (args.tis_lower_bound, args.tis_upper_bound) == (0.99, 1.01)
     assert (args.rs_lower_bound, args.rs_upper_bound) == (0.99, 1.01)
     assert args.view({}).tis_batch_normalize is False and args.view({}).rs_level == "sequence"
-
-
-def recipes() -> list[str]:
-    text = "".join(p.read_text() for p in (Path(__file__).parents[2] / "docs").glob("algorithms*.md"))
-    table = text.partition("### Recipes")[2].partition("###")[0]
-    return [line.split("|")[2].strip().strip("`") for line in table.splitlines() if "`--" in line]
-
-
-@pytest.mark.parametrize("recipe", recipes())
-def test_documented_recipes_are_accepted(argv: list[str], recipe: str):
-    parse(argv + recipe.split(), "train")
-
-
-def test_there_are_recipes():
-    assert len(recipes()) >= 10
