@@ -51,6 +51,7 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
         for step in range(4):
             metrics = rollout_metrics(make_groups(seed=step))
             metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_max": 2e-6 * (step + 1)}
+            metrics |= {"critic/value_loss": 0.5 / (step + 1), "critic/explained_variance": 0.2 * step}
             metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
             log.log(step, metrics)
             log.samples(step, make_groups(seed=step), "train", 3)
