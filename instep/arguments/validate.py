@@ -82,21 +82,20 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
     if args.loss_type != "sft_loss":
         yield Problem(f"is {args.loss_type}, but sft trains sft_loss", "--loss-type", "leave it out")
-    for name in (
-        "use_kl_loss",
-        "use_tis",
-        "use_rs",
-        "use_opsm",
-        "partial_rollout",
-        "use_rollout_logprobs",
-        "group_rm",
-        "normalize_advantages",
-        "kl_coef",
-        "overlong_buffer_len",
-        "custom_advantage_function_path",
-    ):
-        if getattr(args, name):
-            yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
+    names = {flag.attribute: flag.name for flag in own_flags().values()}
+    for name in _ONLY_RL.split():
+        if name in given:
+            yield Problem("has no meaning for `instep sft`", names[name], "leave it out")
+
+
+# What acts on rewards, advantages and the policy loss only; a flag that needs one of these is reported by its own rule.
+_ONLY_RL = (
+    "advantage_estimator rewards_normalization grpo_std_normalization normalize_advantages gamma lambd kl_coef "
+    "use_kl_loss custom_advantage_function_path overlong_buffer_len eps_clip eps_clip_high eps_clip_c sapo_tau_pos "
+    "sapo_tau_neg entropy_coef use_tis use_rs use_opsm use_rollout_logprobs partial_rollout group_rm critic_load "
+    "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps "
+    "value_clip megatron_config_path"
+)
 
 
 def batches(args: Args, given: set[str]) -> Iterator[Problem]:

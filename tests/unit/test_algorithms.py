@@ -50,7 +50,7 @@ def slope(function, values: list[float], i: int, h: float = 1e-6) -> float:
 # --- advantages ---------------------------------------------------------------------------------------------------
 
 
-def test_group_advantages_by_index_in_any_order():
+def test_oracle_group_advantages_by_index_in_any_order():
     rewards = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0, 0.25]
     groups = [7, 3, 7, 3, 7, 3, 3]
     order = [4, 0, 6, 2, 5, 1, 3]
@@ -166,7 +166,7 @@ MASK = [1, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1]  # sample 3, an execu
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_loss_weights(per_token: bool):
+def test_oracle_loss_weights(per_token: bool):
     losses = numbers(17, 11)
     weights = loss_weights(torch.tensor(MASK).double(), LENGTHS, STEPS, IDS, per_token=per_token)
     as_tensors = loss_weights(torch.tensor(MASK).double(), torch.tensor(LENGTHS), STEPS, IDS, per_token=per_token)
@@ -235,7 +235,7 @@ FULL = PolicyLossConfig(
 )
 
 
-def test_policy_loss_value_gradient_and_metrics():
+def test_oracle_policy_loss_value_gradient_and_metrics():
     batch, current = make_batch()
     c = {k: v.tolist() for k, v in batch.token_columns.items()}
     entropies = [abs(x) for x in numbers(17, 30)]

@@ -94,6 +94,8 @@ CONTRADICTIONS = [
         "no file nowhere.jsonl\n  where:  --eval-prompt-data, data set a",
     ),
     ("--wandb-project x", "", "has no effect without --use-wandb"),
+    ("--critic-num-nodes 1", "", "there is no critic without PPO"),
+    ("--critic-num-gpus-per-node 1", "", "there is no critic without PPO"),
 ]
 
 
