@@ -15,7 +15,12 @@ from instep.cluster.placement import num_critic_gpus
 # What acts with a critic only, which PPO alone has.
 RULES = tuple(
     Rule(
-        without("ppo"), flag, given(flag), "there is no critic without PPO", "leave it out, or use ppo", attribute(flag)
+        without("ppo"),
+        flag,
+        given(flag),
+        "there is no critic without PPO",
+        "leave it out, or add --advantage-estimator ppo",
+        attribute(flag),
     )
     for flag in (
         "--critic-load",

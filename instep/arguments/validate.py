@@ -93,8 +93,7 @@ _ONLY_RL = (
     "advantage_estimator rewards_normalization grpo_std_normalization normalize_advantages gamma lambd kl_coef "
     "use_kl_loss custom_advantage_function_path overlong_buffer_len eps_clip eps_clip_high eps_clip_c sapo_tau_pos "
     "sapo_tau_neg entropy_coef use_tis use_rs use_opsm use_rollout_logprobs partial_rollout group_rm critic_load "
-    "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps "
-    "value_clip megatron_config_path"
+    "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path"
 )
 
 
