@@ -202,13 +202,13 @@ def worker_out_of_memory(place: Place) -> None:
     patch = """
         from instep.training.hf.backend import HfBackend
         real = HfBackend.forward_backward
-        def forward_backward(self, *args):
+        def forward_backward(self, *args, **more):
             import psutil, resource, torch
             limit = psutil.Process().memory_info().vms + (1 << 28)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             mark()
             self.activations = torch.ones(1 << 28)
-            return real(self, *args)
+            return real(self, *args, **more)
         HfBackend.forward_backward = forward_backward
         """
     with place.run(patches={"worker": patch}) as run:
