@@ -37,8 +37,10 @@ def cpu_grpo() -> str:
         rows.append([r["lengths"], name, *numbers, f"{r['response_length_mean']:.1f}", parts])
     ratios = [["instep over TRL (more than 1: instep is faster)", ""]]
     ratios += [[f"`{name}`", f"{value:.2f}"] for name, value in found["headline"].items()]
-    how = f"{c['repeats']} repeats, in turn; of each run's {c['steps']} steps the first {c['skipped_steps']} do not count."
-    return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}", table(*rows), table(*ratios)])
+    how = (
+        f"{c['repeats']} repeats, in turn; of each run's {c['steps']} steps the first {c['skipped_steps']} do not count"
+    )
+    return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}.", table(*rows), table(*ratios)])
 
 
 def embedded_engine() -> str:
@@ -59,7 +61,7 @@ def learning() -> str:
         cells = [", ".join(f"{row[key]:.3f}" for row in mine) for key in ("reward_before", "reward_after")]
         rows.append([name, f"`{words}`", *cells, ", ".join(f"{row['seconds']:.0f}" for row in mine)])
     w = found["workload"]
-    how = f", {w['jobs']} runs at a time with {w['threads']} thread each (of engine and trainer)"
+    how = f"; runs at a time: {w['jobs']}; threads of each engine and trainer: {w['threads']}"
     return measured(found, how) + "\n\n" + table(*rows)
 
 

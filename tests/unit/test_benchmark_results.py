@@ -1,5 +1,6 @@
-"""The committed comparison with TRL: it has its fields, they follow from its runs, and the docs quote them."""
+"""The committed results: their fields, that they follow from their runs, and that the docs quote them."""
 
+import importlib
 import json
 from pathlib import Path
 from statistics import median
@@ -57,3 +58,16 @@ def test_the_docs_quote_them():
     for name, ratio in RESULT["headline"].items():
         assert f"| `{name}` | {ratio:.2f} |" in docs
     assert RESULT["device"] in docs and RESULT["date"] in docs
+
+
+@pytest.mark.parametrize("path", ["docs/benchmarks.md", "docs/algorithms.md"])
+def test_tables_of_results_are_up_to_date(path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    document = importlib.import_module("document")
+    assert (ROOT / path).read_text() == document.documented(path), "run python benchmarks/document.py"
+
+
+def test_every_algorithm_learnt():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "learning-cpu.json").read_text())["rows"]
+    assert len(rows) == 17 * 3 and {row["seed"] for row in rows} == {0, 1, 2}
+    assert min(row["reward_after"] - row["reward_before"] for row in rows) >= 0.2
