@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 
 from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArgs
+from instep.arguments.engine_flags import given_words
+from instep.arguments.engine_rules import read_topology
 from instep.arguments.parser import Problem, scan
 from instep.arguments.table import own_flags, passed_through
 from instep.arguments.validate import derive, validate
@@ -30,8 +32,11 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     args.megatron_overrides = {
         name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
     }
+    args.vllm_overrides = given_words(found.given, found.flags, "vllm")
+    args.router_overrides = given_words(found.given, found.flags, "vllm-router")
+    problems = found.problems + list(read_topology(args, found))
     derive(args, found.given)
-    problems = found.problems + validate(args, found)
+    problems += validate(args, found)
     if problems:
         raise _error(problems, command)
     return args

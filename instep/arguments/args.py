@@ -52,7 +52,9 @@ class Args(argparse.Namespace):
     """All settings of a run, flat, under the names of their flags (`args.rollout_batch_size`).
 
     Only flags that act have an attribute. Further attributes, derived or gathered: `command`, `world_size`,
-    `dp_size`, `rollout_num_engines`, `eval_datasets`, `megatron_overrides`, `notes` (for the user to know).
+    `dp_size`, `rollout_num_engines`, `eval_datasets`, `megatron_overrides`, `vllm_overrides` and
+    `router_overrides` (words of a command line, by field), `vllm_topology` (what `--vllm-config` holds),
+    `topology_num_gpus` (of all engines and placeholders), `notes` (for the user to know).
     """
 
     def to_dict(self) -> dict[str, Any]:

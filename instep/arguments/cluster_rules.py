@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from instep.arguments.args import Args
 from instep.arguments.flag import VLLM
 from instep.arguments.parser import Problem
+from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan
 from instep.errors import ConfigError
 
@@ -47,7 +48,7 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "sft":
+    if args.command == "sft" or args.rollout_backend == "vllm":
         return
     for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
         if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):
@@ -76,6 +77,7 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("Ray is not installed here", "--cluster ray", remedy)
     try:
         plan = make_plan(args)
+        plan_engines(args)
     except ConfigError as error:
         yield Problem(error.what, error.where, error.remedy)
         return

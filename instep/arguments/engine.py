@@ -1,6 +1,6 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, VLLM, Flag, Group, later, refused
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused
 
 PREFIX = "engine flags carry a prefix"
 SGLANG = "the engine is vLLM, not SGLang"
@@ -31,11 +31,25 @@ ENGINE = Group(
             "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
         ),
         Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", seeds="C"),
-        *later(VLLM, "V", "--vllm-config", "--vllm-router-ip", "--vllm-router-port", "--vllm-gpu-memory-utilization"),
-        *later(VLLM, "V", "--vllm-enable-expert-parallel", "--vllm-data-parallel-size"),
-        *later(VLLM, "V", "--router-balance-abs-threshold"),
-        *later(VLLM, "R", "--router-policy", "--router-request-timeout-secs"),
-        *later(VLLM, "VC", "--prefill-num-servers"),
+        Flag(
+            "--vllm-config",
+            help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
+            "--rollout-num-gpus and --prefill-num-servers",
+            seeds="V",
+        ),
+        Flag(
+            "--vllm-router-ip",
+            help="a vllm-router of yours, with --vllm-router-port; default: one is started",
+            seeds="V",
+        ),
+        Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", seeds="V"),
+        Flag(
+            "--prefill-num-servers",
+            COUNT,
+            None,
+            "so many of the engines prefill only, the others decode only",
+            seeds="VC",
+        ),
         *refused(SGLANG, "SC", "--sglang-router-ip", instead="--vllm-router-ip"),
         *refused(SGLANG, "SC", "--sglang-router-port", instead="--vllm-router-port"),
         *refused(SGLANG, "C", "--sglang-router-request-timeout-secs", instead="--router-request-timeout-secs"),

@@ -102,11 +102,12 @@ class Flag:
 
     Attributes:
         type: a converter from text; `bool` makes a switch that takes no value.
-        nargs: None (one value) or "+" (one or more, gives a list).
+        nargs: None (one value), "+" (one or more, gives a list) or "*" (none or more).
         append: each use adds one value to a list.
         dest: the attribute on Args; derived from the name when empty.
         note: for `later` and `refused`: why. instead: what to use.
         secret: never printed, saved or shown to hooks.
+        passed_to: the package whose flag it is, `vllm` or `vllm-router`; it gets the value as it was typed.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Flag:
     seeds: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
+    passed_to: str = ""
 
     @property
     def attribute(self) -> str:
@@ -137,7 +139,7 @@ class Flag:
     def type_label(self) -> str:
         if self.choices:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
-        label = self.type.label if isinstance(self.type, Number) else TYPE_LABELS.get(self.type, "VALUE")
+        label = getattr(self.type, "label", "") or TYPE_LABELS.get(self.type, "VALUE")
         return f"{label} ..." if self.nargs else label
 
     def convert(self, value: str) -> Any:

@@ -11,7 +11,8 @@ from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
 from instep.arguments.debug import DEBUG
 from instep.arguments.engine import ENGINE, SGLANG
-from instep.arguments.flag import VLLM, Flag, Group, Status, hook
+from instep.arguments.engine_flags import engine_flag_names, find_engine_flag
+from instep.arguments.flag import Flag, Group, Status, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -41,8 +42,6 @@ GROUPS: tuple[Group, ...] = (
 
 # Families of which only a part is written down: prefix, status, note, instead.
 _PREFIXES: tuple[tuple[str, Status, str, str], ...] = (
-    ("--vllm-", "later", VLLM, "--vllm-max-model-len, --vllm-max-num-seqs or --vllm-dtype, which act today"),
-    ("--router-", "later", VLLM, ""),
     ("--sglang-", "refused", SGLANG, "the --vllm- flag of the same meaning"),
     ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),
@@ -75,8 +74,8 @@ def passed_through() -> dict[str, Flag]:
 
 
 def find(name: str) -> Flag | None:
-    """The record of a flag: instep's own first, then Megatron's, then the families known by their prefix."""
-    flag = own_flags().get(name) or passed_through().get(name)
+    """The record of a flag: instep's own first, then Megatron's, vLLM's, the router's, and those known by a prefix."""
+    flag = own_flags().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):
@@ -89,7 +88,10 @@ def nearest(name: str) -> str:
     wanted = name.lower().replace("_", "-")
     wanted = "--" + wanted.lstrip("-")
     acting = [n for n, f in own_flags().items() if f.status == "acts"]
-    for names in (acting, [*own_flags(), *passed_through()]):
+    of_family = engine_flag_names(wanted)
+    if of_family:
+        of_family += [n for n in acting if n.startswith(wanted[: wanted.index("-", 2) + 1])]
+    for names in (of_family, acting, [*own_flags(), *passed_through()]):
         if found := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
             return found[0]
     return ""

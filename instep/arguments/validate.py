@@ -12,11 +12,13 @@ from typing import Any
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
+from instep.arguments.engine_rules import derive_backend, topology
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import ALGORITHMS, VLLM
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
+from instep.engines.topology import served_models
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
@@ -287,9 +289,15 @@ def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
 # Rules, and the attributes that they need to have been read. `instep plan` asks only where things go.
 PLAN_RULES: tuple[tuple[Rule, str], ...] = (
     (
+        topology,
+        "vllm_config vllm_router_ip vllm_router_port prefill_num_servers rollout_num_gpus rollout_num_gpus_per_engine "
+        "rollout_backend",
+    ),
+    (
         placement,
         "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node num_gpus_per_node "
-        "rollout_num_gpus rollout_num_gpus_per_engine cluster sync_way advantage_estimator",
+        "rollout_num_gpus rollout_num_gpus_per_engine cluster sync_way advantage_estimator vllm_config "
+        "prefill_num_servers engine_port",
     ),
 )
 RULES: tuple[tuple[Rule, str], ...] = (
@@ -354,7 +362,12 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
-    args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    derive_backend(args)
+    models = served_models(args) if args.command != "sft" else ()
+    args.topology_num_gpus = sum(model.num_gpus for model in models)
+    if args.vllm_topology is not None and not args.debug_train_only and "rollout_num_gpus" not in given:
+        args.rollout_num_gpus = args.topology_num_gpus
+    args.rollout_num_engines = sum(group.num_engines for model in models for group in model.groups)
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
