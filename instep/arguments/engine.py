@@ -3,7 +3,6 @@
 from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused
 
 PREFIX = "engine flags carry a prefix"
-SGLANG = "the engine is vLLM, not SGLang"
 
 ENGINE = Group(
     "Engine and weight sync",
@@ -50,17 +49,6 @@ ENGINE = Group(
             "so many of the engines prefill only, the others decode only",
             seeds="VC",
         ),
-        *refused(SGLANG, "SC", "--sglang-router-ip", instead="--vllm-router-ip"),
-        *refused(SGLANG, "SC", "--sglang-router-port", instead="--vllm-router-port"),
-        *refused(SGLANG, "C", "--sglang-router-request-timeout-secs", instead="--router-request-timeout-secs"),
-        *refused(SGLANG, "C", "--sglang-server-concurrency", instead="--vllm-max-num-seqs"),
-        *refused(SGLANG, "C", "--sglang-config", instead="--vllm-config"),
-        *refused(SGLANG, "S", "--sglang-context-length", instead="--vllm-max-model-len"),
-        *refused(SGLANG, "S", "--sglang-mem-fraction-static", instead="--vllm-gpu-memory-utilization"),
-        *refused(SGLANG, "S", "--sglang-tp-size", instead="--rollout-num-gpus-per-engine"),
-        *refused(SGLANG, "S", "--sglang-dp-size", "--sglang-enable-dp-attention", instead="--vllm-data-parallel-size"),
-        *refused(SGLANG, "S", "--sglang-enable-ep-moe", instead="--vllm-enable-expert-parallel"),
-        *refused(SGLANG, "S", "--sglang-enable-deepep-moe", instead="--vllm-all2all-backend"),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
         *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),
         *refused(PREFIX, "VT", "--data-parallel-size", instead="--vllm-data-parallel-size"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from instep.arguments.flag import Flag, text
-from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table
+from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table, nearest_name
 from instep.engines.owned import owned
 
 
@@ -32,10 +32,16 @@ def all_engine_flags(table: FlagTable) -> list[Flag]:
     return [as_flag(table.package, _prefixed(table.package, flag.name), flag, "") for flag in table.flags]
 
 
-def engine_flag_names(name: str) -> list[str]:
-    """All names of the family that `name` has the prefix of."""
+def nearest_engine_flag(name: str, own: list[str]) -> str:
+    """The flag most like `name` among a package's and those of `own` that have its prefix; "" if none is like it."""
     package = family(name)
-    return [] if package is None else [_prefixed(package, known) for known in flag_table(package).by_name]
+    if package is None:
+        return ""
+    prefix = PREFIXES[package]
+    known = [n.removeprefix("--") for n in flag_table(package).by_name]
+    known += [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
+    like = nearest_name(name.removeprefix(prefix), known)
+    return prefix + like if like else ""
 
 
 def unknown_engine_flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from instep.arguments.args import Args
@@ -72,6 +73,14 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
             "--rollout-num-gpus",
             "leave it out: the file decides",
         )
+    for i, model in enumerate(models):
+        path = model.get("model_path")
+        if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+            yield Problem(
+                f"{path} is no Hugging Face folder: it has no config.json",
+                f"--vllm-config {args.vllm_config}, vllm[{i}].model_path",
+                "give the folder of a checkpoint",
+            )
     trains = args.command == "train" and not args.debug_rollout_only
     if trains and not any(model.get("update_weights", True) for model in models):
         yield Problem(

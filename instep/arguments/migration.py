@@ -258,7 +258,8 @@ def _slime_and_vime() -> Iterator[str]:
     yield (
         f"Flags keep their names: {len(flags) - len(other)} of {len(flags)} act as they are named "
         "([arguments.md](arguments.md) has them with their defaults; `--n-samples-per-prompt` is 8, in slime 1). Those "
-        "below do not. Every other `--sglang-*` flag is refused: the `--vllm-*` one of the same meaning is meant. "
+        "below do not. `--vllm-*` and `--router-*` take every flag of vLLM and its "
+        "router ([engines_flags.md](engines_flags.md)); SGLang flags that are not listed here are refused, too. "
         "Megatron's flags are in [arguments.md](arguments.md), too. In hooks only the import paths change: "
         "`from instep.types import Sample`, `from instep.rollout.http import post`."
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.arguments.engine_flags import unknown_engine_flag
+from instep.arguments.engine_flags import family, unknown_engine_flag
 from instep.arguments.flag import Flag
 from instep.arguments.table import find, nearest
 
@@ -62,7 +62,8 @@ def _take(result: Scan, name: str, values: list[str]) -> None:
     flag = find(name)
     if flag is None:
         like = nearest(name)
-        remedy = f"did you mean {like}?" if like else "`instep train --help` lists the flags"
+        topic = {"vllm": " vllm", "vllm-router": " router"}.get(family(name) or "", "")
+        remedy = f"did you mean {like}?" if like else f"`instep train --help{topic}` lists the flags"
         result.problems.append(Problem(unknown_engine_flag(name) or "unknown flag", name, remedy))
         if like:  # so that its absence is not reported, too
             result.broken.add(find(like).attribute)  # type: ignore[union-attr]

@@ -10,8 +10,8 @@ from instep.arguments.algorithm import ALGORITHM
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
 from instep.arguments.debug import DEBUG
-from instep.arguments.engine import ENGINE, SGLANG
-from instep.arguments.engine_flags import engine_flag_names, find_engine_flag
+from instep.arguments.engine import ENGINE
+from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
 from instep.arguments.flag import Flag, Group, Status, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
@@ -20,6 +20,7 @@ from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import EVAL, ROLLOUT
+from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
 
 GROUPS: tuple[Group, ...] = (
@@ -38,11 +39,12 @@ GROUPS: tuple[Group, ...] = (
     TIMEOUTS,
     DEBUG,
     NEIGHBOURS,
+    SGLANG,
 )
 
 # Families of which only a part is written down: prefix, status, note, instead.
 _PREFIXES: tuple[tuple[str, Status, str, str], ...] = (
-    ("--sglang-", "refused", SGLANG, "the --vllm- flag of the same meaning"),
+    ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
     ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--slurm", "later", "a flag of an Atropos environment, which comes later", ""),
@@ -88,10 +90,9 @@ def nearest(name: str) -> str:
     wanted = name.lower().replace("_", "-")
     wanted = "--" + wanted.lstrip("-")
     acting = [n for n, f in own_flags().items() if f.status == "acts"]
-    of_family = engine_flag_names(wanted)
-    if of_family:
-        of_family += [n for n in acting if n.startswith(wanted[: wanted.index("-", 2) + 1])]
-    for names in (of_family, acting, [*own_flags(), *passed_through()]):
+    if family(wanted) is not None:
+        return nearest_engine_flag(wanted, acting)
+    for names in (acting, [*own_flags(), *passed_through()]):
         if found := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
             return found[0]
     return ""

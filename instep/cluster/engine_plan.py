@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-import json
+import re
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,9 @@ from instep.engines.topology import (
     policy_model,
     served_models,
 )
+from instep.errors import ConfigError
 
+_CONNECTOR = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
 # The router's name of a connector by which prefill engines hand the KV cache to decode engines.
 _CONNECTORS = {"NixlConnector": "nixl", "MooncakeConnector": "mooncake", "MoRIIOConnector": "moriio"}
 
@@ -33,13 +37,15 @@ class Addresses:
         master_host: its first node, as the other nodes of the engine reach it.
         master_port: where its ranks meet, if it has several nodes.
         rpc_port: where its data-parallel replicas meet, if they are on several nodes.
+        side_channel_port: the first of `num_side_channel_ports` on each of its nodes.
     """
 
     host: str
-    port: int
+    port: int | str
     master_host: str = ""
-    master_port: int = 0
-    rpc_port: int = 0
+    master_port: int | str = 0
+    rpc_port: int | str = 0
+    side_channel_port: int | str = 0
 
 
 @dataclass(frozen=True)
@@ -87,15 +93,15 @@ class EngineSpec:
         if self.role == "regular":
             return ""
         for flag, value in zip(self.flags, self.flags[1:], strict=False):
-            if flag == "--kv-transfer-config":
-                return _CONNECTORS.get(json.loads(value).get("kv_connector", ""), "")
             if flag == "--kv-transfer-config.kv_connector":
                 return _CONNECTORS.get(value, "")
+            if flag == "--kv-transfer-config" and (found := _CONNECTOR.search(value)):
+                return _CONNECTORS.get(found[1], "")
         return ""
 
     @property
     def num_side_channel_ports(self) -> int:
-        """Ports in a row, from VLLM_NIXL_SIDE_CHANNEL_PORT on, that this engine takes on each node; one per replica."""
+        """Ports in a row that it takes on each node for handing the KV cache over: one per data-parallel replica."""
         return self.parallel.data if self.kv_connector == "nixl" else 0
 
     def arguments(self, at: Addresses, node_rank: int = 0) -> list[str]:
@@ -110,6 +116,15 @@ class EngineSpec:
         if node_rank:
             return [*words, "--headless"]
         return [*words, "--host", at.host, "--port", str(at.port)]
+
+    def environment(self, at: Addresses, node_host: str) -> dict[str, str]:
+        """What the environment of the process on `node_host` must hold for these flags."""
+        if not self.num_side_channel_ports:
+            return {}
+        return {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": node_host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(at.side_channel_port),
+        }
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ class RouterSpec:
     default: bool = False
     roles: dict[int, Role] = field(default_factory=dict)
 
-    def arguments(self, host: str, port: int, prometheus_port: int, urls: dict[int, str]) -> list[str]:
+    def arguments(self, host: str, port: int | str, prometheus_port: int | str, urls: dict[int, str]) -> list[str]:
         """What follows `vllm-router`. `urls`: of each engine, by index."""
         words = ["--host", host, "--port", str(port), "--prometheus-port", str(prometheus_port), *self.flags]
         if not self.disaggregated:
@@ -163,15 +178,33 @@ def plan_engines(args: Any) -> list[EngineSpec]:
                 continue
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
+            _check_nodes(layout, group.num_gpus_per_engine, args.num_gpus_per_node, model.where)
             flags = tuple(word for group_of_words in words.values() for word in group_of_words)
             for _ in range(group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
-                path = model.path or str(args.hf_checkpoint)
+                path = model.path or str(args.hf_checkpoint or "MODEL")
                 spec = EngineSpec(
                     len(out), model.name, path, group.role, next(slots), layout, flags, port, model.update_weights
                 )
                 out.append(spec)
+            if group.role != "regular" and not out[-1].kv_connector:
+                raise ConfigError(
+                    f"kv_transfer_config names no connector that the router knows: {', '.join(_CONNECTORS)}",
+                    where=f"{model.where}, {group.role} engines",
+                    remedy="leave it out for NixlConnector",
+                )
     return out
+
+
+def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> None:
+    """An engine of several nodes: each replica within a node, or over whole ones."""
+    replica = num_gpus // layout.data
+    if num_gpus > per_node and per_node % replica and replica % per_node:
+        raise ConfigError(
+            f"its {layout.data} data-parallel replicas of {replica} GPUs do not lie evenly on nodes of {per_node}",
+            where=where,
+            remedy="choose a data parallel size so that a replica fills a part of a node, or whole nodes",
+        )
 
 
 def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
@@ -196,3 +229,52 @@ def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
             )
         )
     return out
+
+
+def describe_engines(args: Any) -> Iterator[str]:
+    """The lines that `instep plan` prints about engines that are vLLM's: what they serve, and their command lines.
+
+    Capitals stand for addresses, which are known when a run starts.
+    """
+    engines = plan_engines(args)
+    for router in plan_routers(args, engines):
+        default = ", which rollouts use by default" if router.default and len(served_models(args)) > 1 else ""
+        yield f"model {router.model}{default}"
+        mine = [engines[i] for i in router.engines]
+        for alike in _alike(mine):
+            yield "  " + _summary(alike)
+            one = alike[0]
+            at = Addresses("HOST", one.port or "PORT", "MASTER", "MASTER_PORT", "RPC_PORT", "SIDE_CHANNEL_PORT")
+            for rank in range(len(one.nodes)):
+                name = f"node {rank} of it: " if len(one.nodes) > 1 else ""
+                env = "".join(f"{k}={v} " for k, v in one.environment(at, "HOST").items())
+                yield f"    {name}{env}vllm serve {shlex.join(one.arguments(at, rank))}"
+        if router.external is not None:
+            yield f"  router: {router.external[0]}:{router.external[1]}, which is not instep's"
+        else:
+            urls = {engine.index: f"URL_{engine.index}" for engine in mine}
+            yield f"  router: vllm-router {shlex.join(router.arguments('HOST', 'PORT', 'PORT', urls))}"
+
+
+def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:
+    """Engines that follow each other and differ only in place and port."""
+    out: list[list[EngineSpec]] = []
+    for engine in engines:
+        if out and (out[-1][-1].role, out[-1][-1].flags, out[-1][-1].parallel) == (
+            engine.role,
+            engine.flags,
+            engine.parallel,
+        ):
+            out[-1].append(engine)
+        else:
+            out.append([engine])
+    return out
+
+
+def _summary(alike: list[EngineSpec]) -> str:
+    first, last = alike[0], alike[-1]
+    numbers = f"engine {first.index}" if first is last else f"engines {first.index}-{last.index}"
+    gpus = f"{first.num_gpus} GPU{'s' if first.num_gpus > 1 else ''}" + (" each" if len(alike) > 1 else "")
+    ports = "" if first.port is None else f", port {first.port}" + (f"-{last.port}" if last is not first else "")
+    weights = "gets the trainer's weights" if first.update_weights else "keeps its weights"
+    return f"{numbers}: {first.role}, {gpus} ({first.parallel}){ports}, {weights}"

@@ -120,14 +120,14 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
         if total and size > per_node and size % per_node:
             raise ConfigError(
                 f"an engine of {size} GPUs does not fill whole nodes of {per_node}",
-                where=_size_flag(model),
+                where=model.where,
                 remedy=f"use a multiple of {per_node}, or at most {per_node}",
             )
         if total % size:
             whose = "GPUs of the trainer (--colocate)" if colocate else "GPUs of --rollout-num-gpus"
             raise ConfigError(
                 f"{total} {whose} are no multiple of the {size} of an engine",
-                where=_size_flag(model),
+                where=model.where,
                 remedy="use a divisor" if colocate else f"use {total // size * size or size} or another size",
             )
 
@@ -147,13 +147,9 @@ def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: in
             if group.num_engines and size < per_node < total and per_node % size:
                 raise ConfigError(
                     f"engines of {size} GPUs on the trainer's would lie across nodes of {per_node}",
-                    where=f"{_size_flag(model)} with --colocate",
+                    where=f"{model.where} with --colocate",
                     remedy=f"use a divisor of {per_node}",
                 )
-
-
-def _size_flag(model: ServedModel) -> str:
-    return "--rollout-num-gpus-per-engine" if model.where.startswith("--rollout") else model.where
 
 
 def describe(plan: Plan) -> list[tuple[str, int, str]]:

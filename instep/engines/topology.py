@@ -15,7 +15,6 @@ The file, as in vime's guide:
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,7 +64,7 @@ class ServedModel:
     groups: tuple[ServerGroup, ...]
     path: str | None = None
     update_weights: bool = True
-    where: str = "--rollout-num-gpus"
+    where: str = "--rollout-num-gpus-per-engine"
 
     @property
     def num_gpus(self) -> int:
@@ -295,11 +294,12 @@ def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Paral
     """How an engine of `num_gpus` shares the work.
 
     Raises:
-        ConfigError: PP x DP does not divide its GPUs.
+        ConfigError: PP x DP does not divide its GPUs, or one of them is no number above 0.
     """
-    get = functools.partial(_int, words)
-    pipeline, data = get("pipeline_parallel_size"), get("data_parallel_size")
-    context = get("prefill_context_parallel_size")
+    pipeline, data, context = (
+        _degree(words, name, where)
+        for name in ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    )
     rest = pipeline * data * context
     if num_gpus % rest:
         product = f"PP {pipeline} x DP {data}" + (f" x PCP {context}" if context > 1 else "") + f" = {rest}"
@@ -313,5 +313,8 @@ def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Paral
     return Parallel(tensor, pipeline, data, context, tensor * data * context if spread else 1)
 
 
-def _int(words: Mapping[str, list[str]], name: str) -> int:
-    return int(words[name][-1]) if name in words else 1
+def _degree(words: Mapping[str, list[str]], name: str, where: str) -> int:
+    value = int(words[name][-1]) if name in words else 1
+    if value < 1:
+        raise ConfigError(f"{name} is {value}", where=where, remedy="at least 1")
+    return value

@@ -97,7 +97,7 @@ SEEDS = """
 --tensor-parallel-size --tp-size --train-backend --trainer-rank --training-steps
 --use-rotary-position-embeddings --use-tis --use-wandb --value-clip --vllm-config --vllm-config-path
 --vllm-data-parallel-size --vllm-enable-expert-parallel --vllm-gpu-memory-utilization --vllm-max-model-len
---vllm-port --vllm-prefix --vllm-restart-interval --vllm-router-ip --vllm-router-port --vocab-size
+--vllm-port --vllm-restart-interval --vllm-router-ip --vllm-router-port --vocab-size
 --weight-bridge-mode --world-size
 """
 
@@ -371,9 +371,6 @@ NOT_ACTING = [
     ("--loss-type custom_loss", "later", "other algorithms"),
     ("--critic-lr 1e-5", "later", "other algorithms"),
     ("--rollout-backend vllm", "later", "vLLM backend"),
-    ("--vllm-gpu-memory-utilization 0.5", "later", "vLLM backend"),
-    ("--vllm-anything 3", "later", "vLLM backend"),
-    ("--router-policy round_robin", "later", "vLLM backend"),
     ("--sglang-context-length 5", "refused", "use --vllm-max-model-len"),
     ("--sglang-anything", "refused", "use the --vllm- flag"),
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
