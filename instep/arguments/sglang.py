@@ -49,7 +49,7 @@ _EQUIVALENTS = {
     "--vllm-revision": "revision",
     "--vllm-download-dir": "download-dir",
     "--vllm-hf-overrides": "json-model-override-args",
-    "--rollout-seed": "random-seed",
+    "--seed": "random-seed",
     "--deterministic-mode": "enable-deterministic-inference",
     # GPUs
     "--rollout-num-gpus-per-engine": "tp-size tensor-parallel-size nnodes node-rank dist-init-addr nccl-port",

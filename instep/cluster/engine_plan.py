@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class EngineSpec:
         role: regular, prefill or decode.
         slots: its GPUs, node after node.
         parallel: how they share the work; their product is `num_gpus`.
-        flags: of `vllm serve`, without those of addresses and nodes.
+        words: what `vllm serve` is told, by field, without TP and what has to do with addresses and nodes.
         port: of its HTTP server where `--engine-port` says it; None: a free one.
         update_weights: whether it gets the trainer's weights.
     """
@@ -69,7 +69,7 @@ class EngineSpec:
     role: Role
     slots: tuple[Slot, ...]
     parallel: Parallel
-    flags: tuple[str, ...] = ()
+    words: Mapping[str, list[str]] = field(default_factory=dict)
     port: int | None = None
     update_weights: bool = True
 
@@ -80,6 +80,11 @@ class EngineSpec:
     @property
     def num_gpus(self) -> int:
         return len(self.slots)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """`words` as they are written."""
+        return tuple(word for words in self.words.values() for word in words)
 
     @property
     def nodes(self) -> tuple[tuple[Slot, ...], ...]:
@@ -179,12 +184,11 @@ def plan_engines(args: Any) -> list[EngineSpec]:
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
             _check_nodes(layout, group.num_gpus_per_engine, args.num_gpus_per_node, model.where)
-            flags = tuple(word for group_of_words in words.values() for word in group_of_words)
             for _ in range(group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
                 path = model.path or str(args.hf_checkpoint or "MODEL")
                 spec = EngineSpec(
-                    len(out), model.name, path, group.role, next(slots), layout, flags, port, model.update_weights
+                    len(out), model.name, path, group.role, next(slots), layout, words, port, model.update_weights
                 )
                 out.append(spec)
             if group.role != "regular" and not out[-1].kv_connector:

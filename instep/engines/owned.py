@@ -39,7 +39,7 @@ _OWNED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ),
         ("api_key", _SECRET, ""),
         ("hf_token", _SECRET, "the environment variable HF_TOKEN"),
-        ("seed", "each sample has a seed of its own", "--rollout-seed"),
+        ("seed", "each sample has a seed of its own", "--seed"),
         ("logprobs_mode", "the trainer needs the log-probs of the distribution that was sampled from", ""),
         ("enable_scale_out tokens_only", "instep asks for tokens by /inference/v1/generate, and turns it on", ""),
         ("weight_transfer_config", "the way of a weight sync has a flag", "--sync-way"),
