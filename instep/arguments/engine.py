@@ -1,6 +1,6 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused, size
 
 PREFIX = "engine flags carry a prefix"
 
@@ -14,7 +14,7 @@ ENGINE = Group(
             help="auto: embedded on a CPU; on a GPU it must be named; vllm comes later",
         ),
         Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),
-        Flag("--vllm-max-model-len", COUNT, None, "most tokens of prompt + response in an engine", seeds="V"),
+        Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", seeds="V"),
         Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
         Flag(
             "--vllm-dtype",

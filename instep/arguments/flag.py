@@ -65,6 +65,20 @@ FRACTION = Number(float, 0, 1)
 PORT = Number(int, 1024, 65535)
 
 
+def size(value: str) -> int:
+    """A whole number above 0; as in vLLM also 2k, 1.5m (powers of 1000) or 4K, 1M (of 1024)."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG]?)", value)
+    if found is None:
+        raise ValueError("is neither a whole number nor one like 2k (of 1000) or 4K (of 1024)")
+    decimal, small, binary, large = found.groups()
+    number = (
+        float(decimal) * 1000 ** ("kmg".index(small) + 1)
+        if decimal
+        else int(binary) * 1024 ** " KMG".index(large or " ")
+    )
+    return COUNT(str(int(number)))
+
+
 def text(value: str) -> str:
     """Any text but the empty one, which is what an unset shell variable leaves behind."""
     if not value.strip():
@@ -93,7 +107,7 @@ def json_object(value: str) -> dict[str, Any]:
     return parsed
 
 
-TYPE_LABELS: dict[Any, str] = {text: "TEXT", hook: "MODULE.NAME", json_object: "JSON", bool: ""}
+TYPE_LABELS: dict[Any, str] = {size: "SIZE", text: "TEXT", hook: "MODULE.NAME", json_object: "JSON", bool: ""}
 
 
 @dataclass(frozen=True, eq=False)

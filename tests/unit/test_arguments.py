@@ -339,6 +339,8 @@ SPELLING = [
     ("--rollout-temperature 0", "--rollout-temperature", "'0' must be above 0"),
     ("--rollout-top-p 1.5", "--rollout-top-p", "must be above 0 and at most 1"),
     ("--eps-clip-c 1", "--eps-clip-c", "'1' must be above 1"),
+    ("--vllm-max-model-len auto", "--vllm-max-model-len", "is neither a whole number nor one like 2k"),
+    ("--vllm-max-model-len 0", "--vllm-max-model-len", "must be at least 1"),
     ("--engine-port 80", "--engine-port", "must be at least 1024"),
     ("--train-backend deepspeed", "--train-backend", "is none of megatron, hf, fsdp"),
     ("--use-tis true", "--use-tis", "takes no value, but got 'true'"),

@@ -96,6 +96,11 @@ def test_values_reach_the_command_lines_unchanged():
     assert arguments().rollout_backend == "auto" and vllm_arguments(arguments()) == []
 
 
+def test_a_length_may_be_written_as_vllm_takes_it():
+    for written, length in (("4096", 4096), ("32k", 32000), ("1.5k", 1500), ("32K", 32768)):
+        assert arguments("--vllm-max-model-len", written).vllm_max_model_len == length
+
+
 def test_the_last_of_two_spellings_counts():
     args = arguments("--vllm-enforce-eager", "--vllm-no-enforce-eager")
     assert vllm_arguments(args) == ["--no-enforce-eager"]
