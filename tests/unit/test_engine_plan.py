@@ -1,12 +1,13 @@
 """Which engines and routers a command line or a `--vllm-config` means: exact plans, and refusals."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.cluster.engine_plan import Addresses, plan_engines, plan_routers
+from instep.cluster.engine_plan import Addresses, describe_engines, plan_engines, plan_routers
 from instep.cluster.placement import Slot, describe, make_plan
 from instep.engines.topology import Parallel
 from instep.errors import ConfigError
@@ -394,3 +395,21 @@ def test_the_command_prints_the_plan(capsys):
     assert "engines 2-3: regular, 2 GPUs each (TP 2), port 8002-8003, keeps its weights" in text
     assert "vllm serve /path/to/ref_model --tensor-parallel-size 2 --host HOST --port 8002" in text
     assert "router: vllm-router --host HOST --port PORT --prometheus-port PORT --worker-urls URL_2 URL_3" in text
+
+
+@pytest.mark.parametrize(
+    "words,config",
+    [
+        (
+            "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-data-parallel-size 8 "
+            "--vllm-enable-expert-parallel",
+            "",
+        ),
+        ("--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --prefill-num-servers 1", ""),
+        ("", GUIDE),
+    ],
+    ids=["nodes", "prefill", "models"],
+)
+def test_the_docs_show_what_the_command_prints(words, config):
+    text = (Path(__file__).parents[2] / "docs/engines_topologies.md").read_text()
+    assert "\n".join(describe_engines(arguments(words, config))) in text
