@@ -1,9 +1,13 @@
 """The tables and the planned command lines, against the parsers of the vLLM and the router that are installed here."""
 
+import http.server
 import importlib.util
 import json
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 
 import pytest
 
@@ -21,6 +25,7 @@ from instep.engines.flags import (
     vllm_arguments,
 )
 from instep.engines.owned import owned
+from instep.processes import SupervisedProcess, free_port, stop_all
 
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 
@@ -84,6 +89,70 @@ def test_the_routers_table_and_commands():
     assert (disaggregated["prefill"], disaggregated["decode"]) == ("[['http://p:1']]", "[['http://d:1']]")
     assert (regular["worker_urls"], regular["balance_abs_threshold"]) == ("['http://a:1', 'http://b:1']", "0")
     assert (regular["port"], regular["prometheus_port"]) == ("3000", "3001")
+
+
+@needs("vllm-router", "vllm_router")
+def test_the_planned_router_sends_a_request_to_prefill_and_then_to_decode(tmp_path):
+    """Two servers that only note what they get stand for the engines, whose KV transfer needs GPUs."""
+    seen: list[tuple[str, dict]] = []
+    urls = {i: note_requests(role, seen) for i, role in enumerate(("prefill", "decode"))}
+    flags = "--rollout-num-gpus 2 --prefill-num-servers 1 --router-worker-startup-check-interval 1"
+    (spec,) = plan_routers(*planned(flags))
+    port = free_port()
+    command = [sys.executable, "-m", "vllm_router.launch_router"]
+    command += spec.arguments("127.0.0.1", port, free_port(), urls)
+    router = SupervisedProcess("router", command, tmp_path / "router.log")
+    try:
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
+        answer = ask(f"http://127.0.0.1:{port}/inference/v1/generate", body, router)
+    finally:
+        stop_all([router], grace=2.0)
+    assert [role for role, _ in seen] == ["prefill", "decode"]
+    (_, first), (_, second) = seen
+    assert first["token_ids"] == second["token_ids"] == [1, 2, 3]
+    assert first["sampling_params"]["max_tokens"] == 1 and first["kv_transfer_params"]["do_remote_decode"] is True
+    assert second["sampling_params"] == {"max_tokens": 4} and second["kv_transfer_params"] == {"from": "prefill"}
+    assert answer["kv_transfer_params"] == {"from": "decode"}
+
+
+def note_requests(role: str, seen: list[tuple[str, dict]]) -> str:
+    """The URL of a server that notes what it is asked to generate."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.reply({})
+
+        def do_POST(self) -> None:
+            seen.append((role, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+            self.reply({"choices": [{"token_ids": [1]}], "kv_transfer_params": {"from": role}})
+
+        def reply(self, content: dict) -> None:
+            text = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def ask(url: str, body: dict, router: SupervisedProcess) -> dict:
+    """Its answer, as soon as it is up."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return json.load(answer)
+        except OSError:
+            assert router.alive() and time.monotonic() < deadline, router.log_tail()
+            time.sleep(0.2)
 
 
 @pytest.mark.slow
