@@ -60,31 +60,30 @@ def engines(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def placement(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Where everything goes, on a Ray cluster."""
+    """Where everything goes."""
     for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
         if name in given and args.advantage_estimator != "ppo":
             flag = "--" + name.replace("_", "-")
             yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
-    if args.command != "plan" and args.cluster == "local":
-        if args.actor_num_nodes > 1:
-            yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
-        for name in ("ray_address", "num_gpus_per_node"):
-            if name in given:
-                yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
-        return
-    if args.command != "plan" and importlib.util.find_spec("ray") is None:
+    local = args.command != "plan" and args.cluster == "local"
+    if local and args.actor_num_nodes > 1:
+        yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
+    for name in ("ray_address", "num_gpus_per_node"):
+        if local and name in given:
+            yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+    if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray", remedy)
     try:
-        plan = make_plan(args)
-        plan_engines(args)
+        plan, planned = make_plan(args), plan_engines(args)
     except ConfigError as error:
         yield Problem(error.what, error.where, error.remedy)
         return
-    away = [i for i, engine in enumerate(plan.engines) if plan.actor and engine[0].node != plan.actor[0].node]
-    if away and args.command == "train" and args.sync_way == "shm":
+    homes = {plan.actor[0].node} if plan.actor else set()
+    away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
+    if homes and away and args.command == "train" and args.sync_way == "shm":
         yield Problem(
-            f"engine {away[0]} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
+            f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
             "memory does not reach it",
             "--sync-way shm with --cluster ray",
             "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",

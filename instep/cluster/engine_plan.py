@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.cluster.placement import Slot, make_plan
+from instep.cluster.placement import Slot, make_plan, node_size
 from instep.engines.flags import router_arguments
 from instep.engines.topology import (
     Parallel,
@@ -183,7 +183,7 @@ def plan_engines(args: Any) -> list[EngineSpec]:
                 continue
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
-            _check_nodes(layout, group.num_gpus_per_engine, args.num_gpus_per_node, model.where)
+            _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
             for _ in range(group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
                 path = model.path or str(args.hf_checkpoint or "MODEL")

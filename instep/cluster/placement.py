@@ -59,12 +59,13 @@ def make_plan(args: Any) -> Plan:
     Args:
         args: `actor_num_nodes`, `actor_num_gpus_per_node`, `critic_num_nodes`, `critic_num_gpus_per_node`,
             `advantage_estimator`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`, `num_gpus_per_node`, `colocate`,
-            `command` (sft has no engines), `debug_train_only` (neither) and `debug_rollout_only` (no trainer).
+            `command` (sft has no engines), `cluster`, `topology_num_gpus`, `debug_train_only` (neither) and
+            `debug_rollout_only` (no trainer).
 
     Raises:
         ConfigError: the counts do not fit together.
     """
-    per_node = args.num_gpus_per_node
+    per_node = node_size(args)
     num_actor = _role("actor", args.actor_num_nodes, args.actor_num_gpus_per_node, per_node)
     num_critic = num_critic_gpus(args)
     if num_critic:
@@ -75,7 +76,7 @@ def make_plan(args: Any) -> Plan:
     for model in models:
         _check_engines(model, per_node, colocate=args.colocate)
     if args.colocate and not no_engines:
-        _check_colocated(args, models, len(trainer))
+        _check_colocated(args, models, len(trainer), per_node)
     position = 0 if args.colocate or args.debug_rollout_only else len(trainer)
     engines, reserved = list[tuple[Slot, ...]](), list[Slot]()
     for group in (group for model in models for group in model.groups):
@@ -94,6 +95,14 @@ def make_plan(args: Any) -> Plan:
     if args.debug_rollout_only:
         actor = critic = ()
     return Plan(per_node, actor, critic, tuple(engines), tuple(reserved))
+
+
+def node_size(args: Any) -> int:
+    """GPUs of a node. A run on the local cluster has one, which holds all that is asked of it."""
+    if args.command == "plan" or args.cluster == "ray":
+        return int(args.num_gpus_per_node)
+    trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
+    return max(int(args.num_gpus_per_node), trainer + args.topology_num_gpus)
 
 
 def num_critic_gpus(args: Any) -> int:
@@ -132,7 +141,7 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
             )
 
 
-def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: int) -> None:
+def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
     """The engines begin on the trainer's slots, and none lies across nodes."""
     total = sum(model.num_gpus for model in models)
     if args.vllm_topology is not None and total < num_trainer:
@@ -143,7 +152,7 @@ def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: in
         )
     for model in models:
         for group in model.groups:
-            size, per_node = group.num_gpus_per_engine, args.num_gpus_per_node
+            size = group.num_gpus_per_engine
             if group.num_engines and size < per_node < total and per_node % size:
                 raise ConfigError(
                     f"engines of {size} GPUs on the trainer's would lie across nodes of {per_node}",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from instep.errors import EngineError
+from instep.errors import EngineError, writing
 
 Package = Literal["vllm", "vllm-router"]
 PREFIXES: dict[Package, str] = {"vllm": "--vllm-", "vllm-router": "--router-"}
@@ -174,6 +174,7 @@ def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
 
     Raises:
         EngineError: the installed package could not tell its flags.
+        OutputError: the cache cannot be written.
     """
     version = installed_version(package)
     for path in (_committed(package, version), _cache_path(package, version)) if version else ():
@@ -259,8 +260,9 @@ def _extract(package: Package, version: str) -> Path:
             remedy=f"does `{'vllm' if package == 'vllm' else 'vllm-router'} --help` work here?",
         )
     path = _cache_path(package, version)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-        file.write(done.stdout)
-    os.replace(file.name, path)  # two runs at a time write the same
+    with writing(path, "XDG_CACHE_HOME, the folder of caches"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+            file.write(done.stdout)
+        os.replace(file.name, path)  # two runs at a time write the same
     return path

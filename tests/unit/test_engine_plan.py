@@ -271,6 +271,23 @@ def test_a_router_of_ones_own():
     assert router.external == ("10.1.1.1", 3000) and router.engines == (0, 1) and router.default
 
 
+def test_the_local_cluster_is_one_node_of_any_size(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "model/model.safetensors").write_bytes(b"0")
+    words = (
+        "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
+        "--actor-num-gpus-per-node 1 --rollout-num-gpus 24 --rollout-num-gpus-per-engine 12 --vllm-data-parallel-size"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse([*words.split(), "5"], "train")
+    assert "12 are no multiple of PP 1 x DP 5 = 5" in str(caught.value)
+    args = parse(["--num-gpus-per-node", "12", *words.split()[:-1]], "plan")
+    args.command = "train"
+    assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
+
+
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 FILES = [
