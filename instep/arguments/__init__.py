@@ -9,6 +9,7 @@ from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArg
 from instep.arguments.engine_flags import given_words
 from instep.arguments.engine_rules import read_topology
 from instep.arguments.parser import Problem, scan
+from instep.arguments.roles import read_roles
 from instep.arguments.table import own_flags, passed_through
 from instep.arguments.validate import derive, validate
 from instep.errors import ConfigError
@@ -34,7 +35,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     }
     args.vllm_overrides = given_words(found.given, found.flags, "vllm")
     args.router_overrides = given_words(found.given, found.flags, "vllm-router")
-    problems = found.problems + list(read_topology(args, found))
+    problems = [*found.problems, *read_roles(args, found.given), *read_topology(args, found)]
     derive(args, found.given)
     problems += validate(args, found)
     if problems:
