@@ -46,7 +46,7 @@ def _row(action: argparse.Action) -> dict[str, Any]:
     row: dict[str, Any] = {"names": names, "field": action.dest, "kind": _kind(action)}
     if row["kind"] == "boolean":
         row["negations"] = negative
-    if action.choices:
+    if action.choices and "cpu" not in action.choices:  # kinds of devices are those of this build
         row["choices"] = [str(choice) for choice in action.choices]
     if action.nargs not in (None, 0):
         row["nargs"] = str(action.nargs)
