@@ -114,14 +114,17 @@ class EngineFlag:
             return self.words(value)
         if isinstance(value, list) and (self.nargs in ("*", "+") or self.nargs.isdigit() or self.append):
             return self.words([self(_text(v)) for v in value])
-        text = json.dumps(value) if isinstance(value, dict | list) else _text(value)
-        return self.words(self(text) if self.kind != "json" or not isinstance(value, dict | list) else text)
+        return self.words(self(_text(value)))
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
+    """A value of a YAML file as one would type it. Raises: ValueError."""
+    if not isinstance(value, dict | list | bool):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"is no JSON ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ The file, as in vime's guide:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +171,7 @@ class _Reader:
 
     def mapping(self, raw: Any, known: tuple[str, ...], key: str) -> dict[str, Any]:
         if not isinstance(raw, dict):
-            self.wrong(key, f"is no mapping, but {json.dumps(raw, default=str)[:60]}", f"its keys: {', '.join(known)}")
+            self.wrong(key, f"is no mapping, but {_shown(raw)}", f"its keys: {', '.join(known)}")
             return {}
         for name in raw:
             if name not in known:
@@ -191,7 +192,8 @@ class _Reader:
         if not isinstance(updates, bool):
             self.wrong(f"{key}.update_weights", "is neither true nor false")
             updates = True
-        if updates and path not in (None, self.hf_checkpoint) and self.hf_checkpoint is not None:
+        trained = self.hf_checkpoint
+        if updates and path and trained and os.path.realpath(path) != os.path.realpath(trained):
             self.wrong(
                 f"{key}.update_weights",
                 f"the trainer's weights would replace those of {path}",
@@ -222,9 +224,8 @@ class _Reader:
         role = entry.get("worker_type", "regular")
         if role not in ROLES:
             like = nearest_name(str(role), list(ROLES))
-            self.wrong(
-                f"{key}.worker_type", f"'{role}' is none of {', '.join(ROLES)}", f"did you mean {like}?" * (like != "")
-            )
+            remedy = f"did you mean {like}?" if like else ""
+            self.wrong(f"{key}.worker_type", f"'{role}' is none of {', '.join(ROLES)}", remedy)
             role = "regular"
         num_gpus = self.count(entry, "num_gpus", None, key)
         size = self.count(entry, "num_gpus_per_engine", self.size, key)
@@ -243,7 +244,7 @@ class _Reader:
         value = entry.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        what = "is missing" if value is None else f"{json.dumps(value, default=str)} is no whole number above 0"
+        what = "is missing" if value is None else f"{_shown(value)} is no whole number above 0"
         self.wrong(f"{key}.{name}", what)
         return self.size
 
@@ -252,19 +253,21 @@ class _Reader:
             self.wrong(key, "is no mapping of vLLM's fields", "such as {max_model_len: 4096}")
             return {}
         table, out = flag_table("vllm"), {}
-        for name, value in raw.items():
-            problem, remedy = _override_problem(str(name), table)
+        for name, value in ((str(name), value) for name, value in raw.items()):
+            problem, remedy = _override_problem(name, table)
             if problem:
                 self.wrong(f"{key}.{name}", problem, remedy)
                 continue
+            flag = table.by_field[name]
             try:
-                out[str(name)] = table.by_field[str(name)].words_of(value)
+                out[name] = flag.words_of(value)
             except ValueError as error:
-                shown = json.dumps(value, default=str)
-                self.wrong(
-                    f"{key}.{name}", f"{shown} {error}", f"vLLM: {table.by_field[str(name)].label or 'true or false'}"
-                )
+                self.wrong(f"{key}.{name}", f"{_shown(value)} {error}", f"it takes {flag.label or 'true or false'}")
         return out
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
 
 
 def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
