@@ -314,7 +314,8 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     derive_backend(args)
     models = served_models(args) if args.command != "sft" else ()
     args.topology_num_gpus = sum(model.num_gpus for model in models)
-    if args.vllm_topology is not None and not args.debug_train_only and "rollout_num_gpus" not in given:
+    file_decides = args.vllm_topology is not None and (args.colocate or "rollout_num_gpus" not in given)
+    if file_decides and not args.debug_train_only:
         args.rollout_num_gpus = args.topology_num_gpus
     args.rollout_num_engines = sum(group.num_engines for model in models for group in model.groups)
     derive_losses(args, set(given))

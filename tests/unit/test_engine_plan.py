@@ -254,6 +254,7 @@ vllm:
 def test_colocated_models_begin_on_the_trainers_gpus():
     found = engines("--colocate", GUIDE)
     assert [e.slots for e in found] == [slots(0, range(4)), slots(0, range(4, 8)), slots(1, (0, 1)), slots(1, (2, 3))]
+    assert arguments("--colocate --rollout-num-gpus 3", GUIDE).rollout_num_gpus == 12
     behind = "vllm: [{name: actor, server_groups: [{worker_type: placeholder, num_gpus: 4}, {num_gpus: 4}]}]"
     assert [e.slots for e in engines("--colocate", behind)] == [slots(0, [gpu]) for gpu in range(4, 8)]
     text = refusal("--colocate --actor-num-nodes 2", GUIDE)
