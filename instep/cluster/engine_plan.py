@@ -25,7 +25,12 @@ from instep.errors import ConfigError
 
 _CONNECTOR = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
 # The router's name of a connector by which prefill engines hand the KV cache to decode engines.
-_CONNECTORS = {"NixlConnector": "nixl", "MooncakeConnector": "mooncake", "MoRIIOConnector": "moriio"}
+_CONNECTORS = {
+    "NixlConnector": "nixl",
+    "NixlPullConnector": "nixl",
+    "MooncakeConnector": "mooncake",
+    "MoRIIOConnector": "moriio",
+}
 
 
 @dataclass(frozen=True)
