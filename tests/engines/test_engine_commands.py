@@ -63,8 +63,8 @@ def answers(package: str, argvs: list[list[str]]) -> list[dict | None]:
 
 def example(flag: EngineFlag) -> list[str]:
     """A value that it takes."""
-    if flag.field == "lora_modules":
-        return ["name=path"]
+    if flag.field in (special := {"lora_modules": "name=path", "mm_processor_device": "auto"}):
+        return [special[flag.field]]
     values = {"int": "1", "float": "0.5", "size": "2k", "json": "{}", "text": "x", "json_or_text": '{"a": "b"}'}
     return [] if flag.kind in ("switch", "boolean") else [flag.choices[0] if flag.choices else values[flag.kind]]
 
