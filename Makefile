@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-full lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -18,6 +18,9 @@ help:  ## print this
 
 venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
 	@scripts/setup_venv.sh
+
+install-vllm:  ## add vLLM's CPU variant and vllm-router to .venv (about 1.5 GB)
+	@scripts/setup_vllm.sh
 
 quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
