@@ -30,6 +30,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     args.megatron_overrides = {
         name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
     }
+    args.vllm_overrides, args.router_overrides = {}, {}
     derive(args, found.given)
     problems = found.problems + validate(args, found)
     if problems:

@@ -1,6 +1,6 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, VLLM, Flag, Group, later, refused
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, VLLM, Flag, Group, Number, later, refused
 
 PREFIX = "engine flags carry a prefix"
 SGLANG = "the engine is vLLM, not SGLang"
@@ -12,7 +12,7 @@ ENGINE = Group(
             "--rollout-backend",
             default="auto",
             choices=("auto", "embedded", "vllm"),
-            help="auto: embedded on a CPU; on a GPU it must be named; vllm comes later",
+            help="auto: vLLM beside a GPU, the embedded engine on a CPU",
         ),
         Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),
         Flag("--vllm-max-model-len", COUNT, None, "most tokens of prompt + response in an engine", seeds="V"),
@@ -31,7 +31,19 @@ ENGINE = Group(
             "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
         ),
         Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", seeds="C"),
-        *later(VLLM, "V", "--vllm-config", "--vllm-router-ip", "--vllm-router-port", "--vllm-gpu-memory-utilization"),
+        Flag(
+            "--vllm-router-ip",
+            help="a vllm-router of yours, with --vllm-router-port; default: one is started",
+            seeds="V",
+        ),
+        Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", seeds="V"),
+        Flag(
+            "--rollout-external-engine-addrs",
+            help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
+            nargs="+",
+            seeds="C",
+        ),
+        *later(VLLM, "V", "--vllm-config", "--vllm-gpu-memory-utilization"),
         *later(VLLM, "V", "--vllm-enable-expert-parallel", "--vllm-data-parallel-size"),
         *later(VLLM, "V", "--router-balance-abs-threshold"),
         *later(VLLM, "R", "--router-policy", "--router-request-timeout-secs"),

@@ -13,7 +13,7 @@ from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import ALGORITHMS, VLLM
+from instep.arguments.flag import ALGORITHMS
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
@@ -60,12 +60,8 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
-    for flag, value, allowed, note in (
-        ("--advantage-estimator", args.advantage_estimator, ("grpo",), ALGORITHMS),
-        ("--rollout-backend", args.rollout_backend, ("auto", "embedded"), VLLM),
-    ):
-        if value not in allowed:
-            yield Problem(f"later: '{value}' {note}", flag, f"use {' or '.join(allowed)}")
+    if args.advantage_estimator != "grpo":
+        yield Problem(f"later: '{args.advantage_estimator}' {ALGORITHMS}", "--advantage-estimator", "use grpo")
     if args.command == "sft":
         return
     if args.loss_type == "sft_loss":
@@ -297,7 +293,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (missing_data, "prompt_data data_source_path num_rollout"),
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
-    (not_yet, "advantage_estimator rollout_backend loss_type"),
+    (not_yet, "advantage_estimator loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
     (groups, "n_samples_per_prompt advantage_estimator rollout_batch_size"),
     (

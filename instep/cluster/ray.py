@@ -25,7 +25,8 @@ from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
-from instep.errors import ConfigError
+from instep.engines.start import capabilities_of
+from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
 
 STATUS_SECONDS = 15.0
@@ -84,7 +85,7 @@ class RayCluster:
             process = self._processes[-1]
             env_there = {**env, **more}
             url, process.pid = host.ask("start_engine", args, index, str(self._log_dir), address, env_there)
-            self.engines.append(Engine(name, url, process))
+            self.engines.append(Engine(name, url, process, capabilities_of(args)))
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
         """What makes exactly these GPUs of the plan visible: Ray's ids stand for the plan's, in order."""
@@ -122,6 +123,10 @@ class RayCluster:
                     )
         finally:
             probe.unlink()
+
+    def restart_engine(self, index: int) -> None:
+        name = self.engines[index].name
+        raise EngineError(f"{name} is on a Ray cluster, where engines are not started anew yet")
 
     def close(self) -> None:
         stop_all(self._processes, grace=2.0)
