@@ -7,6 +7,7 @@ What an engine lacks is done another, stated way, or refused:
   refused.
 - `digests`: `/weight_checker` digests every weight under its Hugging Face name. vLLM's own covers neither those names
   nor packed weights; there a failed proof names no tensors.
+- `strict_requests`: a parameter that it does not know is an error. vLLM passes over it, so the client checks the names.
 - `serves_nothing_unproven`: after a failed session it answers 503 by itself. vLLM stays paused instead, by instep.
 """
 
@@ -27,6 +28,7 @@ class Capabilities:
     version: str = ""
     version_spans: bool = True
     digests: bool = False
+    strict_requests: bool = False
     serves_nothing_unproven: bool = False
 
     @property
@@ -45,7 +47,7 @@ class Capabilities:
             )
 
 
-EMBEDDED = Capabilities("embedded", digests=True, serves_nothing_unproven=True)
+EMBEDDED = Capabilities("embedded", digests=True, strict_requests=True, serves_nothing_unproven=True)
 
 
 def of_vllm(version: str) -> Capabilities:

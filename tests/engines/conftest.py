@@ -25,6 +25,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
+from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env, vllm_flags
 
 needs_vllm = pytest.mark.skipif(
@@ -132,6 +134,14 @@ class Engine:
     hf: Qwen3ForCausalLM
     process: subprocess.Popen[bytes]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(40))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return EMBEDDED if self.kind == "embedded" else of_vllm(importlib.metadata.version("vllm"))
+
+    def control(self) -> ControlledEngine:
+        """The same engine as a controller sees it."""
+        return ControlledEngine(self.kind, self.url, None, self.capabilities)
 
     def call(
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None

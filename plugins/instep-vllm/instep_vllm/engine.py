@@ -86,15 +86,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._delivered, self._complete = set(), False
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Update) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         try:
-            with set_current_vllm_config(self.vllm_config):
-                self._receive(update_info)
+            super().update_weights(update_info)
         except BaseException:
             self._session = None
             self._forget_partial_layers()
             self._reset_reload()  # what did not arrive whole keeps its old weights
             raise
+
+    def receive_weights(self, update_info: Update) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._receive(update_info)
 
     def _receive(self, update: Update) -> None:
         if update.backend == "shm":
