@@ -26,6 +26,10 @@ quickstart: venv  ## train a tiny model to a better policy in five minutes [BACK
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
 	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
 
+quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm-router, on a CPU [BACKEND= SEED=]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
+	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
+
 test: venv  ## the tests (about 9 minutes on 4 cores)
 	$(PYTEST) -m 'not gpu and not slow and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not slow and alone' $(TESTS)

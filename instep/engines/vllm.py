@@ -79,6 +79,7 @@ def vllm_flags(args: Any, version: str) -> list[str]:
     flags += ["--logprobs-mode", "processed_logprobs"]  # at the sampling temperature, as the trainer computes them
     flags += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
     flags += ["--seed", str(args.seed)]
+    flags += default("uvicorn_log_level", "--uvicorn-log-level", "warning")  # else a line per request
     if capabilities.release(version) >= (0, 32):
         flags += ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
     if args.vllm_max_model_len:
@@ -87,6 +88,8 @@ def vllm_flags(args: Any, version: str) -> list[str]:
         flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
     if args.device == "cpu":
         flags += default("enforce_eager", "--enforce-eager")
+        # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
+        flags += default("enable_chunked_prefill", "--no-enable-chunked-prefill")
         flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
         if args.rollout_num_gpus_per_engine == 1:  # one process less, and half a gigabyte
             flags += default("distributed_executor_backend", "--distributed-executor-backend", "uni")

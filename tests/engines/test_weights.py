@@ -334,7 +334,7 @@ def test_a_folder_without_a_checkpoint_is_refused(original: Engine, tmp_path: Pa
     engine, control = original, original.control()
     engine.ok("/pause")
     control.start_update("5", "n", timeout=10)
-    with pytest.raises(EngineRefusal, match="nowhere"):
+    with pytest.raises(EngineRefusal, match="no checkpoint in"):
         control.update({"backend": "disk", "path": str(tmp_path / "nowhere")}, timeout=10)
 
 
