@@ -146,6 +146,7 @@ class Fleet:
             return
         with self._lock:
             self._states[engine.url] = "ready"
+        self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
 
     def _watch_health(self, engines: Sequence[Engine]) -> None:
         failures = dict.fromkeys((e.url for e in engines), 0)
