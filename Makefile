@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full test-peers lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -10,7 +10,7 @@ OUT ?= runs/quickstart
 # One thread per process, as four tests share the cores; the folders of long tests first, so that no core waits at the end.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q --durations=15
 PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder
-TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/unit
+TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/unit
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -31,12 +31,16 @@ quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm
 	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
 
 test: venv  ## the tests (about 9 minutes on 4 cores)
-	$(PYTEST) -m 'not gpu and not slow and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m 'not gpu and not slow and alone' $(TESTS)
+	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)
+	$(PYTEST) -m 'not gpu and not peers and not slow and alone' $(TESTS)
 
 test-full: venv  ## all tests that a CPU can run
-	$(PYTEST) -m 'not gpu and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m 'not gpu and alone' $(TESTS)
+	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
+	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
+
+test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
+	@scripts/setup_peers.sh
+	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
 
 lint: venv  ## ruff (rules and format) and mypy
 	.venv/bin/ruff check .
@@ -54,4 +58,4 @@ bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
 
 clean:  ## remove caches and build outputs (not .venv, not runs/)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

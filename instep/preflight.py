@@ -14,6 +14,7 @@ from instep.arguments.table import own_flags, own_hooks
 from instep.checkpoints.files import check_whole
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state
+from instep.controller.weights import find_critic
 from instep.data.dataset import check_file
 from instep.data.source import reads_conversations
 from instep.errors import ConfigError, InstepError
@@ -51,6 +52,8 @@ def check_inputs(args: Any) -> None:
                 where="--ref-load",
                 remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
             )
+    if args.critic_load is not None:
+        check_whole(find_critic(Path(args.critic_load)))
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:

@@ -8,10 +8,12 @@ that works; one that is stopped (SIGSTOP) is known sooner, by what the kernel sa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -171,9 +173,12 @@ class SupervisedProcess:
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
-        """Ask a child that called `follow_parent` to write all its stacks into its log."""
-        if self.alive():
-            os.kill(self.pid, signal.SIGUSR1)
+        """Ask a child that called `follow_parent`, and those of its own that did, to write all stacks into its log."""
+        if not self.alive():
+            return
+        for pid in (self.pid, *_children_that_catch(self.pid, signal.SIGUSR1)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
     def stop(self, grace: float = 3.0) -> None:
         """End the child and all of its process group: SIGTERM, then SIGKILL after `grace` seconds."""
@@ -219,8 +224,12 @@ def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
         process.kill()
 
 
-def follow_parent() -> None:
-    """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1."""
+def follow_parent(partner: socket.socket | None = None) -> None:
+    """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
+
+    Args:
+        partner: gets the heartbeats of a process without which this one is of no use: it is silent when that one is.
+    """
     parent = os.getppid()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -231,7 +240,7 @@ def follow_parent() -> None:
         os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is not None:
-        threading.Thread(target=_hold_lifeline, args=(int(fd),), name="lifeline", daemon=True).start()
+        threading.Thread(target=_hold_lifeline, args=(int(fd), partner), name="lifeline", daemon=True).start()
 
 
 def _signal_name(number: int) -> str:
@@ -252,7 +261,19 @@ def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[11]) + int(fields[12])
 
 
-def _hold_lifeline(fd: int) -> None:
+def _children_that_catch(pid: int, number: int) -> list[int]:
+    """The others would die of the signal."""
+    found = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):  # see proc(5); not there except on Linux
+        for child in tasks.read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{child}/status").read_text(), re.MULTILINE)
+                if caught and int(caught[1], 16) >> (number - 1) & 1:
+                    found.append(int(child))
+    return found
+
+
+def _hold_lifeline(fd: int, partner: socket.socket | None) -> None:
     with socket.socket(fileno=fd) as line:
         line.settimeout(BEAT_SECONDS)
         try:
@@ -261,10 +282,18 @@ def _hold_lifeline(fd: int) -> None:
                     if not line.recv(1):
                         break
                 except TimeoutError:
-                    _beat(line)
+                    if partner is None or _beats(partner):
+                        _beat(line)
         except OSError:  # closed with beats unread
             pass
     os._exit(1)
+
+
+def _beats(partner: socket.socket) -> bool:
+    try:
+        return bool(partner.recv(1 << 16, socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return False
 
 
 def _beat(line: socket.socket) -> None:

@@ -9,7 +9,7 @@ from instep.controller.controller import Controller
 
 def train(args: Any) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
-    with Controller(args, title="GRPO", with_engines=not args.debug_train_only) as controller:
+    with Controller(args, title=args.advantage_estimator.upper(), with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
             controller.evaluate(controller.start_rollout_id)
@@ -43,7 +43,7 @@ def evaluates_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
 
 def saves_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
     """Every `--save-interval` rollouts, and after the last."""
-    if not (args.save or args.save_hf):
+    if not (args.save or args.save_hf or args.critic_save):
         return False
     interval = args.save_interval or num_rollout
     return (rollout_id + 1) % interval == 0 or rollout_id + 1 == num_rollout

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from instep.algorithms.advantages import executions
+from instep.algorithms.advantages.groups import executions
 
 
 def loss_weights(
@@ -37,6 +38,53 @@ def loss_weights(
         ValueError: lengths that do not fit, or an execution that is split over steps.
     """
     lengths = [int(n) for n in response_lengths]
+    counts = _counts(loss_mask, lengths, step_of_sample, execution_ids)
+
+    def scale(execution: Hashable, step: int) -> float:
+        if step < 0:
+            return 0.0
+        if per_token:
+            return 1.0 / max(counts.tokens_of_step[step], 1.0)
+        return 1.0 / (counts.executions_of_step[step] * max(counts.tokens_of_execution[execution], 1.0))
+
+    scales = [scale(e, s) for e, s in zip(counts.execution_of_sample, step_of_sample, strict=True)]
+    per_response_token = torch.tensor(scales, dtype=torch.float64).repeat_interleave(torch.tensor(lengths).long())
+    return (per_response_token.to(loss_mask.device) * loss_mask).to(loss_mask.dtype)
+
+
+def loss_scales(
+    loss_mask: Tensor,
+    response_lengths: Sequence[int] | Tensor,
+    step_of_sample: Sequence[int],
+    execution_ids: Sequence[Hashable | None] | None = None,
+    *,
+    per_token: bool = False,
+) -> Tensor:
+    """The part of `loss_weights` that all samples of a step share, for losses that users reduce themselves.
+
+    1 / G; with `per_token` 1 / (all tokens with mask 1 of the step). 0 for a sample of no step. Arguments as there.
+
+    Returns:
+        `[num_samples]`, float32.
+    """
+    counts = _counts(loss_mask, [int(n) for n in response_lengths], step_of_sample, execution_ids)
+    by_step = counts.tokens_of_step if per_token else counts.executions_of_step
+    return torch.tensor([0.0 if s < 0 else 1.0 / max(by_step[s], 1.0) for s in step_of_sample])
+
+
+class _Counts(NamedTuple):
+    execution_of_sample: list[Hashable]
+    tokens_of_execution: dict[Hashable, float]
+    tokens_of_step: dict[int, float]
+    executions_of_step: dict[int, int]
+
+
+def _counts(
+    loss_mask: Tensor,
+    lengths: list[int],
+    step_of_sample: Sequence[int],
+    execution_ids: Sequence[Hashable | None] | None,
+) -> _Counts:
     if len(step_of_sample) != len(lengths) or sum(lengths) != loss_mask.numel():
         raise ValueError(
             f"{loss_mask.numel()} mask entries, {len(step_of_sample)} steps and {len(lengths)} response lengths "
@@ -55,14 +103,4 @@ def loss_weights(
     num_executions: dict[int, int] = {}
     for step in step_of_execution.values():
         num_executions[step] = num_executions.get(step, 0) + 1
-
-    def scale(execution: Hashable, step: int) -> float:
-        if step < 0:
-            return 0.0
-        if per_token:
-            return 1.0 / max(tokens_of_step[step], 1.0)
-        return 1.0 / (num_executions[step] * max(tokens_of_execution[execution], 1.0))
-
-    scales = torch.tensor([scale(e, s) for e, s in zip(ids, step_of_sample, strict=True)], dtype=torch.float64)
-    per_response_token = scales.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(loss_mask.device)
-    return (per_response_token * loss_mask).to(loss_mask.dtype)
+    return _Counts(ids, tokens_of_execution, tokens_of_step, num_executions)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArgs
 from instep.arguments.parser import Problem, scan
+from instep.arguments.roles import read_roles
 from instep.arguments.table import own_flags, passed_through
 from instep.arguments.validate import derive, validate
 from instep.errors import ConfigError
@@ -31,8 +32,9 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
         name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
     }
     args.vllm_overrides, args.router_overrides = {}, {}
+    problems = [*found.problems, *read_roles(args, found.given)]
     derive(args, found.given)
-    problems = found.problems + validate(args, found)
+    problems += validate(args, found)
     if problems:
         raise _error(problems, command)
     return args

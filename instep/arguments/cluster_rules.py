@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
-from instep.cluster.placement import make_plan
+from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.errors import ConfigError
 
 
@@ -37,9 +37,10 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
         names = ", ".join(sorted(args.megatron_overrides))
         yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
     cores = os.cpu_count() or 1
-    if args.device == "cpu" and args.cluster == "local" and args.world_size > cores:
+    ranks = args.world_size + num_critic_gpus(args)
+    if args.device == "cpu" and args.cluster == "local" and ranks > cores:
         yield Problem(
-            f"{args.world_size} trainer ranks on {cores} CPU cores",
+            f"{ranks} trainer ranks on {cores} CPU cores",
             "--actor-num-gpus-per-node",
             f"use at most {cores}; 1 is usual on a CPU",
         )

@@ -20,7 +20,7 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 
 
 def saving(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.save_interval is not None and args.save is None and args.save_hf is None:
+    if args.save_interval is not None and not (args.save or args.save_hf or args.critic_save):
         yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
     if args.no_save_optim and args.save is None:
         yield Problem("has no effect without --save", "--no-save-optim", "give both")
@@ -37,7 +37,7 @@ def saving(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("says what to take from --load", "--finetune", "give --load")
     if args.ckpt_step is not None and args.load is None:
         yield Problem("says which step of --load", "--ckpt-step", "give --load")
-    for name in ("save", "save_hf", "run_dir"):
+    for name in ("save", "save_hf", "critic_save", "run_dir"):
         path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
         existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK):

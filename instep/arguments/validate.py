@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from instep.arguments import algorithm_rules
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
+from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import ALGORITHMS
+from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
@@ -60,14 +62,10 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
-    if args.advantage_estimator != "grpo":
-        yield Problem(f"later: '{args.advantage_estimator}' {ALGORITHMS}", "--advantage-estimator", "use grpo")
     if args.command == "sft":
         return
     if args.loss_type == "sft_loss":
         yield Problem("is what `instep sft` sets", "--loss-type sft_loss", "run `instep sft` with the same flags")
-    if args.loss_type == "custom_loss":
-        yield Problem(f"later: {ALGORITHMS}", "--loss-type custom_loss", "use policy_loss")
 
 
 def sft(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -86,22 +84,18 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
     for name in (
         "use_kl_loss",
         "use_tis",
+        "use_rs",
+        "use_opsm",
         "partial_rollout",
         "use_rollout_logprobs",
         "group_rm",
         "normalize_advantages",
+        "kl_coef",
+        "overlong_buffer_len",
+        "custom_advantage_function_path",
     ):
         if getattr(args, name):
             yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
-
-
-def groups(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "train" and args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
-        yield Problem(
-            "a group of one has no advantage under grpo: every sample equals its group's mean",
-            "--n-samples-per-prompt 1",
-            "use at least 2 (the default is 8)",
-        )
 
 
 def batches(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -161,58 +155,9 @@ def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def kl(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        yield Problem("the KL counts twice", "--kl-coef and --kl-loss-coef", "let one of them be 0")
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        yield Problem("has no effect without --use-kl-loss", "--kl-loss-coef", "give both")
-    if args.ref_update_interval is not None and not args.use_kl_loss and args.kl_coef == 0:
-        yield Problem(
-            "there is no reference without a KL", "--ref-update-interval", "leave it out, or add --use-kl-loss"
-        )
-    if args.kl_coef != 0 and args.custom_reward_post_process_path:
-        yield Problem(
-            "the hook's rewards would replace those with the KL",
-            "--kl-coef and --custom-reward-post-process-path",
-            "use --use-kl-loss, or take the KL off in the hook",
-        )
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        yield Problem("has no effect without --use-kl-loss", "--use-unbiased-kl", "give both")
-
-
-def importance(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.use_tis and args.use_rollout_logprobs:
-        yield Problem(
-            "with the engine's log-probs as old policy there is nothing to correct",
-            "--use-tis and --use-rollout-logprobs",
-            "give one of the two",
-        )
-    truncated = args.rollout_top_p < 1 or args.rollout_top_k > 0
-    if truncated and (args.use_tis or args.use_rollout_logprobs):
-        yield Problem(
-            "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio "
-            "would be biased",
-            "--rollout-top-p or --rollout-top-k with --use-tis or --use-rollout-logprobs",
-            "sample from the full distribution, or leave the correction out",
-        )
-    if args.tis_clip_low > args.tis_clip:
-        yield Problem(f"{args.tis_clip_low} is above --tis-clip {args.tis_clip}", "--tis-clip-low", "exchange them")
-    for name in ("tis_clip", "tis_clip_low"):
-        if name in given and not args.use_tis:
-            yield Problem("has no effect without --use-tis", "--" + name.replace("_", "-"), "give both")
+def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
-
-
-def clip(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.eps_clip >= 1:
-        yield Problem(f"{args.eps_clip} would never clip below", "--eps-clip", "use a value below 1, such as 0.2")
-    if not args.rewards_normalization and not args.grpo_std_normalization:
-        yield Problem(
-            "without the normalization over groups there is no std to leave out",
-            "--disable-grpo-std-normalization and --disable-rewards-normalization",
-            "give one of the two",
-        )
 
 
 def lengths(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -295,19 +240,18 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (length, "num_rollout num_epoch"),
     (not_yet, "advantage_estimator loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
-    (groups, "n_samples_per_prompt advantage_estimator rollout_batch_size"),
+    *((rule, f"advantage_estimator {rule.reads}") for rule in algorithm_rules.RULES),
     (
         batches,
         "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size "
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size",
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
-    (kl, "kl_coef kl_loss_coef ref_update_interval"),
-    (importance, "tis_clip tis_clip_low rollout_top_p rollout_top_k"),
-    (clip, "eps_clip"),
+    (losses, READS),
+    (partial_rollouts, ""),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
-    (saving, "save save_interval save_hf run_dir load ckpt_step"),
+    (saving, "save save_interval save_hf critic_save run_dir load ckpt_step"),
     (paths, ""),
     (
         parallel,
@@ -316,6 +260,12 @@ RULES: tuple[tuple[Rule, str], ...] = (
     ),
     (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
     *PLAN_RULES,
+    (
+        critic,
+        "advantage_estimator num_critic_only_steps num_rollout critic_num_nodes critic_num_gpus_per_node "
+        "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size global_batch_size "
+        "micro_batch_size critic_lr critic_lr_warmup_iters lr min_lr lr_decay_iters megatron_config_path",
+    ),
     (precision, "precision"),
     (learning_rate, "lr min_lr lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_warmup_init lr_wsd_decay_iters"),
     (evaluation, "eval_config eval_prompt_data eval_interval num_rollout"),
@@ -351,7 +301,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    derive_losses(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from instep.arguments.roles import args_of_role
 from instep.cluster.local import WorkerGroup, worker_env
-from instep.cluster.placement import make_plan
+from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.launch import Engine
 from instep.engines.start import external_engines, start_engine
 from instep.errors import ConfigError
@@ -20,14 +21,15 @@ class Cluster(Protocol):
     """The workers and engines of a run.
 
     Attributes:
-        workers: the ranks of the actor; after `start`.
+        workers, critic: the ranks of the actor and of PPO's critic; after `start`. No rank where there is no such role.
         engines: not ready yet when `start` returns.
-        setup_requests: of each rank, the arguments of `Worker.setup`; none without a trainer.
+        setup_requests: by role, of each rank the arguments of `Worker.setup`.
     """
 
     workers: WorkerGroup
+    critic: WorkerGroup
     engines: list[Engine]
-    setup_requests: list[tuple[Any, ...]]
+    setup_requests: dict[str, list[tuple[Any, ...]]]
 
     def start(self) -> None:
         """Start all processes."""
@@ -60,19 +62,26 @@ class LocalCluster:
 
     def __init__(self, args: Any, *, log_dir: Path, scratch: Path, with_engines: bool):
         self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
-        self.workers, self.engines = WorkerGroup("actor", 0, log_dir, {}), list[Engine]()
-        ranks = range(0 if args.debug_rollout_only else args.world_size)
-        self._threads_per_rank = max(1, args.num_threads // max(1, len(ranks)))
-        rendezvous = str(scratch / "rendezvous")
-        self.setup_requests: list[tuple[Any, ...]] = [
-            (args, rank, len(ranks), rendezvous, self._threads_per_rank) for rank in ranks
-        ]
+        self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
+        self.engines: list[Engine] = []
+        sizes = {} if args.debug_rollout_only else {"actor": args.world_size, "critic": num_critic_gpus(args)}
+        self._threads_per_rank = max(1, args.num_threads // max(1, sum(sizes.values())))
+        self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
+        first_gpu = 0
+        for role, size in sizes.items():
+            rendezvous, role_args = str(scratch / f"rendezvous-{role}"), args_of_role(args, role)
+            self.setup_requests[role] = [
+                (role_args, rank, size, rendezvous, self._threads_per_rank, role, first_gpu + rank)
+                for rank in range(size)
+            ]
+            first_gpu += size
 
     def start(self) -> None:
         args, logs = self._args, self._log_dir
         env = {**worker_env(args, self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
-        num_ranks = len(self.setup_requests)
-        self.workers = WorkerGroup("actor", num_ranks, logs, env, heartbeat=args.heartbeat_timeout)
+        num_ranks = {role: len(requests) for role, requests in self.setup_requests.items()}
+        self.workers = WorkerGroup("actor", num_ranks.get("actor", 0), logs, env, args.heartbeat_timeout)
+        self.critic = WorkerGroup("critic", num_ranks.get("critic", 0), logs, env, args.heartbeat_timeout)
         if self._with_engines:
             self.engines = external_engines(args)
             for index in range(0 if self.engines else args.rollout_num_engines):
@@ -104,7 +113,7 @@ class LocalCluster:
 
     def close(self) -> None:
         engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
-        stop_all([*self.workers.processes, *engines], grace=2.0)
+        stop_all([*self.workers.processes, *self.critic.processes, *engines], grace=2.0)
 
 
 def num_gpus() -> int:

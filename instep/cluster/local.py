@@ -39,7 +39,7 @@ def worker_env(args: Any, num_threads: int) -> dict[str, str]:
 
 
 class WorkerGroup:
-    """The workers of one role (the actor); every method call goes to all ranks and has a deadline."""
+    """The workers of one role (actor or critic); every method call goes to all ranks and has a deadline."""
 
     waits_for = ""  # the call that runs, and the ranks that have not answered it
 
@@ -90,11 +90,29 @@ class WorkerGroup:
             WorkerError: a rank died, was stopped, raised or did not answer in time. A named error of a rank is raised
                 as it is, and so is what `watch` raises.
         """
-        deadline, next_look = time.monotonic() + timeout, 0.0
+        return self.start(method, *args, timeout=timeout, per_rank=per_rank, on_event=on_event)()
+
+    def start(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        on_event: Callable[[Any], None] | None = None,
+    ) -> Callable[[], list[Any]]:
+        """`call` in two halves: the ranks begin at once, and what is returned waits for them, until the same deadline.
+
+        The next call may begin when this one has been waited for.
+        """
+        deadline = time.monotonic() + timeout
         for rank, connection in enumerate(self._connections):
             request = pickle.dumps((method, per_rank[rank] if per_rank is not None else args), protocol=5)
             # Beside the loop below, because a rank that is stopped takes nothing.
             threading.Thread(target=_send, args=(connection, request), name=f"send {method}", daemon=True).start()
+        return lambda: self._wait(method, deadline, timeout, on_event)
+
+    def _wait(self, method: str, deadline: float, timeout: float, on_event: Callable[[Any], None] | None) -> list[Any]:
+        next_look = 0.0
         results: list[Any] = [None] * self.num_ranks
         waiting = dict(enumerate(self._connections))
         while waiting:

@@ -15,13 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from instep.arguments.args import SECRETS, Args
+from instep.arguments.roles import args_of_role
 from instep.cluster.local import WorkerGroup, worker_env
-from instep.cluster.placement import Plan, make_plan
+from instep.cluster.placement import Plan, Slot, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
@@ -39,6 +40,7 @@ class RayCluster:
     """All processes on the nodes of a Ray cluster, which is joined or started here. See `launch.Cluster`."""
 
     workers: WorkerGroup
+    critic: WorkerGroup
 
     def __init__(self, args: Any, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
         self._args = Args(**{k: v for k, v in vars(args).items() if k not in SECRETS})
@@ -49,7 +51,7 @@ class RayCluster:
         self._hosts: list[HostHandle] = []
         self._processes: list[RemoteProcess] = []
         self.engines: list[Engine] = []
-        self.setup_requests: list[tuple[Any, ...]] = []
+        self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
 
     def start(self) -> None:
         args, plan = self._args, self._plan
@@ -59,23 +61,8 @@ class RayCluster:
         )
         self._check_hosts()
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
-        rendezvous, fd = self._hosts[plan.actor[0].node].ask("open_rendezvous") if plan.actor else ("", -1)
-        workers, relays = [], []
-        for rank, slot in enumerate(plan.actor):
-            host = self._hosts[slot.node]
-            ranks_there = sum(other.node == slot.node for other in plan.actor)
-            threads = max(1, (args.num_threads or host.info.num_cpus) // ranks_there)
-            more = {**worker_env(args, threads), **self._devices([slot.gpu], slot.node)}
-            relay = host.add(f"actor rank {rank}", self._log_dir / f"actor-rank{rank}.log", self._processes)
-            fds = [fd] if rank == 0 else []
-            process = self._processes[-1]
-            request = ("actor", rank, str(self._log_dir), {**env, **more}, args.heartbeat_timeout, fds)
-            process.pid = host.ask("start_worker", *request)
-            workers.append(process)
-            relays.append(relay)
-            url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
-            self.setup_requests.append((args, rank, len(plan.actor), url, threads))
-        self.workers = RayWorkerGroup("actor", workers, relays)
+        self.workers = self._start_ranks("actor", plan.actor, env)
+        self.critic = self._start_ranks("critic", plan.critic, env)
         for index, slots in enumerate(plan.engines if self._with_engines else ()):
             host = self._hosts[slots[0].node]
             name = f"engine {index}"
@@ -86,6 +73,27 @@ class RayCluster:
             env_there = {**env, **more}
             url, process.pid = host.ask("start_engine", args, index, str(self._log_dir), address, env_there)
             self.engines.append(Engine(name, url, process, capabilities_of(args)))
+
+    def _start_ranks(self, role: str, slots: Sequence[Slot], env: Mapping[str, str]) -> RayWorkerGroup:
+        args, trainer = self._args, (*self._plan.actor, *self._plan.critic)
+        workers, relays, requests = [], [], []
+        rendezvous, fd = self._hosts[slots[0].node].ask("open_rendezvous") if slots else ("", -1)
+        for rank, slot in enumerate(slots):
+            host = self._hosts[slot.node]
+            ranks_there = sum(other.node == slot.node for other in trainer)
+            threads = max(1, (args.num_threads or host.info.num_cpus) // ranks_there)
+            more = {**worker_env(args, threads), **self._devices([slot.gpu], slot.node)}
+            relay = host.add(f"{role} rank {rank}", self._log_dir / f"{role}-rank{rank}.log", self._processes)
+            fds = [fd] if rank == 0 else []
+            process = self._processes[-1]
+            request = (role, rank, str(self._log_dir), {**env, **more}, args.heartbeat_timeout, fds)
+            process.pid = host.ask("start_worker", *request)
+            workers.append(process)
+            relays.append(relay)
+            url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
+            requests.append((args_of_role(args, role), rank, len(slots), url, threads, role))
+        self.setup_requests[role] = requests
+        return RayWorkerGroup(role, workers, relays)
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
         """What makes exactly these GPUs of the plan visible: Ray's ids stand for the plan's, in order."""

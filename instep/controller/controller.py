@@ -24,7 +24,13 @@ from instep.controller import debug
 from instep.controller.device import resolve_device
 from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.metrics import evaluation_metrics, evaluation_summary, training_metrics, wandb_settings
+from instep.controller.metrics import (
+    evaluation_metrics,
+    evaluation_summary,
+    speed_metrics,
+    training_metrics,
+    wandb_settings,
+)
 from instep.controller.run_state import (
     changed_arguments,
     find_checkpoint,
@@ -35,10 +41,11 @@ from instep.controller.run_state import (
 )
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import SyncResult, WeightSync
+from instep.controller.trainer import start_trainer
 from instep.controller.training import TrainingRound
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.controller.weights import load_policy, load_reference
+from instep.controller.weights import load_reference, save_critic, save_roles
 from instep.engines.launch import Engine
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
@@ -50,7 +57,6 @@ from instep.processes import Process, lock_folders, num_usable_cpus
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output, flatten
 from instep.rollout.tokens import token_texts
-from instep.training import lr_schedule
 from instep.types import Group
 
 
@@ -61,7 +67,7 @@ class Controller:
         self.started = time.monotonic()
         self.args, self._with_engines = args, with_engines
         self.run_dir = Path(args.run_dir)
-        self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save})
+        self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         resolve_device(args, with_engines=with_engines)
         if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
             args.num_threads = args.num_threads or num_usable_cpus()
@@ -78,7 +84,7 @@ class Controller:
         self._trial = HookTrial(args, self.hook_args, source)
         self._train_metrics: dict[str, float] = {}
         self._eval_function = load_function(args.eval_function_path)
-        self.num_steps = self.rollout_id = 0
+        self.num_steps = self.num_critic_steps = self.rollout_id = 0
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self.max_probe_diff = 0.0
@@ -147,7 +153,10 @@ class Controller:
         engines = [e.process for e in self._engines if e.process is not None]
         if self._fleet is not None and self._fleet.router is not None and self._fleet.router.process is not None:
             engines.append(self._fleet.router.process)
-        return [*engines, *(self._workers.processes if self._workers is not None else [])]
+        return [*engines, *(p for group in self._trainer_groups() for p in group.processes)]
+
+    def _trainer_groups(self) -> list[WorkerGroup]:
+        return [self._cluster.workers, self._cluster.critic] if self._cluster is not None else []
 
     def _start(self) -> None:
         args = self.args
@@ -167,7 +176,8 @@ class Controller:
         )
         self._cluster.start()
         self._workers, self._engines = self._cluster.workers, self._cluster.engines
-        self._workers.watch = self._check_processes
+        for group in self._trainer_groups():
+            group.watch = self._check_processes
         for engine in self._engines:
             engine.watch = self._check_processes
         self._fleet = Fleet(
@@ -177,8 +187,8 @@ class Controller:
             log_dir=self.run_dir / "logs",
             status=self.log.progress.line,
         )
-        if self._cluster.setup_requests:
-            self._start_trainer(self._workers, self._cluster.setup_requests)
+        if self._workers.num_ranks:
+            self._start_trainer(self._cluster)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
@@ -203,17 +213,16 @@ class Controller:
         if self._engines:
             self._trial.with_engine()
 
-    def _start_trainer(self, workers: WorkerGroup, requests: list[tuple[Any, ...]]) -> None:
+    def _start_trainer(self, cluster: Cluster) -> None:
         args, checkpoint = self.args, self._checkpoint[0] if self._checkpoint is not None else None
-        layout = workers.call("setup", timeout=args.worker_start_timeout, per_rank=requests)
-        load_policy(args, workers, checkpoint)
+        roles = start_trainer(args, cluster, checkpoint, self.num_rollout, self.log.progress.line)
         if checkpoint is not None:
             self.log.status(f"continuing from {checkpoint} at rollout {self.start_rollout_id}")
-        total = self.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt if self.num_rollout else 0
-        schedule = lr_schedule.from_args(args, max(1, total // args.global_batch_size) if total else 1)
-        self._round = TrainingRound(args, self.hook_args, workers, layout, schedule)
+        self._round = TrainingRound(args, self.hook_args, *roles)
         if self._round.uses_reference:
-            load_reference(args, workers, checkpoint if self._resumed_state is not None else None, self._reference)
+            load_reference(
+                args, cluster.workers, checkpoint if self._resumed_state is not None else None, self._reference
+            )
 
     def _start_rollout_id(self, checkpoint: tuple[Path, int] | None) -> int:
         if self.args.start_rollout_id is not None:
@@ -290,17 +299,24 @@ class Controller:
         log_probs: dict[int, list[float]] = {}
         try:
             with self.log.phase("train"):
-                trained = self._round.run(groups, self.num_steps, keep)
+                trained = self._round.run(
+                    groups,
+                    self.num_steps,
+                    keep,
+                    num_critic_steps_before=self.num_critic_steps,
+                    critic_only=rollout_id < args.num_critic_only_steps,
+                )
             log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()}
         finally:  # also when the training failed: then they are looked at
             self._log_samples(rollout_id, groups, "train", log_probs)
         if args.save_debug_train_data:
             debug.save_train_data(args.save_debug_train_data, rollout_id, trained)
         self.num_steps += len(trained.steps)
+        self.num_critic_steps += trained.num_critic_steps
         interval = args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
             self._require_workers().call("refresh_reference", self._reference, timeout=args.train_timeout)
-        self._train_metrics = training_metrics(trained.steps)
+        self._train_metrics = {**trained.metrics, **training_metrics(trained.steps)}
         self._num_tokens = sum(len(s.tokens) for s in samples)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -329,12 +345,14 @@ class Controller:
 
     def save(self, rollout_id: int) -> None:
         """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
-        args, workers = self.args, self._require_workers()
+        args, groups = self.args, self._trainer_groups()
         with self.log.phase("save"):
+            saved = None
             if args.save:
                 state = {
                     "rollout_id": rollout_id,
                     "num_steps": self.num_steps,
+                    "num_critic_steps": self.num_critic_steps,
                     "version": self._sync.version if self._sync is not None else 0,
                     "ledger": self.ledger.state_dict(),
                     "data_source": source_state(self.data_source.source, rollout_id),
@@ -344,11 +362,13 @@ class Controller:
                 }
 
                 def write(folder: Path) -> None:
-                    workers.call("save", folder, timeout=args.train_timeout)
+                    save_roles(groups, folder, args.train_timeout)
                     if self._reference.is_dir():
                         shutil.copytree(self._reference, folder / "reference")
 
-                save_checkpoint(Path(args.save), rollout_id, write, state)
+                saved = save_checkpoint(Path(args.save), rollout_id, write, state)
+            if args.critic_save:
+                save_critic(groups, Path(args.critic_save), rollout_id, saved, args.train_timeout)
             if args.save_hf:
                 self.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
         self.log.log(rollout_id, {"perf/save_seconds": self.log.take_phase_seconds()["save"]})
@@ -359,21 +379,14 @@ class Controller:
     def finish_step(self, rollout_id: int) -> None:
         """Close the line of metrics of one round."""
         seconds = self.log.take_phase_seconds()
+        generated = None if self.args.load_debug_rollout_data else self._num_response_tokens
         metrics = {**self._rollout_metrics, **self._train_metrics}
-        metrics |= {f"perf/{name}_seconds": s for name, s in seconds.items()}
-        metrics["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
-        if seconds.get("rollout") and not self.args.load_debug_rollout_data:
-            metrics["perf/rollout_tokens_per_second"] = self._num_response_tokens / seconds["rollout"]
-        if seconds.get("train"):
-            metrics["perf/train_tokens_per_second"] = self._num_tokens / seconds["train"]
+        metrics |= speed_metrics(seconds, generated, self._num_tokens if "train" in seconds else 0)
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         for memory in self._require_workers().call("memory", timeout=self.args.train_timeout)[:1]:
             metrics |= memory
         if self.last_sync is not None:
-            metrics["sync/version"] = self.last_sync.version
-            metrics["sync/probe_max_abs_diff"] = self.last_sync.probe_max_abs_diff
-            metrics["sync/probe_tolerance"] = self.last_sync.tolerance
-            metrics["sync/bytes"] = self.last_sync.num_bytes
+            metrics |= self.last_sync.metrics()
         self.log.log(rollout_id, metrics)
 
     def finish(self) -> dict[str, Any]:
@@ -396,7 +409,8 @@ class Controller:
     def _check_processes(self) -> None:
         """Raise if a worker, the router or the last engine has died, or has been stopped."""
         self._require_fleet().check()
-        self._require_workers().check_alive()
+        for group in self._trainer_groups():
+            group.check_alive()
 
     def _check_rollout(self) -> None:
         """The same, while the workers have nothing to do: an engine that has been started anew gets its weights."""
@@ -412,7 +426,7 @@ class Controller:
         """What SIGUSR1 does: stacks and queues of all processes into a file."""
         phase, seconds = self.log.where()
         step = f"{phase}, for {seconds:.1f} s; rollout {self.rollout_id}, {self.num_steps} optimizer steps done"
-        queues = partial(describe_queues, step, self.ledger, self._workers)
+        queues = partial(describe_queues, step, self.ledger, self._trainer_groups())
         path = write_dump(self.run_dir / "logs", queues, self._processes(), self._engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
 
@@ -427,7 +441,7 @@ class Controller:
     def _restore(self, state: dict[str, Any]) -> None:
         for line in self._changed:
             self.log.progress.line(f"changed since the checkpoint: {line}")
-        self.num_steps = int(state["num_steps"])
+        self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
         self.ledger.load_state_dict(state["ledger"])
         self.evaluations = state["evaluations"]
         restore_source(self.data_source.source, state["data_source"], int(state["rollout_id"]))

@@ -7,7 +7,8 @@ import sys
 from statistics import fmean
 from typing import Any
 
-from instep.types import RolloutFnEvalOutput
+from instep.algorithms.losses.value import explained_variance
+from instep.types import RolloutFnEvalOutput, TokenBatch
 
 # Of the steps of one rollout: those that are no means. The gap to the engine is that of the first step, before the
 # policy has moved away from the one that sampled.
@@ -15,13 +16,44 @@ _FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_co
 
 
 def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """`train/*` of one rollout from the metrics of its optimizer steps."""
+    """`train/*` of one rollout from the metrics of its optimizer steps; none if there were none."""
+    if not steps:
+        return {}
     names = dict.fromkeys(name for step in steps for name in step)
     out = {name: fmean(step[name] for step in steps if name in step) for name in names}
     out |= {name: steps[0][name] for name in _FIRST if name in steps[0]}
     out["lr"] = steps[-1]["lr"]
     out["skipped_steps"] = sum(step["skipped_steps"] for step in steps)
     return {f"train/{name}": value for name, value in out.items()}
+
+
+def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str, float]:
+    """`critic/*` of one rollout: of its optimizer steps, and of the values that its advantages were made from."""
+    out = {
+        "value_loss": fmean(step["loss"] for step in steps),
+        "value_clipfrac": fmean(step["value_clipfrac"] for step in steps),
+        "grad_norm": fmean(step["grad_norm"] for step in steps),
+        "lr": steps[-1]["lr"],
+        "skipped_steps": sum(step["skipped_steps"] for step in steps),
+    }
+    trained = batch.token_columns["loss_weights"] > 0
+    values, returns = (batch.token_columns[name][trained] for name in ("values", "returns"))
+    if values.numel():
+        out |= {"values_mean": float(values.double().mean()), "returns_mean": float(returns.double().mean())}
+    if (explained := explained_variance(values, returns)) is not None:
+        out["explained_variance"] = explained
+    return {f"critic/{name}": value for name, value in out.items()}
+
+
+def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
+    """`perf/*` of one rollout from the seconds of its phases; no tokens were generated where they are None."""
+    out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
+    out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
+    if seconds.get("rollout") and num_response_tokens is not None:
+        out["perf/rollout_tokens_per_second"] = num_response_tokens / seconds["rollout"]
+    if seconds.get("train"):
+        out["perf/train_tokens_per_second"] = num_tokens / seconds["train"]
+    return out
 
 
 def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:

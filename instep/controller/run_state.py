@@ -2,6 +2,7 @@
 
     SAVE/latest_checkpointed_iteration.txt      the newest complete one, as Megatron writes it
     SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
+    SAVE/iter_0000010/critic/                   the same of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
 
 A save goes to a hidden folder first and is renamed when it is whole, so that a crash or a full disk never harms the
@@ -64,12 +65,12 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
     return folder, iteration
 
 
-def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], state: dict[str, Any] | None) -> Path:
     """Write one checkpoint atomically.
 
     Args:
         write: puts the trainer's files into the folder it is given.
-        state: the controller's part, as JSON.
+        state: the controller's part, as JSON; None in a folder that no run goes on from (--critic-save).
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left, the last good one is untouched.
@@ -81,7 +82,8 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        write_json(partial / "run_state.json", state)
+        if state is not None:
+            write_json(partial / "run_state.json", state)
         write_manifest(partial)
         replaced = root / f".{final.name}.old"
         shutil.rmtree(replaced, ignore_errors=True)
@@ -151,7 +153,8 @@ _FIXED = (
 ).split()
 # Where a run reads and writes, and what follows from other arguments, is not the run.
 _PLACES = frozenset(
-    "load save save_hf run_dir ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines "
+    "load save save_hf critic_load critic_save megatron_config_path run_dir "
+    "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines "
     "notes".split()
 )
 

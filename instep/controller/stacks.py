@@ -101,7 +101,7 @@ def write_dump(
     return path
 
 
-def describe_queues(step: str, ledger: Ledger, workers: WorkerGroup | None) -> dict[str, Any]:
+def describe_queues(step: str, ledger: Ledger, groups: Sequence[WorkerGroup]) -> dict[str, Any]:
     """What waits where: the ledger's counts, requests of the rollout, the call that the workers are busy with."""
     counts = {k: v for k, v in ledger.state_dict().items() if k.startswith("num") or k == "dropped"}
     return {
@@ -109,7 +109,7 @@ def describe_queues(step: str, ledger: Ledger, workers: WorkerGroup | None) -> d
         "ledger": counts | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
         "groups, done of total": runtime.last_progress or "no rollout yet",
         "requests in flight": {u: n for u, n in runtime.requests_in_flight.items() if n} or "none",
-        "call to the workers": (workers.waits_for if workers is not None else "") or "none",
+        "call to the workers": "; ".join(f"{g.role}: {g.waits_for}" for g in groups if g.waits_for) or "none",
     }
 
 

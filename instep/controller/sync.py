@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from instep.cluster.local import WorkerGroup
-from instep.controller.training import check_weights
+from instep.controller.role import check_weights
 from instep.engines.launch import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.types import TokenBatch
@@ -52,6 +52,15 @@ class SyncResult:
     probe_max_abs_diff: float
     first_diff: float
     tolerance: float
+
+    def metrics(self) -> dict[str, float]:
+        """`sync/*` of the rollout before it."""
+        return {
+            "sync/version": self.version,
+            "sync/probe_max_abs_diff": self.probe_max_abs_diff,
+            "sync/probe_tolerance": self.tolerance,
+            "sync/bytes": self.num_bytes,
+        }
 
 
 class WeightSync:

@@ -6,12 +6,14 @@ import json
 import shutil
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from instep.cluster.placement import num_critic_gpus
 from instep.controller.ledger import Ledger
 from instep.controller.run_state import TRACKER
 from instep.doctor.check import Check
@@ -147,6 +149,8 @@ def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
         yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
     for folder in folders:
         missing = missing_parts(folder, int(args.get("world_size") or 1))
+        if args.get("advantage_estimator") == "ppo":
+            missing += [f"critic: {m}" for m in _missing_files(folder / "critic", num_critic_gpus(Namespace(**args)))]
         text = "complete" if not missing else f"without {', '.join(missing)}"
         yield Check(folder.name, "fail" if missing else "ok", text, "remove it; --ckpt-step names another one")
     tracker = root / TRACKER
@@ -166,6 +170,11 @@ def missing_parts(folder: Path, num_ranks: int) -> list[str]:
         json.loads((folder / "run_state.json").read_text())
     except (OSError, ValueError):
         missing.append("a readable run_state.json")
+    return missing + _missing_files(folder, num_ranks)
+
+
+def _missing_files(folder: Path, num_ranks: int) -> list[str]:
+    missing = []
     shards = list(folder.glob("*.distcp"))
     if not (folder / ".metadata").exists() or not shards:
         missing.append("the trainer's files (.metadata, *.distcp)")

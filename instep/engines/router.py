@@ -141,4 +141,6 @@ def start_router(args: Any, log_dir: Path, name: str = "router") -> Router:
         if field not in args.router_overrides:
             command += ["--" + field.replace("_", "-"), *words]
     command += [word for words in args.router_overrides.values() for word in words]
-    return Router(f"http://127.0.0.1:{port}", SupervisedProcess(name, command, log_dir / f"{name}.log", {"RUST_LOG": "warn"}))
+    return Router(
+        f"http://127.0.0.1:{port}", SupervisedProcess(name, command, log_dir / f"{name}.log", {"RUST_LOG": "warn"})
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from instep.errors import ConfigError
@@ -38,6 +38,11 @@ class ModelShape:
     qk_norm: bool
     qkv_bias: bool
     rope: dict[str, Any]  # Hugging Face's rope_parameters; has rope_type and rope_theta
+    value_head: bool = False  # a critic: the output layer has one row, on every tensor-parallel rank
+
+    def as_critic(self) -> ModelShape:
+        """The same transformer with a value head."""
+        return replace(self, tied=False, value_head=True)
 
 
 def model_shape(hf_config: Any) -> ModelShape:

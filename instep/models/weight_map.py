@@ -15,6 +15,8 @@ from torch import Tensor
 
 from instep.models.shape import ModelShape
 
+HEAD = "output_layer.weight"  # Megatron's name of the output layer
+
 
 class Kind(StrEnum):
     """How an entry lies over tensor-parallel ranks."""
@@ -82,8 +84,10 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
             names = tuple(f"model.layers.{i}.{n}" for n in tensors)
             entries.append(WeightEntry(f"decoder.layers.{i}.{name}", names, tuple(tensors.values()), kind, i))
     entries.append(WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED))
-    if not shape.tied:
-        entries.append(WeightEntry("output_layer.weight", ("lm_head.weight",), (vocab,), Kind.VOCAB))
+    if shape.value_head:
+        entries.append(WeightEntry(HEAD, ("lm_head.weight",), ((1, hidden),), Kind.REPLICATED))
+    elif not shape.tied:
+        entries.append(WeightEntry(HEAD, ("lm_head.weight",), (vocab,), Kind.VOCAB))
     return entries
 
 

@@ -1,4 +1,7 @@
-"""Log-probs and entropy of given tokens from logits, also when the vocabulary is split over tensor-parallel ranks."""
+"""Log-probs and entropy of given tokens from logits, also when the vocabulary is split over tensor-parallel ranks.
+
+And the values of a critic, whose output layer is one row.
+"""
 
 from __future__ import annotations
 
@@ -107,3 +110,12 @@ def log_probs_and_entropy(
         logits, targets, temperature, kept, first, None if size == 1 else tp_group, with_entropy
     )
     return log_probs, entropy if with_entropy else None
+
+
+def values(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Values of states: `[num_tokens, width]` by a head `[1, width]` -> `[num_tokens]`, float32 (float64 for float64).
+
+    A bfloat16 result would have steps of 0.4 %, more than advantages can do with.
+    """
+    dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))[:, 0]

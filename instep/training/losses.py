@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from instep.algorithms.grpo import PolicyLossConfig, grpo_loss
+from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
+from instep.algorithms.losses.sft import sft_loss
 from instep.errors import RolloutError
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
+from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
 
-__all__ = ["PolicyLossConfig", "finish_metrics", "policy_loss_fn", "sft_loss_fn"]
+__all__ = ["PolicyLossConfig", "finish_metrics", "loss_fn_from_args", "policy_loss_fn", "sft_loss_fn"]
 
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",
     "advantages": "the worker fills this column from the rewards; a custom advantage function must set it",
     "ref_log_probs": "give a reference with --ref-load, or leave out --use-kl-loss",
-    "rollout_log_probs": "let the generate function keep the engine's log-probs, or leave out --use-tis and "
-    "--use-rollout-logprobs",
+    "rollout_log_probs": "let the generate function keep the engine's log-probs, or leave out what needs them",
 }
 _GAP = ("log_prob_gap_mean", "engine_kl")
 
 
-def policy_loss_fn(config: PolicyLossConfig) -> LossFn:
-    """The policy loss (`algorithms.grpo.grpo_loss`) over the columns of a `TokenBatch`.
+def loss_fn_from_args(args: Any) -> LossFn:
+    """The loss of `--loss-type`, with the users' functions that belong to it."""
+    if args.loss_type == "sft_loss":
+        return sft_loss_fn()
+    if args.loss_type == "custom_loss":
+        return custom_loss_fn(args)
+    return policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args))
+
+
+def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> LossFn:
+    """The policy loss (`algorithms.losses.policy.policy_loss`) over the columns of a `TokenBatch`.
 
     Reads `loss_weights` and `advantages`; `log_probs` (old), `ref_log_probs`, `rollout_log_probs` where there are any.
 
     Raises (when called):
         RolloutError: a column that `config` needs is missing, or trained tokens lack engine log-probs that it needs.
     """
+    hooks = hooks or LossHooks()
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         columns = batch.token_columns
         weights = _column(batch, "loss_weights", "every loss")
-        if config.use_tis or config.use_rollout_logprobs:
-            flag = "--use-tis" if config.use_tis else "--use-rollout-logprobs"
+        if config.reads_rollout_log_probs:
+            flag = " and ".join("--" + name.replace("_", "-") for name in config.reads_rollout_log_probs)
             unknown = _column(batch, "rollout_log_probs", flag).isnan() & (weights > 0)
             if bool(unknown.any()):
                 raise RolloutError(
@@ -44,15 +57,18 @@ def policy_loss_fn(config: PolicyLossConfig) -> LossFn:
                 )
         if config.entropy_coef and outputs.entropy is None:
             raise RolloutError("--entropy-coef needs the entropy of each token", where="outputs of the train backend")
-        terms = grpo_loss(
+        terms = policy_loss(
             outputs.log_probs,
             _column(batch, "advantages", "the policy loss"),
             weights,
+            batch.response_lengths,
             config,
             old_log_probs=columns.get("log_probs"),
             ref_log_probs=_column(batch, "ref_log_probs", "--use-kl-loss") if config.use_kl_loss else None,
             rollout_log_probs=columns.get("rollout_log_probs"),
             entropy=outputs.entropy,
+            correct=hooks.correction(batch) if config.use_tis else None,
+            reduce=hooks.reduction(batch),
         )
         return LossOutput(*terms)
 
@@ -60,12 +76,11 @@ def policy_loss_fn(config: PolicyLossConfig) -> LossFn:
 
 
 def sft_loss_fn() -> LossFn:
-    """Supervised fine-tuning: -sum(loss_weights * log_probs) over the response tokens with mask 1."""
+    """Supervised fine-tuning (`algorithms.losses.sft.sft_loss`)."""
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         weights = _column(batch, "loss_weights", "every loss")
-        log_probs = torch.where(weights > 0, outputs.log_probs, torch.zeros_like(outputs.log_probs))
-        loss = -(weights * log_probs).sum()
+        loss = sft_loss(outputs.log_probs, weights)
         return LossOutput(loss, {"loss": loss.detach(), "loss_weight": weights.sum()})
 
     return loss_fn

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, TokenOutputs, TrainBackend
-from instep.training.losses import PolicyLossConfig, finish_metrics, policy_loss_fn, sft_loss_fn
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
+from instep.training.losses import finish_metrics, loss_fn_from_args
+from instep.training.value_loss import value_loss_fn
 from instep.types import TokenBatch
 from instep.weights.shm import publish_shm, source_digests
 
 
 class Worker:
-    """One rank of the actor.
+    """One rank of the actor, or of PPO's critic.
 
     Args:
         emit: reports something to the controller while a call is still running.
@@ -37,21 +38,32 @@ class Worker:
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
-    def setup(self, args: Any, rank: int, world_size: int, rendezvous: str, num_threads: int) -> ParallelInfo:
+    def setup(
+        self,
+        args: Any,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        num_threads: int,
+        role: Role = "actor",
+        gpu: int | None = None,
+    ) -> ParallelInfo:
         """Join the process group and build the model, without weights.
 
         Args:
+            args: those of this role (`arguments.roles`).
             rendezvous: a file that all ranks see, or `tcp://HOST:PORT`; rank 0 gets `tcp://HOST:PORT?fd=N` with a
                 socket that listens there.
+            gpu: of those that this process sees, counted in a circle; default: `rank`.
 
         Returns:
             Where this rank stands, without its process group.
         """
-        self.args = args
+        self.args, self.role = args, role
         torch.set_num_threads(num_threads)
         cuda = args.device == "cuda"
         if cuda:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            torch.cuda.set_device((rank if gpu is None else gpu) % torch.cuda.device_count())
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -66,15 +78,20 @@ class Worker:
         torch.use_deterministic_algorithms(args.deterministic_mode)
         self.device = device
         self.backend = self._build(with_optimizer=True)
-        self.loss_fn = self._loss_fn()
+        self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
         info = self.backend.parallel
         return ParallelInfo(**{**vars(info), "dp_group": None})
 
     def _build(self, *, with_optimizer: bool) -> TrainBackend:
         from transformers import AutoConfig
 
-        hf_config = AutoConfig.from_pretrained(self.args.hf_checkpoint)
-        dtype = torch.bfloat16 if self.args.precision == "bf16" else torch.float32
+        options: dict[str, Any] = {
+            "hf_config": AutoConfig.from_pretrained(self.args.hf_checkpoint),
+            "device": self.device,
+            "dtype": torch.bfloat16 if self.args.precision == "bf16" else torch.float32,
+            "with_optimizer": with_optimizer,
+            "role": self.role,
+        }
         if self.args.train_backend == "megatron":
             if self.device.type == "cpu":
                 from instep.training.megatron import cpu_platform
@@ -82,22 +99,18 @@ class Worker:
                 cpu_platform.install()
             from instep.training.megatron.backend import MegatronBackend
 
-            return MegatronBackend(
-                self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer
-            )
+            return MegatronBackend(self.args, **options)
         from instep.training.hf.backend import HfBackend
 
-        return HfBackend(self.args, hf_config=hf_config, device=self.device, dtype=dtype, with_optimizer=with_optimizer)
-
-    def _loss_fn(self) -> LossFn:
-        if self.args.loss_type == "sft_loss":
-            return sft_loss_fn()
-        return policy_loss_fn(PolicyLossConfig.from_args(self.args))
+        return HfBackend(self.args, **options)
 
     def load_reference(self, path: Path) -> None:
         """Build the frozen reference model from a Hugging Face checkpoint or one of ours."""
         self.reference = self._build(with_optimizer=False)
-        _load_weights(self.reference, path)
+        if (path / "config.json").exists():
+            self.reference.load_hf(path)
+        else:
+            self.reference.load(path, optimizer=False)
 
     def refresh_reference(self, scratch: Path) -> None:
         """The reference becomes a copy of the actor as it is now (--ref-update-interval)."""
@@ -112,7 +125,7 @@ class Worker:
         """Score a data-parallel rank's samples under the old policy (`log_probs`) and the reference.
 
         Args:
-            names: of `log_probs` (this model as it is now) and `ref_log_probs`.
+            names: of `log_probs` (this model as it is now) and `ref_log_probs`; of a critic, `values`.
 
         Returns:
             On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
@@ -120,10 +133,10 @@ class Worker:
         """
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
-        if "log_probs" in names:
+        for name in {"log_probs", "values"}.intersection(names):
             outputs = self.backend.forward_only(parts)
             if outputs is not None:
-                columns["log_probs"] = torch.cat([o.log_probs for o in outputs])
+                columns[name] = torch.cat([getattr(o, name) for o in outputs])
         if "ref_log_probs" in names:
             if self.reference is None:
                 raise ConfigError("reference log-probs are needed but no reference model is loaded", where="worker")
@@ -154,9 +167,11 @@ class Worker:
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
+        logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-            outputs = self.backend.forward_backward(parts, self._loss_that_keeps(kept) if n == 0 else self.loss_fn)
+            loss_fn = self._loss_that_keeps(kept) if n == 0 else self.loss_fn
+            outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
                 metrics = self._reduce(outputs)
@@ -223,9 +238,12 @@ class Worker:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def load_weights(self, path: Path) -> None:
-        """Weights only, from a Hugging Face checkpoint or one of ours."""
-        _load_weights(self.backend, path)
+    def load_weights(self, path: Path, fresh_head: bool = False) -> None:
+        """Weights only, from a Hugging Face checkpoint or one of ours; `fresh_head`: a critic from an actor's."""
+        if (path / "config.json").exists():
+            self.backend.load_hf(path)
+        else:
+            self.backend.load(path, optimizer=False, fresh_head=fresh_head)
 
     def save(self, path: Path) -> None:
         """Model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
@@ -275,13 +293,6 @@ def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
 
 def _cannot_write(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(str(error), where=str(path), remedy="free space or fix permissions")
-
-
-def _load_weights(backend: TrainBackend, path: Path) -> None:
-    if (path / "config.json").exists():
-        backend.load_hf(path)
-    else:
-        backend.load(path, optimizer=False)
 
 
 def _restore_order(flat: torch.Tensor, order: list[int], lengths: list[int]) -> torch.Tensor:

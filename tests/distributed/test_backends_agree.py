@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
+from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
 from instep.training import lr_schedule
 from instep.types import Sample
@@ -46,15 +47,25 @@ def replayed_rollout():
     return groups
 
 
-def run_layout(name, root, tied):
+BASE = ["--use-rollout-logprobs", "--entropy-coef", "0.01", "--use-kl-loss", "--kl-loss-coef", "0.1"]
+BASE += ["--kl-loss-type", "k3"]
+LOSSES = {
+    "gspo": "--use-rollout-logprobs --advantage-estimator gspo --eps-clip 0.05 --use-opsm --opsm-delta 0.01".split(),
+    "sequence weights": "--use-tis --tis-level sequence --tis-clip-low 0.5 --use-rs --rs-level geometric "
+    "--rs-lower-bound 0.9 --advantage-estimator sapo --calculate-per-token-loss".split(),
+    "custom": "--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --entropy-coef 0.01 "
+    "--rollout-temperature 0.9".split(),
+}
+
+
+def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
     backend, num_ranks, more = LAYOUTS[name]
-    folder = root / name.replace(" ", "-")
+    folder = root / "-".join([*name.split(), *flags[:2]]).replace("/", "")
     arguments = ["--hf-checkpoint", str(root / "hf"), "--prompt-data", str(root / "train.jsonl"), *more]
     arguments += ["--input-key", "prompt", "--rm-type", "math", "--rollout-batch-size", "4", "--num-rollout", "9"]
     arguments += ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "40", "--lr", "1e-4"]
     arguments += ["--global-batch-size", "16", "--micro-batch-size", "4", "--train-backend", backend]
-    arguments += ["--use-rollout-logprobs", "--entropy-coef", "0.01"]
-    arguments += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3"]
+    arguments += flags
     arguments += ["--weight-decay", "0.05", "--lr-decay-style", "constant", "--device", "cpu"]
     arguments += ["--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)]
     args = parse(arguments, "train")
@@ -64,10 +75,12 @@ def run_layout(name, root, tied):
         requests = [(args, rank, num_ranks, str(folder / "rendezvous"), 1) for rank in range(num_ranks)]
         layout = workers.call("setup", timeout=180, per_rank=requests)
         workers.call("load_weights", root / "hf", timeout=60)
-        workers.call("load_reference", root / "hf", timeout=60)
-        training = TrainingRound(args, args.view({}), workers, layout, lr_schedule.from_args(args, 100))
+        actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
+        training = TrainingRound(args, args.view({}), actor)
+        if training.uses_reference:
+            workers.call("load_reference", root / "hf", timeout=60)
         groups = replayed_rollout()
-        metrics = [training.run(groups, step).steps[0] for step in range(NUM_STEPS)]
+        metrics = [training.run(groups, step).steps[0] for step in range(num_steps)]
         scored = [sample for group in groups for sample in group]
         log_probs = score(workers, layout, scored)
         workers.call("export_hf", folder / "out", timeout=60)
@@ -90,7 +103,7 @@ def golden(request, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("agree")
     make_checkpoint(root / "hf", tied=request.param)
     make_prompts(root / "train.jsonl", 16)
-    return root, request.param, run_layout("hf", root, request.param)
+    return root, request.param, run_layout("hf", root)
 
 
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "hf"])
@@ -98,7 +111,11 @@ def test_same_numbers_in_every_layout(golden, name):
     root, tied, (metrics, log_probs, weights) = golden
     if not tied and name not in ("megatron", "megatron TP2"):
         pytest.skip("untied embeddings differ only in Megatron's output layer")
-    ours, our_log_probs, our_weights = run_layout(name, root, tied)
+    agree(run_layout(name, root), (metrics, log_probs, weights))
+
+
+def agree(ours, golden):
+    (ours, our_log_probs, our_weights), (metrics, log_probs, weights) = ours, golden
     for step, (got, want) in enumerate(zip(ours, metrics, strict=True)):
         assert got.keys() == want.keys()
         for key in want:
@@ -115,3 +132,17 @@ def test_the_replay_is_off_policy_and_learns(golden):
     assert metrics[0]["pg_clipfrac"] > 0.05 and abs(metrics[0]["ppo_kl"]) > 1e-3
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[1]["kl_loss"] > metrics[0]["kl_loss"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_over_whole_samples_agree_in_every_layout(loss, tmp_path):
+    make_checkpoint(tmp_path / "hf")
+    make_prompts(tmp_path / "train.jsonl", 16)
+    golden = run_layout("hf", tmp_path, LOSSES[loss], num_steps=2)
+    for name in ("hf FSDP2 x2", "megatron DP2"):
+        agree(run_layout(name, tmp_path, LOSSES[loss], num_steps=2), golden)
+    first = golden[0][0]
+    assert first["grad_norm"] > 0.01
+    reached = {"gspo": ["pg_clipfrac", "opsm_clipfrac"], "sequence weights": ["tis_clipfrac", "rs_clipfrac"]}
+    for name in reached.get(loss, []):
+        assert 0.02 < first[name] < 0.98, (name, first)

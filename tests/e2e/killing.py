@@ -15,8 +15,8 @@ import psutil
 
 from tests.e2e.commands import ENVIRONMENT
 
-VICTIMS = {"engine": "instep.engines.embedded", "worker": "instep.cluster"}
-WAYS = ("tree", "controller", "worker", "engine")
+VICTIMS = {"engine": "instep.engines.embedded", "worker": "instep.cluster", "critic": "instep.cluster"}
+WAYS = ("tree", "controller", "worker", "engine")  # and of PPO "critic", whose process is started after the actor's
 
 
 @dataclass
@@ -91,7 +91,7 @@ def _victims(parent: psutil.Process, family: list[psutil.Process], way: str) -> 
         return [parent]
     chosen = [p for p in family if VICTIMS[way] in " ".join(p.cmdline())]
     assert chosen, f"no {way} among {[p.cmdline() for p in family]}"
-    return chosen[:1]
+    return [max(chosen, key=lambda p: p.pid)] if way == "critic" else chosen[:1]
 
 
 def _typical_seconds(diary: Path, phase: str) -> float:
@@ -107,8 +107,8 @@ def metrics(run_dir: Path) -> dict[int, dict]:
     out = {}
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         row = json.loads(line) if line.endswith("\n") else {}
-        if "train/loss" in row:
-            kept = {k: v for k, v in row.items() if k.startswith(("rollout/", "train/", "step"))}
+        if "train/loss" in row or "critic/value_loss" in row:
+            kept = {k: v for k, v in row.items() if k.startswith(("rollout/", "train/", "critic/", "step"))}
             assert row["step"] not in out, f"step {row['step']} is there twice"
             out[row["step"]] = kept
     return out

@@ -38,6 +38,7 @@ def bad(tiny, tmp_path_factory) -> Path:
     (root / "raises_hook.py").write_text("raise ZeroDivisionError('at import')\n")
     (root / "needy_hook.py").write_text("import a_package_that_is_not_there\n")
     (root / "good_hook.py").write_text("async def reward(args, sample):\n    return 1.0\n")
+    (root / "roles.yaml").write_text('{"megatron": [{"role": "critic", "overrides": {"lrr": 1}}]}')
     for name, number in (("tracker", "abc"), ("iteration", "7"), ("state", "7")):
         (root / name).mkdir()
         (root / name / "latest_checkpointed_iteration.txt").write_text(number)
@@ -127,6 +128,8 @@ CHECKPOINTS = {
     "--hf-checkpoint {bad}/templateless": "--apply-chat-template|{bad}/templateless|chat template",
     "--hf-checkpoint {bad}/bert": "encoder-only|causal",
     "--hf-checkpoint {bad}/t5": "encoder-decoder|causal",
+    "--advantage-estimator ppo --critic-load {bad}/nowhere": "no folder|--critic-load",
+    "--advantage-estimator ppo --critic-load {bad}/no_checkpoint": "no_checkpoint is neither|--critic-load|config.json",
     "--ref-load {bad}/no_checkpoint --use-kl-loss": "no_checkpoint is neither|--ref-load|config.json",
 }
 FLAGS = {
@@ -135,7 +138,10 @@ FLAGS = {
     "--rollout-batchsize 4": "unknown flag|did you mean --rollout-batch-size?",
     "--sglang-mem-fraction-static 0.8": "not SGLang|--vllm-gpu-memory-utilization",
     "--offload": "memory work|--offload",
-    "--advantage-estimator ppo": "later|ppo|use grpo",
+    "--advantage-estimator ppo --value-clip 0": "above 0|--value-clip",
+    "--advantage-estimator ppo --num-critic-only-steps 3": "the run has 2|--num-critic-only-steps|at most 2",
+    "--advantage-estimator ppo --megatron-config-path {bad}/roles.yaml": "roles.yaml|overrides.lrr|did you mean lr?",
+    "--value-clip 0.1": "no critic without PPO|--value-clip|--advantage-estimator ppo",
     "--rollout-max-response-len 0": "at least 1|--rollout-max-response-len",
     "--rollout-max-prompt-len 128": "context of 128 tokens|--rollout-max-prompt-len|at most 127",
     "--lr fast": "not a number|--lr",

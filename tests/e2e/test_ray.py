@@ -102,7 +102,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
 def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG, "--deterministic-mode"))
     ranks, engines = (matching(children(process.pid), name) for name in ("worker_main", "engines.embedded"))
-    assert [p.environ()["MKL_CBWR"] for p in [*ranks, *engines]] == ["AUTO", "AUTO"]
+    assert [p.environ()["MKL_CBWR"] for p in [*ranks, *engines]] == ["AUTO"] * 3  # an engine has two
     assert "--batch-invariant" in engines[0].cmdline()
     process.send_signal(signal.SIGUSR1)
     path, ending = tmp_path / "logs" / "dump-0.txt", f"Stacks of actor rank 0 (pid {ranks[0].pid})"
@@ -122,6 +122,21 @@ def test_rollouts_alone_start_no_rank(tiny, tmp_path, ray_tmp):
     result = run(on_ray(tiny, tmp_path, "--num-rollout", "1", "--debug-rollout-only"))
     assert result.returncode == 0, result.stderr[-3000:]
     assert [p.name for p in sorted((tmp_path / "logs").glob("*.log"))] == ["engine-0.log"]
+
+
+def test_ppo_on_ray_is_the_run_of_one_host(tiny, tmp_path, ray_tmp):
+    """There with a critic of two ranks, here of one."""
+    ppo = ["--advantage-estimator", "ppo", "--critic-lr", "5e-3", "--global-batch-size", "8"]
+    ppo += ["--custom-rm-path", "tests.e2e.observed.reward"]
+    there = run(on_ray(tiny, tmp_path / "ray", *ppo, "--critic-num-gpus-per-node", "2"))
+    assert there.returncode == 0, there.stderr[-3000:]
+    here = run(grpo_arguments(tiny, tmp_path / "local", *ppo))
+    assert here.returncode == 0, here.stderr[-3000:]
+    for name in ("rollout/response_length_mean", "train/loss", "critic/value_loss", "critic/explained_variance"):
+        expected = metrics(tmp_path / "local", name)
+        assert len(expected) == 2 and metrics(tmp_path / "ray", name) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    names = {p.name for p in (tmp_path / "ray" / "logs").glob("*.log")}
+    assert names == {"actor-rank0.log", "critic-rank0.log", "critic-rank1.log", "engine-0.log"}
 
 
 def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
@@ -262,7 +277,7 @@ def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, clust
     process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)
     ours = [p for name in ("worker_main", "engines.embedded", "ray::Host") for p in matching(nodes, name)]
-    assert len(ours) == 3
+    assert len(ours) == 4  # an engine has two processes
     process.kill()
     assert gone_within(ours, 30)
     process.communicate()

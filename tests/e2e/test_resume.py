@@ -45,7 +45,7 @@ def exit_codes(run):
     return sum(code != 0 for code in killed), last
 
 
-def kill_and_compare(tiny, root, backend, kills, *more):
+def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     rng = random.Random(SEED + kills)
     num_rollout = 2 * kills + 4
     whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT, *more), root / "whole")
@@ -54,7 +54,7 @@ def kill_and_compare(tiny, root, backend, kills, *more):
     assert sorted(expected) == list(range(num_rollout))
 
     victim = Run(arguments(tiny, root / "killed", backend, num_rollout, *EXACT, *more), root / "killed")
-    for phase, way in schedule(rng, kills):
+    for phase, way in plan or schedule(rng, kills):
         session = victim.kill(rng, phase, way)
         assert session.exit_code != 0, session
         steps = sorted(session.metrics)
@@ -87,6 +87,20 @@ def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_killed_fifty_times_is_bit_identical(tiny, tmp_path, backend):
     assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills=50)) == (50, 0)
+
+
+PPO = "--advantage-estimator ppo --critic-lr 2e-3 --num-critic-only-steps 1 --lambd 0.9".split()
+PPO += "--kl-loss-coef 0 --kl-coef 0.05 --value-clip 0.01".split()
+
+
+@pytest.mark.parametrize("backend", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_ppo_killed_and_resumed_is_bit_identical(tiny, tmp_path, backend):
+    """The critic dies while both train, then all of the run while both save."""
+    plan = [("train", "critic"), ("save", "tree")]
+    victim = kill_and_compare(tiny, tmp_path, backend, 2, *PPO, plan=plan)
+    assert "critic rank 0 died (SIGKILL)" in victim.sessions[0].stderr
+    last = metrics(victim.run_dir)[7]
+    assert last["critic/values_mean"] != 0 and last["critic/value_clipfrac"] > 0
 
 
 @pytest.mark.gpu

@@ -140,11 +140,15 @@ class Run:
     def child(self, role: str) -> int:
         """The process id of the engine or of the worker."""
         self.look()
-        return next(p.pid for p in self.children if p.is_running() and ROLES[role] in p.cmdline())
+        return self.pids(role)[0]
 
-    def signal(self, role: str, number: int) -> None:
+    def pids(self, role: str) -> list[int]:
+        """All processes of this role; of an engine the one that computes, then the one that answers HTTP."""
+        return [p.pid for p in self.children if p.is_running() and ROLES[role] in p.cmdline()]
+
+    def signal(self, role: str, number: int, which: int = 0) -> None:
         """The fault is a signal."""
-        pid = self.process.pid if role == "controller" else self.child(role)
+        pid = self.process.pid if role == "controller" else self.pids(role)[which]
         self.look()
         self.mark()
         os.kill(pid, number)

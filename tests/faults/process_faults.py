@@ -57,6 +57,24 @@ def engine_killed(place: Place) -> None:
         run.error("engine_killed", "EngineError: engine 0 died (SIGKILL)", "log")
 
 
+@scenario(engine_http_killed="error: an engine's HTTP process is killed (SIGKILL)")
+def engine_http_killed(place: Place) -> None:
+    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGKILL, which=1)
+        run.error(
+            "engine_http_killed", "EngineError: engine 0 died with exit code 1", "other end of its pipe has ended"
+        )
+
+
+@scenario(engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP; `--heartbeat-timeout 3`)")
+def engine_http_stopped(place: Place) -> None:
+    with place.run(*ENDLESS, "--heartbeat-timeout", "3") as run:
+        run.wait_steps()
+        run.signal("engine", signal.SIGSTOP, which=1)
+        run.error("engine_http_stopped", "EngineError: engine 0 has not answered for")
+
+
 @scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
 def engine_stopped(place: Place) -> None:
     with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:

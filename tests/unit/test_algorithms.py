@@ -10,24 +10,19 @@ import statistics
 import pytest
 import torch
 
-from instep.algorithms.advantages import (
-    group_advantages,
-    masked_moments,
-    mean_and_variance,
-    penalised_rewards,
-    to_tokens,
-    whiten,
-    whiten_with,
-)
-from instep.algorithms.grpo import PolicyLossConfig, grpo_loss
-from instep.algorithms.importance import truncated_importance_weights
+from instep.algorithms.advantages.dr_grpo import dr_grpo
+from instep.algorithms.advantages.grpo import grpo
+from instep.algorithms.advantages.tokens import penalised_rewards, to_tokens
+from instep.algorithms.advantages.whitening import masked_moments, mean_and_variance, whiten, whiten_with
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.policy_loss import ppo_clip_loss
+from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
+from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.reductions import loss_weights
 from instep.errors import RolloutError
 from instep.training.backend import TokenOutputs
 from instep.training.losses import finish_metrics, policy_loss_fn, sft_loss_fn
 from instep.types import TokenBatch
+from tests.oracles.losses import scalar_kl, scalar_ppo
 
 TOLERANCE = {"abs": 1e-9, "rel": 1e-6}
 LENGTHS = [3, 1, 4, 2, 5, 2]
@@ -63,39 +58,38 @@ def test_group_advantages_by_index_in_any_order():
         (r - statistics.mean(members[g])) / (statistics.stdev(members[g]) + 1e-6)
         for r, g in zip(rewards, groups, strict=True)
     ]
-    got = group_advantages(tensor(rewards), groups)
+    got = grpo(tensor(rewards), groups)
     assert got.tolist() == pytest.approx(expected, **TOLERANCE)
-    shuffled = group_advantages(tensor([rewards[i] for i in order]), [groups[i] for i in order])
+    shuffled = grpo(tensor([rewards[i] for i in order]), [groups[i] for i in order])
     assert shuffled.tolist() == pytest.approx([expected[i] for i in order], **TOLERANCE)
-    assert torch.equal(group_advantages(tensor(rewards), torch.tensor(groups)), got)
-    centred = group_advantages(tensor(rewards), groups, std_normalization=False)
+    assert torch.equal(grpo(tensor(rewards), torch.tensor(groups)), got)
+    centred = dr_grpo(tensor(rewards), groups)
     assert centred.tolist() == pytest.approx(
         [r - statistics.mean(members[g]) for r, g in zip(rewards, groups, strict=True)]
     )
-    assert group_advantages(tensor(rewards), groups, normalize=False).tolist() == rewards
 
 
 def test_fan_out_siblings_count_once():
     rewards, groups, ids = [1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], ["x", "x", "x", None]
-    got = group_advantages(tensor(rewards), groups, execution_ids=ids)
+    got = grpo(tensor(rewards), groups, execution_ids=ids)
     std = statistics.stdev([1.0, 0.0])
     assert got.tolist() == pytest.approx([0.5 / (std + 1e-6)] * 3 + [-0.5 / (std + 1e-6)])
-    assert got.tolist() != pytest.approx(group_advantages(tensor(rewards), groups).tolist())
+    assert got.tolist() != pytest.approx(grpo(tensor(rewards), groups).tolist())
 
 
 def test_equal_rewards_give_exactly_zero_in_float32():
     rewards = torch.full((7,), 0.1)
-    assert group_advantages(rewards, [0] * 7).abs().max() == 0.0
-    assert group_advantages(rewards, [0] * 7).dtype == torch.float32
+    assert grpo(rewards, [0] * 7).abs().max() == 0.0
+    assert grpo(rewards, [0] * 7).dtype == torch.float32
 
 
 def test_a_group_of_one_is_named():
     with pytest.raises(ValueError, match="group 5 "):
-        group_advantages(tensor([1.0, 0.0, 1.0]), [4, 4, 5])
+        grpo(tensor([1.0, 0.0, 1.0]), [4, 4, 5])
     with pytest.raises(ValueError, match="group 4 "):
-        group_advantages(tensor([1.0, 0.0]), [4, 4], execution_ids=["x", "x"])
+        grpo(tensor([1.0, 0.0]), [4, 4], execution_ids=["x", "x"])
     with pytest.raises(ValueError, match="2 group indices"):
-        group_advantages(tensor([1.0, 0.0, 1.0]), [4, 4])
+        grpo(tensor([1.0, 0.0, 1.0]), [4, 4])
 
 
 def test_penalised_rewards():
@@ -128,33 +122,6 @@ def test_to_tokens():
 # --- per-token formulas -------------------------------------------------------------------------------------------
 
 
-def scalar_kl(lp: float, base: float, kind: str, old: float | None = None) -> float:
-    d = lp - base
-    value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "low_var_kl": math.exp(-d) - 1 + d}[kind]
-    if old is not None:
-        value *= math.exp(lp - old)
-    return min(max(value, -10.0), 10.0) if kind == "low_var_kl" else value
-
-
-@pytest.mark.parametrize("kind", KL_TYPES)
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_kl(kind: str, unbiased: bool):
-    lp, base, old = numbers(40, 3, 2.0), numbers(40, 4, 2.0), numbers(40, 5, 0.3)
-    old = [x + y for x, y in zip(lp, old, strict=True)] if unbiased else old
-    x = tensor(lp, grad=True)
-    got = approx_kl(x, tensor(base), kind, old_log_probs=tensor(old) if unbiased else None)
-    got.sum().backward()
-    for i in range(40):
-
-        def one(values: list[float], i: int = i) -> float:
-            return scalar_kl(values[i], base[i], kind, old[i] if unbiased else None)
-
-        assert got[i].item() == pytest.approx(one(lp), **TOLERANCE)
-        assert x.grad[i].item() == pytest.approx(slope(one, lp, i), abs=1e-6, rel=1e-6)
-    if kind == "low_var_kl":
-        assert got.max().item() == 10.0  # the clamp is reached by this data
-
-
 @pytest.mark.parametrize("kind", KL_TYPES)
 def test_kl_stays_finite_in_float32(kind: str):
     x = torch.tensor([-200.0, 0.0], requires_grad=True)
@@ -168,49 +135,9 @@ def test_an_unknown_kl_is_refused():
         approx_kl(tensor([0.0]), tensor([0.0]), "k9")
 
 
-def scalar_ppo(lp: float, old: float, a: float, low: float, high: float, c: float | None) -> float:
-    ratio = math.exp(lp - old)
-    loss = max(-ratio * a, -min(max(ratio, 1 - low), 1 + high) * a)
-    return min(loss, -c * a) if c is not None and a < 0 else loss
-
-
-@pytest.mark.parametrize(("high", "c"), [(None, None), (0.28, None), (0.28, 1.5)])
-def test_ppo_clip(high: float | None, c: float | None):
-    lp, old, adv = numbers(60, 6, 0.5), numbers(60, 7, 0.5), numbers(60, 8)
-    x = tensor(lp, grad=True)
-    got = ppo_clip_loss(x, tensor(old), tensor(adv), eps_clip=0.2, eps_clip_high=high, eps_clip_c=c)
-    got.loss.sum().backward()
-    clipped = 0
-    for i in range(60):
-
-        def one(values: list[float], i: int = i) -> float:
-            return scalar_ppo(values[i], old[i], adv[i], 0.2, 0.2 if high is None else high, c)
-
-        assert got.loss[i].item() == pytest.approx(one(lp), **TOLERANCE)
-        assert x.grad[i].item() == pytest.approx(slope(one, lp, i), abs=1e-6)
-        ratio = math.exp(lp[i] - old[i])
-        outside = ratio < 0.8 if adv[i] < 0 else ratio > 1 + (0.2 if high is None else high)
-        assert got.clipped[i].item() == float(outside)
-        assert got.ratio[i].item() == pytest.approx(ratio)
-        assert got.ppo_kl[i].item() == pytest.approx(old[i] - lp[i])
-        clipped += outside
-    assert 10 < clipped < 50
-
-
 def test_dual_clip_bounds_the_loss():
     loss = ppo_clip_loss(tensor([3.0]), tensor([0.0]), tensor([-1.0]), eps_clip=0.2, eps_clip_c=3.0).loss
     assert loss.item() == 3.0  # the ratio is 20
-
-
-def test_tis():
-    train, rollout = numbers(30, 9), numbers(30, 10)
-    x = tensor(train, grad=True)
-    got = truncated_importance_weights(x, tensor(rollout), low=0.3, high=1.7)
-    raw = [math.exp(a - b) for a, b in zip(train, rollout, strict=True)]
-    assert got.raw.tolist() == pytest.approx(raw, **TOLERANCE)
-    assert got.weights.tolist() == pytest.approx([min(max(w, 0.3), 1.7) for w in raw], **TOLERANCE)
-    assert got.clipped.tolist() == [float(not 0.3 <= w <= 1.7) for w in raw]
-    assert not got.weights.requires_grad and 0 < got.clipped.sum() < 30
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -489,4 +416,4 @@ def test_config_from_args_and_its_contradictions():
 
 def test_a_pure_call_needs_what_the_config_needs():
     with pytest.raises(ValueError, match="ref_log_probs"):
-        grpo_loss(tensor([-1.0]), tensor([1.0]), tensor([1.0]), PolicyLossConfig(use_kl_loss=True))
+        policy_loss(tensor([-1.0]), tensor([1.0]), tensor([1.0]), torch.tensor([1]), PolicyLossConfig(use_kl_loss=True))

@@ -113,7 +113,8 @@ SLIME_DEFAULTS = """
 --kl-coef=0.0 --loss-type=policy_loss --kl-loss-type=k1 --advantage-estimator=grpo --use-kl-loss=False
 --kl-loss-coef=0.0 --use-unbiased-kl=False --entropy-coef=0.0 --normalize-advantages=False
 --disable-grpo-std-normalization=True --disable-rewards-normalization=True --use-rollout-logprobs=False
---use-tis=False --tis-clip=2.0 --tis-clip-low=0 --use-wandb=False
+--use-tis=False --tis-clip=2.0 --tis-clip-low=0 --use-opsm=False --opsm-delta=0.0001
+--use-wandb=False
 --use-tensorboard=False --group-rm=False --loss-mask-type=qwen
 --train-backend=megatron
 """
@@ -367,9 +368,6 @@ def test_an_unset_shell_variable():
 NOT_ACTING = [
     ("--offload", "later", "memory work"),
     ("--use-distributed-post", "later", "one way"),
-    ("--advantage-estimator ppo", "later", "other algorithms"),
-    ("--loss-type custom_loss", "later", "other algorithms"),
-    ("--critic-lr 1e-5", "later", "other algorithms"),
     ("--rollout-backend vllm", "later", "vLLM backend"),
     ("--vllm-gpu-memory-utilization 0.5", "later", "vLLM backend"),
     ("--vllm-anything 3", "later", "vLLM backend"),

@@ -62,19 +62,18 @@ def main() -> None:
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # nothing here outlives the process
-    sock = socket.socket()
+    sock, (ours, theirs), (beats, lifeline) = socket.socket(), Pipe(), socket.socketpair()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args.host, args.port))  # reserved now; listening begins when the model is loaded
-        ours, theirs = Pipe()
         if os.fork() == 0:
             ours.close()
-            os.environ.pop(LIFELINE_VARIABLE, None)  # that is the engine's
+            os.environ[LIFELINE_VARIABLE] = str(lifeline.detach())  # the inherited one is the engine's
             follow_parent()
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
-        follow_parent()
+        follow_parent(partner=beats)
         sock.close()
         theirs.close()
         engine = load_engine(args, ours)

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 
 from instep.errors import CheckpointError
 from instep.training import packing
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, StepResult, TokenOutputs
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
 from instep.training.hf.model import Policy
 from instep.training.hf.weights import HfWeightSource, load_hf, named_weights
 from instep.types import TokenBatch
@@ -41,6 +41,7 @@ class HfBackend:
         device: this rank's.
         dtype: what forward and backward compute in, and what engines serve.
         with_optimizer: False for a policy that is only scored (a reference).
+        role: a critic has values instead of log-probs.
 
     Raises:
         ConfigError: the model is not decoder-only, or cannot be run packed (seen at the first forward).
@@ -54,11 +55,14 @@ class HfBackend:
         device: torch.device,
         dtype: torch.dtype,
         with_optimizer: bool = True,
+        role: Role = "actor",
     ):
         self.args, self.dtype = args, dtype
         self._sharded = dist.get_world_size() > 1 or (dtype is not torch.float32 and with_optimizer)
         stored = torch.float32 if with_optimizer else dtype
-        self.policy = Policy(hf_config, stored, recompute=args.recompute_granularity == "full")
+        self.policy = Policy(
+            hf_config, stored, recompute=args.recompute_granularity == "full", value_head=role == "critic"
+        )
         if self._sharded:
             _shard(self.policy, device, dtype)
         self.policy.to(device)
@@ -74,12 +78,12 @@ class HfBackend:
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
-    def _forward(self, batch: TokenBatch, entropy: bool) -> TokenOutputs:
+    def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
         temperature = torch.as_tensor(
             batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device
         )
-        log_probs, entropies = self.policy(
+        outputs = self.policy(
             batch.tokens,
             packing.position_ids(batch),
             cu_seqlens,
@@ -88,25 +92,24 @@ class HfBackend:
             packing.response_targets(batch),
             packing.expand_to_tokens(batch, temperature),
             with_entropy=entropy,
-            shared=packing.shared_prefixes(batch),
+            shared=None if logits else packing.shared_prefixes(batch),
             check=not self._checked,
+            with_logits=logits,
         )
         self._checked = True
-        return TokenOutputs(log_probs, entropies)
+        return TokenOutputs(*outputs)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
-        outputs = []
-        for batch in micro_batches:
-            out = self._forward(batch.to(self.parallel.device), entropy)
-            outputs.append(TokenOutputs(out.log_probs.cpu(), None if out.entropy is None else out.entropy.cpu()))
-        return outputs
+        return [self._forward(batch.to(self.parallel.device), entropy).cpu() for batch in micro_batches]
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput]:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput]:
         results = []
         for batch in micro_batches:
             batch = batch.to(self.parallel.device)
-            result = loss_fn(batch, self._forward(batch, entropy=True))
+            result = loss_fn(batch, self._forward(batch, entropy=True, logits=logits))
             result.loss.backward()
             result.loss = result.loss.detach()
             results.append(result)
@@ -142,7 +145,16 @@ class HfBackend:
         return HfWeightSource(self.policy.model, self.dtype)
 
     def load_hf(self, path: Path) -> None:
-        load_hf(self.policy.model, Path(path))
+        load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
+
+    @torch.no_grad()
+    def _fresh_head(self, fresh: bool) -> str | None:
+        """With `fresh` the output layer becomes zero; its name."""
+        if not fresh:
+            return None
+        head = self.policy.model.get_output_embeddings().weight
+        head.zero_()
+        return next(name for name, weight in named_weights(self.policy.model).items() if weight is head)
 
     def _state(self, optimizer: bool) -> dict[str, Any]:
         """Everything that `save` writes, by name; loading writes into the same tensors."""
@@ -161,9 +173,12 @@ class HfBackend:
                 f"cannot write: {_cause(error)}", where=str(path), remedy="free space, or --save to another disk"
             ) from error
 
-    def load(self, path: Path, *, optimizer: bool = True) -> None:
+    def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
+        state = self._state(optimizer)
+        if (head := self._fresh_head(fresh_head)) is not None:
+            del state["model"][head]
         try:
-            dcp.load(self._state(optimizer), checkpoint_id=path)
+            dcp.load(state, checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
             raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error

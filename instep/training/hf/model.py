@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
-from instep.training.log_probs import log_probs_and_entropy
+from instep.training.log_probs import log_probs_and_entropy, values
 from instep.training.packed_attention import packed_attention, rows
 from instep.training.packing import SharedPrefixes
 
@@ -64,12 +65,16 @@ def _refuse(name: str, why: str) -> None:
 class Policy(nn.Module):
     """The model, asked for log-probs of response tokens only; logits stand for one chunk at a time.
 
+    As a critic (`value_head`) its output layer has one row, and its outputs are values.
     One root module around it all, so that FSDP2's hooks see one forward per micro-batch.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, recompute: bool):
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, recompute: bool, value_head: bool = False):
         super().__init__()
         check_causal_lm(config.to_dict(), where="hf_config")
+        if value_head:
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = False
         try:
             with no_init_weights():  # `load_hf` follows; untouched memory costs nothing
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
@@ -77,6 +82,10 @@ class Policy(nn.Module):
             raise ConfigError(
                 str(error), where="hf_config", remedy="use a decoder-only model of transformers"
             ) from error
+        self.value_head = value_head
+        if value_head:
+            width = model.get_output_embeddings().in_features
+            model.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype))
         model.tie_weights()
         self.model: PreTrainedModel = model
         self.vocab_size: int = config.get_text_config().vocab_size
@@ -101,8 +110,10 @@ class Policy(nn.Module):
         with_entropy: bool,
         shared: SharedPrefixes | None = None,
         check: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) of `targets`, float32 `[num_response_tokens]`; `check` runs `check_packing` first.
+        with_logits: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """The fields of `TokenOutputs` for `targets`, a tuple for FSDP2's sake; `check` runs `check_packing` first.
+        `with_logits` (not with `shared`) also gives the logits of the whole stream, float32 `[1, num_tokens, V]`.
 
         With `shared`, what samples begin with alike runs through the model once; only keys and values are copied.
         """
@@ -112,7 +123,16 @@ class Policy(nn.Module):
             tokens, position_ids = tokens[shared.kept], position_ids[shared.kept]
             positions = shared.copies[positions]
         kwargs = _inputs(tokens, position_ids, cu_seqlens, max_seqlen, shared)
-        hidden = rows(self.model.base_model(**kwargs).last_hidden_state[0], positions)
+        states = self.model.base_model(**kwargs).last_hidden_state
+        if with_logits:
+            logits = self.model.get_output_embeddings()(states).float()
+            scores = rows(logits[0], positions)
+            size = self.vocab_size
+            outputs = log_probs_and_entropy(scores, targets, temperature, vocab_size=size, with_entropy=with_entropy)
+            return *outputs, logits
+        hidden = rows(states[0], positions)
+        if self.value_head:
+            return hidden.new_empty(0), None, None, values(hidden, self.model.get_output_embeddings().weight)
         head = partial(self._log_probs, with_entropy=with_entropy)
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         if hidden.shape[0] <= chunk:
@@ -121,7 +141,8 @@ class Policy(nn.Module):
             checkpoint(head, *inputs, use_reentrant=False)
             for inputs in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
         ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if with_entropy else None
+        entropy = torch.cat([p[1] for p in parts]) if with_entropy else None
+        return torch.cat([p[0] for p in parts]), entropy
 
     def _log_probs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool

@@ -49,18 +49,24 @@ class HfWeightSource:
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, path: Path) -> None:
+def load_hf(model: nn.Module, path: Path, *, fresh: str | None = None) -> None:
     """Copy a checkpoint's weights into `model`, each rank its own shard, with no communication.
+
+    Args:
+        fresh: a weight that is left as it is, whether the checkpoint has one of that name or not.
 
     Raises:
         CheckpointError: a missing or unreadable file, a weight missing, unexpected or of another shape.
     """
     weights = named_weights(model)
-    tied = set(model.state_dict()) - set(weights)
+    ignored = set(model.state_dict()) - set(weights)
+    if fresh is not None:
+        del weights[fresh]
+        ignored.add(fresh)
     places = _locate(path)
     if missing := sorted(set(weights) - set(places)):
         raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
-    if extra := sorted(set(places) - set(weights) - tied):
+    if extra := sorted(set(places) - set(weights) - ignored):
         raise _mismatch(path, f"{len(extra)} weights are not the model's, the first {extra[0]!r}")
     for file in sorted({places[name] for name in weights}):
         try:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.errors import ConfigError, InstepError
 from instep.models.shape import model_shape
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, StepResult, TokenOutputs
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
 from instep.training.megatron import cpu_platform, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.offload import HostPool
@@ -36,6 +36,7 @@ class MegatronBackend:
         device: this rank's device; with the CPU, stand-ins for torch.cuda are put into this process.
         dtype: of the model and of the weights that it serves: torch.float32 or torch.bfloat16.
         with_optimizer: False for a model that is only scored with, such as a reference.
+        role: a critic has values instead of log-probs.
 
     Weights are random until `load_hf` or `load`.
 
@@ -44,10 +45,19 @@ class MegatronBackend:
     """
 
     def __init__(
-        self, args: Any, *, hf_config: Any, device: torch.device, dtype: torch.dtype, with_optimizer: bool = True
+        self,
+        args: Any,
+        *,
+        hf_config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        with_optimizer: bool = True,
+        role: Role = "actor",
     ):
         self.args, self.dtype, self.shape = args, dtype, model_shape(hf_config)
         check_arguments(args, self.shape, dist.get_world_size())
+        if role == "critic":
+            self.shape = self.shape.as_critic()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
@@ -64,6 +74,7 @@ class MegatronBackend:
                 self.config,
                 padded_vocab=self.padded_vocab,
                 vocab_size=self.shape.vocab_size,
+                value_head=self.shape.value_head,
                 max_sequence_length=self.shape.max_position_embeddings,
                 pre_process=self.placement.pp_rank == 0,
                 post_process=self.parallel.is_last_stage,
@@ -99,8 +110,7 @@ class MegatronBackend:
         """See `TrainBackend.forward_only`."""
 
         def keep(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
-            host = [None if x is None else x.float().cpu() for x in (outputs.log_probs, outputs.entropy)]
-            return outputs.log_probs.sum(), TokenOutputs(*host)
+            return outputs.log_probs.sum(), outputs.cpu()
 
         self.wrapped.eval()
         with torch.no_grad():
@@ -108,7 +118,9 @@ class MegatronBackend:
         self.wrapped.train()
         return results
 
-    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn) -> list[LossOutput] | None:
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+    ) -> list[LossOutput] | None:
         """See `TrainBackend.forward_backward`. One call per optimizer step.
 
         Raises:
@@ -127,10 +139,16 @@ class MegatronBackend:
             out = loss_fn(batch, outputs)
             return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
 
-        return self._run(micro_batches, compute, entropy=True, forward_only=False)
+        return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
 
     def _run(
-        self, micro_batches: Sequence[TokenBatch], last: Callable[..., Any], *, entropy: bool, forward_only: bool
+        self,
+        micro_batches: Sequence[TokenBatch],
+        last: Callable[..., Any],
+        *,
+        entropy: bool,
+        forward_only: bool,
+        logits: bool = False,
     ) -> list[Any] | None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -143,12 +161,14 @@ class MegatronBackend:
 
         def forward_step(iterator: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[Any, Any]:
             batch = next(iterator).to(device)
-            packed = spec.pack(batch, self.rope, dtype=self.dtype, multiple=multiple, with_entropy=entropy)
+            packed = spec.pack(
+                batch, self.rope, dtype=self.dtype, multiple=multiple, with_entropy=entropy, with_logits=logits
+            )
             kwargs = {"fp32_output": False} if self.dtype is torch.bfloat16 else {}
             output = model(packed.tokens, None, None, packed_seq_params=packed, **kwargs)
             return output, functools.partial(loss, batch)
 
-        def loss(batch: TokenBatch, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Any]:
+        def loss(batch: TokenBatch, output: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Any]:
             value, result = last(batch, TokenOutputs(*output))
             return value, torch.zeros((), dtype=torch.int, device=device), result
 
@@ -234,7 +254,7 @@ class MegatronBackend:
         with cpu_platform.scope():
             checkpoint.save(Path(path), self.model, None if self.args.no_save_optim else self.optimizer)
 
-    def load(self, path: Path, *, optimizer: bool = True) -> None:
+    def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         """See `TrainBackend.load`.
 
         Raises:
@@ -243,7 +263,7 @@ class MegatronBackend:
         from instep.training.megatron import checkpoint
 
         with cpu_platform.scope():
-            checkpoint.load(Path(path), self.model, self.optimizer if optimizer else None)
+            checkpoint.load(Path(path), self.model, self.optimizer if optimizer else None, fresh_head=fresh_head)
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 

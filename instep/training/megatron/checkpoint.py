@@ -31,6 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from instep.errors import CheckpointError
+from instep.models.weight_map import HEAD
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -154,8 +155,11 @@ def save(path: Path, model: Any, optimizer: Any | None) -> None:
 
 
 @torch.no_grad()
-def load(path: Path, model: Any, optimizer: Any | None) -> None:
+def load(path: Path, model: Any, optimizer: Any | None, *, fresh_head: bool = False) -> None:
     """Read what `save` wrote, collectively.
+
+    Args:
+        fresh_head: the output layer is not read but becomes zero.
 
     Raises:
         CheckpointError: no such checkpoint, or one of another model.
@@ -163,6 +167,9 @@ def load(path: Path, model: Any, optimizer: Any | None) -> None:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise CheckpointError("no Megatron checkpoint", where=str(path), remedy="point to a folder that instep saved")
     state: dict[str, Any] = {"model": _model_state(model)}
+    head = {HEAD: model.output_layer.weight.zero_()} if fresh_head and model.post_process else {}
+    for name in head:
+        del state["model"][name]
     parameters = list(model.parameters())
     keys: list[tuple[torch.nn.Parameter, str, str]] = []
     if optimizer is not None:
@@ -178,7 +185,7 @@ def load(path: Path, model: Any, optimizer: Any | None) -> None:
         raise CheckpointError(
             f"the checkpoint does not fit: {error}", where=str(path), remedy="load it with the model that wrote it"
         ) from error
-    model.load_state_dict(loaded["model"], strict=True)
+    model.load_state_dict(loaded["model"] | head, strict=True)
     if optimizer is None:
         return
     held = masters(optimizer)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from instep.training.log_probs import log_probs_and_entropy
+from instep.training.log_probs import log_probs_and_entropy, values
 from instep.training.packed_attention import packed_attention
 from instep.training.packing import cu_seqlens, expand_to_tokens, position_ids, response_positions, response_targets
 from instep.types import TokenBatch
@@ -68,9 +68,18 @@ class PackedInput(PackedSeqParams):
     targets: Tensor
     temperature: Tensor  # of each response token
     with_entropy: bool
+    with_logits: bool
 
 
-def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, with_entropy: bool) -> PackedInput:
+def pack(
+    batch: TokenBatch,
+    rope: Rope,
+    *,
+    dtype: torch.dtype,
+    multiple: int,
+    with_entropy: bool,
+    with_logits: bool = False,
+) -> PackedInput:
     """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own."""
     bounds, longest = cu_seqlens(batch)
     positions, tokens = position_ids(batch), batch.tokens
@@ -95,6 +104,7 @@ def pack(batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, wi
         targets=response_targets(batch),
         temperature=expand_to_tokens(batch, temperature),
         with_entropy=with_entropy,
+        with_logits=with_logits,
     )
 
 
@@ -144,14 +154,20 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that returns log-probs and entropy of response tokens instead of logits of all tokens."""
+    """A GPTModel that returns the fields of `TokenOutputs` for response tokens instead of logits of all tokens."""
 
-    def __init__(self, config: TransformerConfig, *, padded_vocab: int, vocab_size: int, **kwargs: Any):
+    def __init__(
+        self, config: TransformerConfig, *, padded_vocab: int, vocab_size: int, value_head: bool, **kwargs: Any
+    ):
         super().__init__(
             config, block_spec(config), vocab_size=padded_vocab, position_embedding_type="none", **kwargs
         )  # the core attention rotates
-        self.real_vocab_size = vocab_size
-        if self.post_process:
+        self.real_vocab_size, self.value_head = vocab_size, value_head
+        if self.post_process and value_head:
+            # Every tensor-parallel rank has the head and all of its input, so that nothing is to be reduced.
+            device, dtype = torch.cuda.current_device(), config.params_dtype
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=dtype)
+        elif self.post_process:
             # The head sees few positions: they are gathered first, and its input gradient is all-reduced.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
@@ -162,7 +178,16 @@ class PolicyModel(GPTModel):
         p, config = packed_seq_params, self.config
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        if p.with_logits:  # without tensor parallelism
+            logits = self._logits(hidden_states)[:, : self.real_vocab_size].float()
+            scores, size = logits[p.positions], self.real_vocab_size
+            outputs = log_probs_and_entropy(
+                scores, p.targets, p.temperature, vocab_size=size, with_entropy=p.with_entropy
+            )
+            return *outputs, logits[None]
         hidden = hidden_states[p.positions]
+        if self.value_head:
+            return hidden.new_empty(0), None, None, values(hidden[:, 0], self.output_layer.weight)
         size = max(1, HEAD_LOGITS * config.tensor_model_parallel_size // self.vocab_size)
         chunks = zip(hidden.split(size), p.targets.split(size), p.temperature.split(size), strict=True)
         if hidden.shape[0] > size and torch.is_grad_enabled():
@@ -175,10 +200,13 @@ class PolicyModel(GPTModel):
     def _head(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
         group = self.pg_collection.tp if self.config.tensor_model_parallel_size > 1 else None
         return log_probs_and_entropy(
-            logits[:, 0], targets, temperature, vocab_size=self.real_vocab_size, tp_group=group,
+            self._logits(hidden), targets, temperature, vocab_size=self.real_vocab_size, tp_group=group,
             with_entropy=with_entropy,
         )  # fmt: skip
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[num_tokens, 1, hidden]` -> this rank's columns, `[num_tokens, V_local]`."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight=weight)[0][:, 0]

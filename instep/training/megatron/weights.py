@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
-from instep.models.weight_map import Kind, WeightEntry, fuse, join, part_range, weight_entries
+from instep.models.weight_map import HEAD, Kind, WeightEntry, fuse, join, part_range, weight_entries
 from instep.training.backend import TensorSpec
 
 
@@ -129,14 +129,17 @@ class SafetensorsCheckpoint:
                 f"no readable safetensors checkpoint: {error}", where=str(path), remedy=remedy
             ) from error
 
-    def check(self, entries: list[WeightEntry], *, tied: bool) -> None:
+    def check(self, entries: list[WeightEntry], *, headless: bool) -> None:
         """Every tensor of the model is there with its shape, and nothing else is.
+
+        Args:
+            headless: the output layer, if the checkpoint has one, is not looked at.
 
         Raises:
             CheckpointError: names all that are missing, unknown or of another shape.
         """
         wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
-        ignored = {"lm_head.weight"} if tied else set()
+        ignored = {"lm_head.weight"} if headless else set()
         found = {name for name in self.files if not name.endswith("rotary_emb.inv_freq")} - ignored
         problems = [f"{name} is missing" for name in wanted if name not in found]
         problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
@@ -157,17 +160,21 @@ class SafetensorsCheckpoint:
 def load_hf(
     path: Path, shape: ModelShape, placement: Placement, parameters: dict[str, torch.nn.Parameter], padded_vocab: int
 ) -> None:
-    """Read this rank's slices of the checkpoint `path` into its parameters.
+    """Read this rank's slices of the checkpoint `path` into its parameters; the head of a critic becomes zero.
 
     Raises:
         CheckpointError: an unreadable folder, or tensors that are not the model's.
     """
-    checkpoint, entries = SafetensorsCheckpoint(path), weight_entries(shape)
-    checkpoint.check(entries, tied=shape.tied)
+    checkpoint = SafetensorsCheckpoint(path)
+    entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
+    checkpoint.check(entries, headless=shape.tied or shape.value_head)
     by_name = {entry.megatron: entry for entry in entries}
     if shape.tied:  # the last stage of a pipeline has its own copy
-        by_name["output_layer.weight"] = by_name["embedding.word_embeddings.weight"]
+        by_name[HEAD] = by_name["embedding.word_embeddings.weight"]
     for name, param in parameters.items():
+        if shape.value_head and name == HEAD:
+            param.zero_()
+            continue
         entry = by_name[name]
         parts = []
         for i, hf_name in enumerate(entry.names):

@@ -1,0 +1,102 @@
+"""The advantage estimators by the names of `--advantage-estimator`.
+
+An estimator has two parts: `compare`, on rewards of samples (None: they stay as they are), and `spread`, which makes
+the advantages of tokens. A hook that processes the rewards takes the place of `compare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from instep.algorithms.advantages.dr_grpo import dr_grpo
+from instep.algorithms.advantages.gae import gae
+from instep.algorithms.advantages.grpo import grpo
+from instep.algorithms.advantages.max_rl import max_rl
+from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
+from instep.algorithms.advantages.rloo import rloo
+from instep.algorithms.advantages.tokens import to_tokens
+
+Compare = Callable[[Tensor, Sequence[int] | Tensor, Sequence[Hashable | None] | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the advantages of tokens are made from.
+
+    Attributes:
+        rewards: float64 `[num_samples]`, compared within groups already if the estimator does so.
+        loss_mask: `[num_response_tokens]`.
+        response_lengths: of each sample.
+        kl: `[num_response_tokens]`, old policy against reference; None without `kl_coef`.
+        values: `[num_response_tokens]` of the critic, where there is one.
+    """
+
+    rewards: Tensor
+    loss_mask: Tensor
+    response_lengths: list[int]
+    kl: Tensor | None = None
+    values: Tensor | None = None
+    kl_coef: float = 0.0
+    gamma: float = 1.0
+    lambd: float = 1.0
+
+
+class Estimate(NamedTuple):
+    """Float64 `[num_response_tokens]` each; `returns` are what a critic learns, if there is one."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Attributes:
+
+    kl: where `--kl-coef` acts: on a sample's reward before `compare`, or in `spread`, token by token.
+    whitens: the result is whitened over the rollout, whether or not `--normalize-advantages` is given.
+    """
+
+    compare: Compare | None
+    spread: Callable[[Inputs], Estimate]
+    kl: Literal["sample", "token"] = "sample"
+    whitens: bool = False
+
+
+def _same(x: Inputs) -> Estimate:
+    return Estimate(to_tokens(x.rewards, x.response_lengths))
+
+
+def _reinforce_plus_plus(x: Inputs) -> Estimate:
+    return Estimate(
+        reinforce_plus_plus(x.rewards, x.loss_mask, x.response_lengths, kl=x.kl, kl_coef=x.kl_coef, gamma=x.gamma)
+    )
+
+
+def _reinforce_plus_plus_baseline(x: Inputs) -> Estimate:
+    return Estimate(reinforce_plus_plus_baseline(x.rewards, x.response_lengths, kl=x.kl, kl_coef=x.kl_coef))
+
+
+def _gae(x: Inputs) -> Estimate:
+    if x.values is None:
+        raise ValueError("ppo needs the values of a critic")
+    options: dict[str, Any] = {"gamma": x.gamma, "lambd": x.lambd, "kl": x.kl, "kl_coef": x.kl_coef}
+    return Estimate(*gae(x.rewards, x.values, x.loss_mask, x.response_lengths, **options))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(grpo, _same),
+    "gspo": Estimator(grpo, _same),
+    "cispo": Estimator(grpo, _same),
+    "sapo": Estimator(grpo, _same),
+    "dr_grpo": Estimator(dr_grpo, _same),
+    "rloo": Estimator(rloo, _same),
+    "max_rl": Estimator(max_rl, _same),
+    "reinforce_plus_plus": Estimator(None, _reinforce_plus_plus, kl="token", whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(dr_grpo, _reinforce_plus_plus_baseline, kl="token", whitens=True),
+    "ppo": Estimator(None, _gae, kl="token"),
+}

@@ -1,0 +1,65 @@
+"""Who is compared with whom: the samples of a group, and the fan-out siblings of one execution among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+# (rewards of a group's samples `[n]`, the mean reward of each one's execution `[n]`, that of all executions `[k]`)
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def relative_to_group(
+    rewards: Tensor,
+    group_index: Sequence[int] | Tensor,
+    execution_ids: Sequence[Hashable | None] | None,
+    formula: Formula,
+) -> Tensor:
+    """Apply `formula` to each group by itself.
+
+    Groups are found by `group_index`, never by position, so that order and group sizes are free. Fan-out siblings
+    (equal `execution_ids`; None stands for an execution of its own) count once in the statistics, by their mean reward.
+
+    Args:
+        rewards: `[num_samples]`.
+        group_index: the group of each sample.
+
+    Returns:
+        `[num_samples]`, in the dtype of `rewards`, without gradient; computed in float64, so that equal rewards give 0.
+
+    Raises:
+        ValueError: lengths that differ, or a group with a single execution, whose advantage would always be 0.
+    """
+    if rewards.dim() != 1 or len(group_index) != rewards.numel():
+        raise ValueError(f"rewards of shape {tuple(rewards.shape)} for {len(group_index)} group indices")
+    found: dict[tuple[int, Hashable], int] = {}  # the executions, by group and name
+    rows: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
+    of_sample: list[int] = []
+    for i, (index, name) in enumerate(zip(group_index, executions(execution_ids, len(group_index)), strict=True)):
+        group = int(index)
+        if (group, name) not in found:
+            found[group, name] = len(found)
+            members.setdefault(group, []).append(found[group, name])
+        rows.setdefault(group, []).append(i)
+        of_sample.append(found[group, name])
+    values, execution = rewards.detach().double(), torch.tensor(of_sample, device=rewards.device)
+    totals = values.new_zeros(len(found)).index_add_(0, execution, values)
+    means = totals / execution.bincount(minlength=len(found))
+    out = torch.empty_like(values)
+    for group, siblings in rows.items():
+        if len(members[group]) < 2:
+            raise ValueError(f"group {group} has a single execution; a group-relative advantage needs at least 2")
+        out[siblings] = formula(values[siblings], means[execution[siblings]], means[members[group]])
+    return out.to(rewards.dtype)
+
+
+def executions(execution_ids: Sequence[Hashable | None] | None, num_samples: int) -> list[Hashable]:
+    """One key per sample; a sample without an id is an execution of its own."""
+    if execution_ids is None:
+        return list(range(num_samples))
+    if len(execution_ids) != num_samples:
+        raise ValueError(f"{len(execution_ids)} execution ids for {num_samples} samples")
+    return [("sample", i) if e is None else ("id", e) for i, e in enumerate(execution_ids)]

@@ -1,0 +1,45 @@
+"""Direct Preference Optimization."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+class DpoLoss(NamedTuple):
+    """All `[num_pairs]`: the loss to average; the implicit rewards beta log(pi / ref), detached."""
+
+    loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> DpoLoss:
+    """-(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta ((chosen - ref_chosen) - (rejected - ref_rejected)).
+
+    Source: Rafailov et al., arXiv:2305.18290, eq. 7; e = `label_smoothing` is the probability that a pair is the wrong
+    way round (conservative DPO, Mitchell 2023).
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected: `[num_pairs]`, the log-probs of whole responses (sums over the
+            tokens with mask 1, `segments.segment_sum`) under policy and reference. The reference gets no gradient.
+
+    Raises:
+        ValueError: a label smoothing outside [0, 0.5), or a beta that is not positive.
+    """
+    if not 0 <= label_smoothing < 0.5 or beta <= 0:
+        raise ValueError(f"label_smoothing {label_smoothing} is to be in [0, 0.5) and beta {beta} above 0")
+    for_chosen, for_rejected = beta * (chosen - ref_chosen.detach()), beta * (rejected - ref_rejected.detach())
+    z = for_chosen - for_rejected
+    loss = -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
+    return DpoLoss(loss, for_chosen.detach(), for_rejected.detach())

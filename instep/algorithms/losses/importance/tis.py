@@ -1,0 +1,42 @@
+"""Truncated importance sampling and its kin: a bounded weight on each token's loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MODES = ("truncate", "clip", "mask")
+
+
+class ImportanceWeights(NamedTuple):
+    """All `[num_tokens]`, without gradients."""
+
+    weights: Tensor  # bounded
+    raw: Tensor
+    clipped: Tensor  # 1.0 where the bounds changed the weight
+
+
+def bounded_weights(ratio: Tensor, mode: str, *, low: float = 0.0, high: float = 2.0) -> ImportanceWeights:
+    """The constant factor of each token's loss, from its ratio trainer / engine (`levels.importance_ratio`).
+
+    truncate (TIS): min(r, high). clip: clip(r, low, high). mask (MIS): r inside [low, high], 0 outside; the
+    denominators of the loss stay. Sources: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025); Liu et al., "When Speed Kills Stability" (2025).
+
+    Args:
+        ratio: `[num_tokens]`, without gradient.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if mode == "truncate":
+        weights = ratio.clamp(max=high)
+    elif mode == "clip":
+        weights = ratio.clamp(low, high)
+    elif mode == "mask":
+        weights = torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+    else:
+        raise ValueError(f"unknown mode {mode!r}; known are {', '.join(MODES)}")
+    return ImportanceWeights(weights, ratio, (weights != ratio).to(ratio.dtype))

@@ -1,0 +1,238 @@
+"""The policy loss of a micro-batch, put together: ratio form, corrections, KL, entropy; and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.algorithms.kl import KL_TYPES, approx_kl
+from instep.algorithms.losses.cispo import cispo_loss
+from instep.algorithms.losses.gspo import gspo_loss
+from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
+from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
+from instep.algorithms.losses.importance.rejection import rejection_mask
+from instep.algorithms.losses.importance.tis import MODES, bounded_weights
+from instep.algorithms.losses.ppo_clip import ppo_clip_loss
+from instep.algorithms.losses.ratio import PolicyLoss
+from instep.algorithms.losses.sapo import sapo_loss
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """What the policy loss depends on; the flags of the same names."""
+
+    advantage_estimator: str = "grpo"  # gspo, cispo and sapo have a loss of their own, all others PPO's
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None  # None: as eps_clip
+    eps_clip_c: float | None = None
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k1"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    use_rollout_logprobs: bool = False
+    use_tis: bool = False
+    tis_level: str = "token"
+    tis_mode: str = "clip"
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    use_rs: bool = False
+    rs_level: str = "token"
+    rs_lower_bound: float | None = None  # None: tis_clip_low
+    rs_upper_bound: float | None = None  # None: tis_clip
+    rs_veto_threshold: float | None = None
+    use_opsm: bool = False
+    opsm_delta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("kl_loss_type", KL_TYPES),
+            ("tis_level", LEVELS),
+            ("rs_level", LEVELS),
+            ("tis_mode", MODES),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.eps_clip_c is not None and self.eps_clip_c <= 1:
+            raise ValueError(f"eps_clip_c must be greater than 1, not {self.eps_clip_c}")
+        if (self.use_tis or self.use_rs) and self.use_rollout_logprobs:
+            raise ValueError(
+                "use_tis and use_rs correct towards recomputed log-probs; use_rollout_logprobs leaves nothing to do"
+            )
+        if self.kl_loss_coef and not self.use_kl_loss:
+            raise ValueError("kl_loss_coef acts only with use_kl_loss")
+
+    @property
+    def reads_rollout_log_probs(self) -> tuple[str, ...]:
+        """The flags for which every trained token needs the engine's log-prob."""
+        return tuple(n for n in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(self, n))
+
+    @classmethod
+    def from_args(cls, args: Any) -> PolicyLossConfig:
+        """The fields, read from the flat arguments of the same names."""
+        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+
+
+class LossTerms(NamedTuple):
+    """The loss to differentiate; detached metrics to add up (`sums`) and to maximise (`maxes`) over a step."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxes: dict[str, Tensor]
+
+
+class Correction(NamedTuple):
+    """Token losses corrected for the gap trainer - engine, tokens to keep (1.0 or 0.0), metrics; all `[num_tokens]`."""
+
+    loss: Tensor
+    keep: Tensor
+    metrics: dict[str, Tensor]
+
+
+# (token loss, trainer's log-probs, engine's log-probs, mask) -> Correction; all `[num_tokens]`
+Correct = Callable[[Tensor, Tensor, Tensor, Tensor], Correction]
+Reduce = Callable[[Tensor, Tensor], Tensor]  # (token loss, mask) -> scalar
+
+
+def policy_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    response_lengths: Tensor,
+    config: PolicyLossConfig,
+    *,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    correct: Correct | None = None,
+    reduce: Reduce | None = None,
+) -> LossTerms:
+    """sum_t w_t (c_t * pg_t - entropy_coef * H_t + kl_loss_coef * kl_t), w = `loss_weights`.
+
+    pg is the form that `advantage_estimator` selects, c the product of what corrects it: weights (`use_tis`), rejection
+    (`use_rs`), off-policy sequence masking (`use_opsm`); the denominators in w stay. The ratio's base is
+    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Tokens of
+    weight 0 have no part in anything, whatever stands there (NaN too). The metrics are weighted like the loss; those of
+    the gap between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and are to be divided by
+    `log_prob_gap_coverage` once they are summed (`training.losses.finish_metrics` does it).
+
+    Args:
+        log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; what `config` needs must be there.
+        response_lengths: `[num_samples]`.
+        correct: takes the place of `use_tis` and `use_rs`.
+        reduce: takes the place of sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
+
+    Raises:
+        ValueError: a missing column, or lengths that do not fit.
+    """
+    trained = loss_weights > 0
+
+    def only(values: Tensor) -> Tensor:
+        return torch.where(trained, values, torch.zeros_like(values))
+
+    def mean(values: Tensor) -> Tensor:
+        return (loss_weights * values).sum()
+
+    current, advantages, mask = only(log_probs), only(advantages), trained.to(log_probs.dtype)
+    scored = current.detach() if old_log_probs is None else only(old_log_probs)
+    old = only(_needed(rollout_log_probs, "rollout_log_probs")) if config.use_rollout_logprobs else scored
+    policy = _policy_form(current, old, advantages, mask, response_lengths, config)
+    token_loss, keep = policy.loss, mask
+    sums = {"log_prob": mean(current.detach()), "pg_clipfrac": mean(policy.clipped), "ppo_kl": mean(policy.ppo_kl)}
+    if config.use_opsm:
+        kept = off_policy_sequence_mask(current, old, advantages, mask, response_lengths, delta=config.opsm_delta)
+        token_loss = token_loss * kept
+        sums["opsm_clipfrac"] = mean(1 - kept)
+    if correct is not None or config.use_tis or config.use_rs:
+        engine = only(_needed(rollout_log_probs, "rollout_log_probs"))
+        correct = correct or _built_in_correction(config, response_lengths)
+        token_loss, keep, metrics = correct(token_loss, scored, engine, mask)
+        token_loss = only(token_loss) * keep
+        sums |= {name: mean(only(value.detach())) for name, value in metrics.items()}
+    loss = mean(token_loss) if reduce is None else reduce(token_loss, keep * mask)
+    sums["pg_loss"] = loss.detach()
+    if entropy is not None:
+        bonus = mean(only(entropy))
+        sums["entropy"] = bonus.detach()
+        loss = loss - config.entropy_coef * bonus if config.entropy_coef else loss
+    elif config.entropy_coef:
+        _needed(entropy, "entropy")
+    if config.use_kl_loss:
+        reference = only(_needed(ref_log_probs, "ref_log_probs"))
+        weight_base = old if config.use_unbiased_kl else None
+        kl_loss = mean(approx_kl(current, reference, config.kl_loss_type, old_log_probs=weight_base))
+        sums["kl_loss"] = kl_loss.detach()
+        loss = loss + config.kl_loss_coef * kl_loss if config.kl_loss_coef else loss
+    sums |= {"loss": loss.detach(), "loss_weight": loss_weights.sum()}
+    if rollout_log_probs is None:
+        return LossTerms(loss, sums, {})
+    gaps, largest = _gap(scored, rollout_log_probs, loss_weights)
+    return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
+
+
+def _policy_form(
+    log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, response_lengths: Tensor, config: PolicyLossConfig
+) -> PolicyLoss:
+    low, high = config.eps_clip, config.eps_clip_high
+    if config.advantage_estimator == "cispo":
+        return cispo_loss(log_probs, old, advantages, eps_clip=low, eps_clip_high=high)
+    if config.advantage_estimator == "sapo":
+        return sapo_loss(log_probs, old, advantages, tau_pos=config.sapo_tau_pos, tau_neg=config.sapo_tau_neg)
+    bounds: dict[str, Any] = {"eps_clip": low, "eps_clip_high": high, "eps_clip_c": config.eps_clip_c}
+    if config.advantage_estimator == "gspo":
+        return gspo_loss(log_probs, old, advantages, mask, response_lengths, **bounds)
+    return ppo_clip_loss(log_probs, old, advantages, **bounds)
+
+
+def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> Correct:
+    """`use_tis` and `use_rs` as one function."""
+
+    def correct(loss: Tensor, train: Tensor, engine: Tensor, mask: Tensor) -> Correction:
+        keep, metrics = mask, dict[str, Tensor]()
+        if config.use_tis:
+            ratio = importance_ratio(train, engine, mask, response_lengths, config.tis_level)
+            tis = bounded_weights(ratio, config.tis_mode, low=config.tis_clip_low, high=config.tis_clip)
+            loss = loss * tis.weights
+            metrics |= {"tis": tis.raw, "tis_clipfrac": tis.clipped}
+        if config.use_rs:
+            low, high = config.rs_lower_bound, config.rs_upper_bound
+            keep = rejection_mask(
+                train,
+                engine,
+                mask,
+                response_lengths,
+                level=config.rs_level,
+                low=config.tis_clip_low if low is None else low,
+                high=config.tis_clip if high is None else high,
+                veto_threshold=config.rs_veto_threshold,
+            )
+            metrics["rs_clipfrac"] = 1 - keep
+        return Correction(loss, keep, metrics)
+
+    return correct
+
+
+def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Trainer against engine, over trained tokens that have engine log-probs: weighted sums, and the largest gap."""
+    covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
+    engine = torch.where(covered, rollout_log_probs, scored)
+    gap = (scored - engine).abs()
+    sums = {
+        "log_prob_gap_mean": (loss_weights * gap).sum(),
+        "engine_kl": (loss_weights * approx_kl(engine, scored, "k3")).sum(),
+        "log_prob_gap_coverage": (loss_weights * covered).sum(),
+    }
+    return sums, gap.max() if gap.numel() else gap.new_zeros(())
+
+
+def _needed(column: Tensor | None, name: str) -> Tensor:
+    if column is None:
+        raise ValueError(f"this loss needs {name}")
+    return column

@@ -1,0 +1,47 @@
+"""Sums over the response tokens of each sample, in a flat column; independent of what else is in the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def owners(response_lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
+    """int64 `[num_tokens]`: the sample of each entry of `like`.
+
+    Raises:
+        ValueError: lengths that do not add up to the entries of `like`.
+    """
+    lengths = torch.as_tensor(response_lengths, device=like.device)
+    found = torch.arange(lengths.numel(), device=like.device).repeat_interleave(lengths)
+    if found.numel() != like.numel():
+        raise ValueError(f"{like.numel()} tokens for response lengths that add up to {found.numel()}")
+    return found
+
+
+def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+    """sum_t m_t x_t of each sample, added up in float64: `[num_tokens]` -> `[num_samples]` in the dtype of `values`.
+
+    What stands where the mask is 0 (NaN too) has no part; a sample without tokens, or fully masked, gives 0.
+
+    Raises:
+        ValueError: a mask or lengths that do not fit.
+    """
+    if mask.shape != values.shape:
+        raise ValueError(f"a mask of {mask.numel()} entries for {values.numel()} tokens")
+    owner = owners(response_lengths, values)
+    kept = torch.where(mask > 0, values, torch.zeros_like(values)).double()
+    return kept.new_zeros(len(response_lengths)).index_add(0, owner, kept).to(values.dtype)
+
+
+def segment_mean(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+    """sum_t m_t x_t / max(sum_t m_t, 1) of each sample; see `segment_sum`."""
+    count = segment_sum((mask > 0).to(values.dtype), mask, response_lengths)
+    return segment_sum(values, mask, response_lengths) / count.clamp(min=1)
+
+
+def expand(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+    """`[num_samples]` -> `[num_tokens]`: each sample's value at each of its response tokens."""
+    return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))

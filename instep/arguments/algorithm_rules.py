@@ -1,0 +1,234 @@
+"""Which flags of the algorithms go together: one table, which the validator applies and the documentation shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from instep.arguments.args import Args
+from instep.arguments.parser import Problem
+
+# Names of --advantage-estimator by what they do; a test compares them with the registry in algorithms/advantages.
+GRPO_LIKE = ("grpo", "gspo", "cispo", "sapo")  # the advantage is GRPO's
+GROUP_RELATIVE = (*GRPO_LIKE, "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+DISCOUNTED = ("reinforce_plus_plus", "ppo")  # --gamma acts
+ALL = (*GROUP_RELATIVE, "reinforce_plus_plus", "ppo")
+
+
+def without(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in ALL if name not in names)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that makes no sense, or has a flag too many.
+
+    Attributes:
+        estimators: the values of --advantage-estimator it is about; empty: all, and SFT too.
+        flags: the other flags of it, as one would type them.
+        when: whether these flags are given so, from the arguments and the names of those that were given.
+        what: why it makes no sense.
+        remedy: what to do.
+        reads: attributes without a value of their own are skipped by the validator, as their fault is reported already.
+        refused: False: the run starts, with a note.
+    """
+
+    estimators: tuple[str, ...]
+    flags: str
+    when: Callable[[Args, set[str]], bool]
+    what: str
+    remedy: str
+    reads: str = ""
+    refused: bool = True
+
+    def applies(self, args: Args, given: set[str]) -> bool:
+        if self.estimators and (args.command != "train" or args.advantage_estimator not in self.estimators):
+            return False
+        return self.when(args, given)
+
+    def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
+        """As a rule of `validate`."""
+        if not self.applies(args, given):
+            return
+        where = self.flags
+        if self.estimators:
+            where += f" with --advantage-estimator {args.advantage_estimator}"
+        if self.refused:
+            yield Problem(self.what, where, self.remedy)
+        else:
+            args.notes.append(f"{where}: {self.what}")
+
+
+def _compares(args: Args) -> bool:
+    """Whether the rewards of a group are compared by the estimator, not by a hook or not at all."""
+    return args.rewards_normalization and args.custom_reward_post_process_path is None
+
+
+RULES = (
+    Rule(
+        GROUP_RELATIVE,
+        "--n-samples-per-prompt 1",
+        lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
+        "a group of one has no advantage: every sample equals its group's mean",
+        "use at least 2 (the default is 8), or reinforce_plus_plus",
+        reads="n_samples_per_prompt",
+    ),
+    Rule(
+        ALL,
+        "--n-samples-per-prompt 1 --dynamic-sampling-filter-path ...check_reward_nonzero_std",
+        lambda a, given: (
+            a.n_samples_per_prompt == 1 and (a.dynamic_sampling_filter_path or "").endswith(".check_reward_nonzero_std")
+        ),
+        "the rewards of a group of one never differ, so that every group would be dropped",
+        "use at least 2, or leave the filter out",
+        reads="n_samples_per_prompt dynamic_sampling_filter_path",
+    ),
+    Rule(
+        tuple(name for name in GROUP_RELATIVE if name not in GRPO_LIKE),
+        "--disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization,
+        "nothing of this estimator is left without the comparison within a group",
+        "leave it out, or use reinforce_plus_plus",
+    ),
+    Rule(
+        ("reinforce_plus_plus", "ppo"),
+        "--disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization,
+        "has no effect, there is no comparison within groups",
+        "leave it out",
+        refused=False,
+    ),
+    Rule(
+        without(*GRPO_LIKE),
+        "--disable-grpo-std-normalization",
+        lambda a, given: not a.grpo_std_normalization,
+        "has no effect, there is no division by the std of a group",
+        "leave it out",
+        refused=False,
+    ),
+    Rule(
+        (),
+        "--disable-grpo-std-normalization and --disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization and not a.grpo_std_normalization,
+        "without the normalization over groups there is no std to leave out",
+        "give one of the two",
+    ),
+    Rule(
+        WHITENED,
+        "--normalize-advantages",
+        lambda a, given: a.normalize_advantages,
+        "has no effect, this estimator whitens its advantages anyway",
+        "leave it out",
+        refused=False,
+    ),
+    Rule(
+        without(*DISCOUNTED),
+        "--gamma",
+        lambda a, given: a.gamma != 1,
+        "has no effect: one advantage for all tokens of a response, nothing to discount",
+        "leave it out, or use reinforce_plus_plus or ppo",
+        reads="gamma",
+    ),
+    Rule(
+        without("ppo"),
+        "--lambd",
+        lambda a, given: a.lambd != 1,
+        "has no effect without a critic",
+        "leave it out, or use ppo",
+        reads="lambd",
+    ),
+    # ---- KL ----
+    Rule(
+        (),
+        "--kl-coef and --kl-loss-coef",
+        lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
+        "the KL counts twice",
+        "let one of them be 0",
+        reads="kl_coef kl_loss_coef",
+    ),
+    Rule(
+        (),
+        "--kl-loss-coef",
+        lambda a, given: a.kl_loss_coef != 0 and not a.use_kl_loss,
+        "has no effect without --use-kl-loss",
+        "give both",
+        reads="kl_loss_coef",
+    ),
+    Rule(
+        (),
+        "--ref-update-interval",
+        lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
+        "there is no reference without a KL",
+        "leave it out, or add --use-kl-loss",
+        reads="ref_update_interval kl_coef",
+    ),
+    Rule(
+        (),
+        "--use-unbiased-kl",
+        lambda a, given: a.use_unbiased_kl and not a.use_kl_loss,
+        "has no effect without --use-kl-loss",
+        "give both",
+    ),
+    Rule(
+        tuple(name for name in GROUP_RELATIVE if name not in WHITENED),
+        "--kl-coef --custom-reward-post-process-path",
+        lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
+        "the hook's rewards would replace those with the KL",
+        "use --use-kl-loss, or take the KL off in the hook",
+        reads="kl_coef custom_reward_post_process_path",
+    ),
+    Rule(
+        ("max_rl",),
+        "--kl-coef",
+        lambda a, given: a.kl_coef != 0,
+        "a reward less a KL is no rate of success",
+        "use --use-kl-loss",
+        reads="kl_coef",
+    ),
+    # ---- overlong responses ----
+    Rule(
+        ("max_rl",),
+        "--overlong-buffer-len",
+        lambda a, given: a.overlong_buffer_len is not None,
+        "a reward less a penalty is no rate of success",
+        "leave it out",
+        reads="overlong_buffer_len",
+    ),
+    Rule(
+        (),
+        "--overlong-buffer-len and --custom-reward-post-process-path",
+        lambda a, given: a.overlong_buffer_len is not None and a.custom_reward_post_process_path is not None,
+        "the hook's rewards would replace those with the penalty",
+        "take the penalty off in the hook",
+        reads="overlong_buffer_len custom_reward_post_process_path",
+    ),
+    Rule(
+        (),
+        "--overlong-penalty-factor",
+        lambda a, given: "overlong_penalty_factor" in given and a.overlong_buffer_len is None,
+        "has no effect without --overlong-buffer-len",
+        "give both",
+        reads="overlong_buffer_len",
+    ),
+    Rule(
+        (),
+        "--overlong-buffer-len",
+        lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
+        "needs --rollout-max-response-len: the buffer lies before it",
+        "give both",
+        reads="overlong_buffer_len rollout_max_response_len",
+    ),
+    Rule(
+        (),
+        "--overlong-buffer-len",
+        lambda a, given: (
+            a.overlong_buffer_len is not None
+            and a.rollout_max_response_len is not None
+            and a.overlong_buffer_len > a.rollout_max_response_len
+        ),
+        "is longer than --rollout-max-response-len",
+        "lower it",
+        reads="overlong_buffer_len rollout_max_response_len",
+    ),
+)

@@ -1,0 +1,130 @@
+"""Actor and critic: what each is set to, and the file of `--megatron-config-path` that says so.
+
+megatron:
+  - name: default
+    role: critic          # or actor; each at most once
+    overrides: {lr: 1e-5, save: runs/mine/critic}
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from instep.arguments.args import Args
+from instep.arguments.flag import Flag
+from instep.arguments.optimizer import OPTIMIZER
+from instep.arguments.parser import Problem
+from instep.arguments.table import find, own_flags
+from instep.cluster.placement import num_critic_gpus
+
+ROLES = ("actor", "critic")
+# Of the critic, these have a flag of their own.
+CRITIC_FLAGS = {
+    "lr": "critic_lr",
+    "lr_warmup_iters": "critic_lr_warmup_iters",
+    "load": "critic_load",
+    "save": "critic_save",
+}
+_MORE = ("--load", "--save", "--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+
+
+def args_of_role(args: Args, role: str) -> Args:
+    """The arguments of one role's workers: the actor's are the run's own."""
+    if role == "actor":
+        return args
+    out = copy.copy(args)
+    out.lr = args.lr if args.critic_lr is None else args.critic_lr
+    out.lr_warmup_iters, out.lr_warmup_fraction = args.critic_lr_warmup_iters, None
+    for name, value in args.megatron_config.get("critic", {}).items():
+        setattr(out, name, value)
+    out.world_size = num_critic_gpus(args)
+    out.dp_size = max(1, out.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+    return out
+
+
+def overridable() -> dict[str, Flag]:
+    """The flags that a role may override, by attribute."""
+    more = (own_flags()[name] for name in _MORE)
+    return {flag.attribute: flag for flag in (*OPTIMIZER.flags, *more) if flag.status == "acts"}
+
+
+def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
+    """Lay the file over `args` and `given`. What has no flag of the critic's own goes to `args.megatron_config`."""
+    args.megatron_config = {}
+    path = args.megatron_config_path
+    if path is None:
+        return
+    import yaml
+
+    where = f"--megatron-config-path {path}"
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        yield Problem(f"cannot be read: {why}", where, "give a YAML file with the key `megatron`")
+        return
+    entries = content.get("megatron") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        yield Problem("holds no list `megatron`", where, "megatron: [{name: default, role: critic, overrides: {...}}]")
+        return
+    yield from _unknown(content, ("megatron",), where)
+    for index, entry in enumerate(entries):
+        place = f"{where}, megatron[{index}]"
+        if not isinstance(entry, dict) or entry.get("role") not in ROLES:
+            yield Problem("has no role", place, "role: actor, or role: critic")
+            continue
+        yield from _unknown(entry, ("name", "role", "overrides"), place)
+        role, overrides = entry["role"], entry.get("overrides") or {}
+        if role in args.megatron_config:
+            yield Problem(f"is the second entry of the {role}", place, "put the overrides of a role into one entry")
+        elif not isinstance(overrides, dict):
+            yield Problem("overrides are no names with values", place, "overrides: {lr: 1e-5}")
+        else:
+            args.megatron_config[role] = {}
+            for name, value in overrides.items():
+                yield from _override(args, given, role, str(name), value, f"{place}.overrides.{name}")
+
+
+def _override(args: Args, given: dict[str, Any], role: str, name: str, value: Any, where: str) -> Iterator[Problem]:
+    flags, attribute = overridable(), name.lstrip("-").replace("-", "_")
+    if attribute not in flags:
+        flag, near = find("--" + attribute.replace("_", "-")), difflib.get_close_matches(attribute, flags, n=1)
+        if flag is not None and flag.status == "acts":
+            yield Problem("is the same for both roles", where, f"give {flag.name} on the command line")
+        else:
+            known = ", ".join(flags)
+            yield Problem("is unknown", where, f"did you mean {near[0]}?" if near else f"a role may set {known}")
+        return
+    try:
+        converted = _convert(flags[attribute], value)
+    except ValueError as error:
+        yield Problem(f"{value!r} {error}", where, f"its meaning: {flags[attribute].help}")
+        return
+    own = attribute if role == "actor" else CRITIC_FLAGS.get(attribute)
+    if own is None:
+        args.megatron_config[role][attribute] = converted
+    elif role == "critic" and own in given:
+        yield Problem(f"--{own.replace('_', '-')} says it, too", where, "give one of the two")
+    else:
+        setattr(args, own, converted)
+        given[own] = converted
+
+
+def _convert(flag: Flag, value: Any) -> Any:
+    if flag.is_switch:
+        if not isinstance(value, bool):
+            raise ValueError("is neither true nor false")
+        return value
+    if isinstance(value, (bool, dict, list)) or value is None:
+        raise ValueError(f"is no {flag.type_label}")
+    return flag.convert(str(value))
+
+
+def _unknown(content: dict[Any, Any], known: tuple[str, ...], where: str) -> Iterator[Problem]:
+    for key in content:
+        if key not in known:
+            yield Problem("is unknown", f"{where}: {key}", f"known are {', '.join(known)}")

@@ -1,0 +1,187 @@
+"""From the rewards of a rollout to the column `advantages`: what depends on flags and hooks around `algorithms`.
+
+Statistics over groups and over the rollout belong to the controller, because the samples of a group may lie on several
+data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.algorithms.advantages import ESTIMATORS, Estimate, Inputs
+from instep.algorithms.advantages.dr_grpo import dr_grpo
+from instep.algorithms.advantages.grpo import grpo
+from instep.algorithms.advantages.overlong import overlong_penalty
+from instep.algorithms.advantages.tokens import penalised_rewards
+from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.kl import approx_kl
+from instep.errors import InstepError, RolloutError
+from instep.hooks import load_function, raised_at
+from instep.rollout.outputs import as_number, name_of
+from instep.types import Sample, TokenBatch
+
+_HOOK_COLUMNS = ("log_probs", "ref_log_probs", "rollout_log_probs", "values")
+
+
+def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_args: Any) -> dict[str, float]:
+    """Set the token column `advantages`, and `returns` where the estimator has a critic (column `values`).
+
+    Reads the sample column `rewards`, the token column `loss_mask`, with `--kl-coef` `log_probs` and `ref_log_probs`.
+    In this order: penalty on overlong responses, KL, comparison within groups, advantages of tokens, whitening.
+
+    Args:
+        samples: of the batch, in order; hooks see them.
+        hook_args: what hooks see of `args`.
+
+    Returns:
+        Metrics of the rollout.
+
+    Raises:
+        RolloutError: rewards, or a hook's answer, that no advantages can be made from.
+    """
+    metrics: dict[str, float] = {}
+    columns, lengths, mask = batch.token_columns, batch.response_lengths, batch.token_columns["loss_mask"]
+    rewards, kl = batch.sample_columns["rewards"].double(), None
+    if args.overlong_buffer_len is not None:
+        penalty = overlong_penalty(
+            lengths,
+            max_response_len=args.rollout_max_response_len,
+            buffer_len=args.overlong_buffer_len,
+            factor=args.overlong_penalty_factor,
+        )
+        rewards = rewards + penalty
+        metrics["train/overlong_penalty"] = penalty.mean().item()
+    if args.kl_coef:
+        kl = approx_kl(columns["log_probs"], columns["ref_log_probs"], args.kl_loss_type)
+        metrics["train/reward_kl"] = kl[mask > 0].sum().item() / max(1, int((mask > 0).sum()))
+    try:
+        inputs = Inputs(
+            rewards=_compared(batch, rewards, kl, samples, args, hook_args),
+            loss_mask=mask,
+            response_lengths=lengths.tolist(),
+            kl=kl,
+            values=columns.get("values"),
+            kl_coef=args.kl_coef,
+            gamma=args.gamma,
+            lambd=args.lambd,
+        )
+        estimator = ESTIMATORS[args.advantage_estimator]
+        own = args.custom_advantage_function_path is not None
+        estimate = _custom(batch, inputs, samples, args, hook_args) if own else estimator.spread(inputs)
+        if args.normalize_advantages or estimator.whitens:
+            estimate = estimate._replace(advantages=whiten(estimate.advantages, mask))
+    except ValueError as error:
+        remedy = "mend the rewards or the rollout function, or choose another estimator"
+        raise RolloutError(str(error), where=_where(args), remedy=remedy) from error
+    for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        if values is not None:
+            _check_finite(name, values, batch, args)
+            columns[name] = values.float()
+    return metrics
+
+
+def _compared(
+    batch: TokenBatch, rewards: Tensor, kl: Tensor | None, samples: list[Sample], args: Any, hook_args: Any
+) -> Tensor:
+    """Float64 `[num_samples]`: the rewards as the hook or the estimator compares them within groups."""
+    estimator = ESTIMATORS[args.advantage_estimator]
+    if args.custom_reward_post_process_path:
+        return _processed(samples, args.custom_reward_post_process_path, hook_args)
+    if kl is not None and estimator.kl == "sample":
+        lengths = batch.response_lengths.tolist()
+        rewards = penalised_rewards(rewards, kl, batch.token_columns["loss_mask"], lengths, args.kl_coef)
+    if estimator.compare is None or not args.rewards_normalization:
+        return rewards
+    compare = dr_grpo if estimator.compare is grpo and not args.grpo_std_normalization else estimator.compare
+    return compare(rewards, batch.sample_columns["group_index"], batch.sample_columns["execution_id"])
+
+
+def _processed(samples: list[Sample], path: str, hook_args: Any) -> Tensor:
+    """`--custom-reward-post-process-path`: fn(args, samples) -> (raw, rewards)."""
+    where, remedy = f"--custom-reward-post-process-path {path}", "return (raw_rewards, rewards), one of each per sample"
+    answer = _call(path, remedy, hook_args, samples)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise RolloutError(f"it returned {answer!r:.80}", where=where, remedy=remedy)
+    rewards = [as_number(value) for value in answer[1]]
+    if len(rewards) != len(samples):
+        raise RolloutError(f"{len(rewards)} rewards for {len(samples)} samples", where=where, remedy=remedy)
+    for sample, value, number in zip(samples, answer[1], rewards, strict=True):
+        if number is None:
+            raise RolloutError(f"the reward {value!r} is no finite number", where=f"{name_of(sample)}; {where}")
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def _call(path: str, remedy: str, *arguments: Any) -> Any:
+    function = load_function(path)
+    try:
+        return function(*arguments)
+    except InstepError:
+        raise
+    except Exception as error:  # the border to the user's code
+        raise RolloutError(f"{path} raised {error!r}", where=raised_at(error, function), remedy=remedy) from error
+
+
+def _custom(batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Any, hook_args: Any) -> Estimate:
+    """`--custom-advantage-function-path`: fn(args, rollout_data) sets rollout_data["advantages"] (and "returns").
+
+    `rollout_data` has lists with one entry per sample, under slime's names: token columns as tensors
+    `[response_length]`, `tokens` as a tensor `[total_length]`; and `samples`.
+    """
+    path, lengths = args.custom_advantage_function_path, inputs.response_lengths
+    kl = torch.zeros_like(inputs.loss_mask) if inputs.kl is None else inputs.kl
+    columns = {"loss_masks": inputs.loss_mask, "kl": kl}
+    columns |= {name: batch.token_columns[name] for name in _HOOK_COLUMNS if name in batch.token_columns}
+    rollout_data: dict[str, Any] = {name: list(flat.split(lengths)) for name, flat in columns.items()}
+    rollout_data |= {
+        "samples": samples,
+        "tokens": list(batch.tokens.split(batch.total_lengths.tolist())),
+        "total_lengths": batch.total_lengths.tolist(),
+        "response_lengths": lengths,
+        "raw_reward": batch.sample_columns["rewards"].tolist(),
+        "rewards": inputs.rewards.tolist(),
+    }
+    _call(path, f"mend the hook; rollout_data has {', '.join(sorted(rollout_data))}", hook_args, rollout_data)
+    found = [_flat(rollout_data.get(name), name, lengths, path) for name in ("advantages", "returns")]
+    if found[0] is None:
+        raise RolloutError(
+            "it set no advantages", where=path, remedy='set rollout_data["advantages"], a tensor a sample'
+        )
+    if found[1] is None and inputs.values is not None:
+        remedy = 'set rollout_data["returns"], too: advantages + values, say'
+        raise RolloutError("it set no returns, which the critic learns", where=path, remedy=remedy)
+    return Estimate(found[0], found[1])
+
+
+def _flat(rows: Any, name: str, lengths: list[int], path: str) -> Tensor | None:
+    if rows is None:
+        return None
+    shapes = [tuple(torch.as_tensor(row).shape) for row in rows]
+    if shapes != [(n,) for n in lengths]:
+        wrong = next((i for i, (s, n) in enumerate(zip(shapes, lengths, strict=False)) if s != (n,)), None)
+        what = f"{name} of {len(shapes)} samples, not {len(lengths)}"
+        if wrong is not None:
+            what = f"{name}[{wrong}] has the shape {shapes[wrong]} for {lengths[wrong]} response tokens"
+        raise RolloutError(what, where=path, remedy="one tensor per sample, one number per response token")
+    return torch.cat([torch.as_tensor(row).detach().double() for row in rows])
+
+
+def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Any) -> None:
+    bad = ~values.isfinite() & (batch.token_columns["loss_mask"] > 0)
+    if not bool(bad.any()):
+        return
+    row = int((batch.response_lengths.cumsum(0) <= int(bad.nonzero()[0])).sum())
+    group, index = (int(batch.sample_columns[column][row]) for column in ("group_index", "index"))
+    raise RolloutError(
+        f"the {name} of {int(bad.sum())} trained tokens are not finite",
+        where=f"group {group}, sample {index}; {_where(args)}",
+        remedy="mend the hook, or look at rewards and log-probs of this sample",
+    )
+
+
+def _where(args: Any) -> str:
+    if args.custom_advantage_function_path:
+        return f"--custom-advantage-function-path {args.custom_advantage_function_path}"
+    return f"--advantage-estimator {args.advantage_estimator}"

@@ -1,0 +1,154 @@
+"""Users' functions inside a loss, under the signatures of slime: importance correction, reducer, whole losses.
+
+They see a micro-batch as lists of one tensor per sample, and know nothing of `loss_weights`: what they reduce is
+multiplied by `loss_scale`, 1 over the step's executions (its tokens with `--calculate-per-token-loss`), as slime does.
+Functions that they import from slime's trainer are in `instep.training.slime_api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.algorithms.losses.policy import Correct, Correction, Reduce
+from instep.errors import RolloutError
+from instep.hooks import load_function, raised_at
+from instep.training.backend import LossFn, LossOutput, TokenOutputs
+from instep.types import TokenBatch
+
+Hook = Callable[..., Any]
+_OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})
+
+
+@dataclass(frozen=True)
+class LossHooks:
+    """The functions of `--custom-tis-function-path` and `--custom-pg-loss-reducer-function-path`.
+
+    Attributes:
+        args: what the functions see of the arguments.
+    """
+
+    args: Any = None
+    tis: str | None = None
+    reducer: str | None = None
+
+    @classmethod
+    def from_args(cls, args: Any) -> LossHooks:
+        return cls(args.view({}), args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path)
+
+    def correction(self, batch: TokenBatch) -> Correct | None:
+        """f(args=, pg_loss=, train_log_probs=, rollout_log_probs=, loss_masks=, total_lengths=, response_lengths=)
+        -> (pg_loss, masks, metrics): pg_loss `[num_tokens]`, one mask per sample, metrics `[num_tokens]` each."""
+        if self.tis is None:
+            return None
+        path, lengths = self.tis, batch.response_lengths.tolist()
+
+        def correct(loss: Tensor, train: Tensor, engine: Tensor, mask: Tensor) -> Correction:
+            out = _call(
+                path,
+                args=self.args,
+                pg_loss=loss,
+                train_log_probs=list(train.split(lengths)),
+                rollout_log_probs=list(engine.split(lengths)),
+                loss_masks=list(mask.split(lengths)),
+                total_lengths=batch.total_lengths.tolist(),
+                response_lengths=lengths,
+            )
+            expected = f"(pg_loss, masks, metrics): {loss.numel()} tokens each, masks per sample"
+            if not isinstance(out, tuple) or len(out) != 3 or not isinstance(out[2], dict):
+                raise _wrong(path, out, expected)
+            masks = out[1] if isinstance(out[1], list | tuple) else [out[1]]
+            if not all(isinstance(x, Tensor) for x in (out[0], *masks, *out[2].values())):
+                raise _wrong(path, out, expected)
+            keep = torch.cat([m.flatten() for m in masks]).to(loss.dtype)
+            metrics = {str(name): out[2][name] for name in sorted(out[2])}
+            if any(x.shape != loss.shape for x in (out[0], keep, *metrics.values())) or _OWN & set(metrics):
+                raise _wrong(path, {n: tuple(x.shape) for n, x in metrics.items()}, expected + ", own metric names")
+            return Correction(out[0], keep, metrics)
+
+        return correct
+
+    def reduction(self, batch: TokenBatch) -> Reduce | None:
+        """f(total_lengths, response_lengths, masks, per_token) -> function from `[num_tokens]` to a scalar."""
+        if self.reducer is None:
+            return None
+        path, lengths = self.reducer, batch.response_lengths.tolist()
+
+        def reduce(loss: Tensor, mask: Tensor) -> Tensor:
+            per_token = self.args.calculate_per_token_loss
+            reducer = _call(path, batch.total_lengths.tolist(), lengths, list(mask.split(lengths)), per_token)
+            if not callable(reducer):
+                raise _wrong(path, reducer, "a function that reduces the losses of tokens")
+            return _scalar(path, _call(path, loss, function=reducer)) * _scale(batch)
+
+        return reduce
+
+
+def custom_loss_fn(args: Any) -> LossFn:
+    """`--custom-loss-function-path` f(args, batch, logits, reducer) -> (loss, metrics).
+
+    batch: a dict of lists, one entry per sample: `unconcat_tokens`, `total_lengths`, `response_lengths`, `loss_masks`
+    and every token column (`advantages`, `log_probs`, `ref_log_probs`, `rollout_log_probs`, ...); `tokens` is the
+    packed `[1, num_tokens]`, sample columns (`rewards`, `metadata`, ...) stand under their names. logits: float32
+    `[1, num_tokens, vocab_size]` before the temperature, with gradient. reducer: `[num_response_tokens]` -> the sum
+    over executions of their token means (over tokens with `--calculate-per-token-loss`). metrics: scalars, made by
+    `reducer` or added up likewise over micro-batches.
+    """
+    path, view = args.custom_loss_function_path, args.view({})
+
+    def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+        scale, weights = _scale(batch), batch.token_columns["loss_weights"]
+
+        def reducer(values: Tensor) -> Tensor:
+            kept = torch.where(weights > 0, values, torch.zeros_like(values))
+            return (weights * kept).sum() / scale
+
+        assert outputs.logits is not None, "the worker asks for logits when there is a custom loss"
+        out = _call(path, view, hook_batch(batch), outputs.logits, reducer)
+        if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
+            raise _wrong(path, out, "(loss, metrics)")
+        loss = _scalar(path, out[0]) * scale
+        metrics = {
+            str(n): torch.as_tensor(v, device=loss.device).detach().float() * scale for n, v in sorted(out[1].items())
+        }
+        return LossOutput(loss, {**metrics, "loss": loss.detach(), "loss_weight": weights.sum()})
+
+    return loss_fn
+
+
+def hook_batch(batch: TokenBatch) -> dict[str, Any]:
+    """What a custom loss sees of a micro-batch; see `custom_loss_fn`."""
+    total, lengths = batch.total_lengths.tolist(), batch.response_lengths.tolist()
+    columns: dict[str, Any] = {name: list(column.split(lengths)) for name, column in batch.token_columns.items()}
+    columns["loss_masks"] = columns["loss_mask"]
+    tokens = {"tokens": batch.tokens[None], "unconcat_tokens": list(batch.tokens.split(total))}
+    return {**batch.sample_columns, **columns, **tokens, "total_lengths": total, "response_lengths": lengths}
+
+
+def _scale(batch: TokenBatch) -> float:
+    """Of the optimizer step that the micro-batch belongs to."""
+    return float(batch.sample_columns["loss_scale"][0])
+
+
+def _scalar(path: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise _wrong(path, tuple(value.shape) if isinstance(value, Tensor) else value, "a tensor with one number")
+    return value.reshape(())
+
+
+def _call(path: str, *values: Any, function: Hook | None = None, **named: Any) -> Any:
+    function = function or load_function(path)
+    try:
+        return function(*values, **named)
+    except Exception as error:  # the border to a user's code: whatever it raises is named here
+        raise RolloutError(
+            f"{path} raised {type(error).__name__}: {error}", where=raised_at(error, function), remedy="mend the hook"
+        ) from error
+
+
+def _wrong(path: str, got: Any, expected: str) -> RolloutError:
+    return RolloutError(f"it returned {got!r:.120}", where=f"hook {path}", remedy=f"return {expected}")

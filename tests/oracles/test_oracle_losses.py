@@ -1,0 +1,330 @@
+"""Every loss and correction against a scalar transcription of its paper, value and gradient, in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from instep.algorithms.kl import KL_TYPES, approx_kl
+from instep.algorithms.losses.distillation import distilled_advantages
+from instep.algorithms.losses.dpo import dpo_loss
+from instep.algorithms.losses.gspo import gspo_loss
+from instep.algorithms.losses.importance.icepop import icepop_weights
+from instep.algorithms.losses.policy import PolicyLossConfig
+from instep.algorithms.losses.ppo_clip import ppo_clip_loss
+from instep.algorithms.losses.sft import sft_loss
+from instep.algorithms.reductions import loss_weights
+from instep.algorithms.segments import segment_sum
+from instep.training.backend import TokenOutputs
+from instep.training.losses import policy_loss_fn
+from instep.types import TokenBatch
+from tests.oracles import losses as oracle
+from tests.oracles.losses import Response
+
+EXACT = {"abs": 1e-9, "rel": 1e-9}
+CLOSE = {"abs": 1e-7, "rel": 1e-6}  # of the central differences
+
+
+def column(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+def token_batch(batch: list[Response], per_token: bool) -> TokenBatch:
+    lengths = [len(r.mask) for r in batch]
+    columns = {
+        "loss_weights": loss_weights(
+            column([r.mask for r in batch]),
+            lengths,
+            [r.step for r in batch],
+            [r.execution for r in batch],
+            per_token=per_token,
+        ),
+        "advantages": column([[r.advantage] * len(r.mask) for r in batch]),
+        "log_probs": column([r.old for r in batch]),
+        "ref_log_probs": column([r.ref for r in batch]),
+        "rollout_log_probs": column([r.engine for r in batch]),
+    }
+    sizes = torch.tensor(lengths)
+    return TokenBatch(torch.zeros(int(sizes.sum()) + len(batch)).long(), sizes + 1, sizes, columns)
+
+
+def check(config: PolicyLossConfig, loss: oracle.TokenLoss, seed: int, per_token: bool, *, recomputed: bool = True):
+    """The loss of the trainer and its gradient are the transcription's; returns the batch and the metrics."""
+    batch = oracle.responses(seed)
+    ours = token_batch(batch, per_token)
+    if not recomputed:
+        del ours.token_columns["log_probs"]
+    point = [r.current for r in batch]
+    x = column(point).requires_grad_()
+    out = policy_loss_fn(config)(ours, TokenOutputs(x))
+    out.loss.backward()
+
+    def value(values: list[list[float]]) -> float:
+        return oracle.objective(batch, values, point, loss, per_token)
+
+    assert out.loss.item() == pytest.approx(value(point), **EXACT)
+    expected = [g for row in oracle.slopes(value, point) for g in row]
+    assert x.grad.tolist() == pytest.approx(expected, **CLOSE)
+    assert max(map(abs, expected)) > 1e-3
+    return batch, out
+
+
+FORMS = {
+    "grpo": (PolicyLossConfig(eps_clip=0.2), oracle.ppo(0.2, 0.2)),
+    "grpo, clip-higher": (PolicyLossConfig(eps_clip=0.2, eps_clip_high=0.28), oracle.ppo(0.2, 0.28)),
+    "grpo, dual clip": (PolicyLossConfig(eps_clip=0.2, eps_clip_c=1.25), oracle.ppo(0.2, 0.2, 1.25)),
+    "gspo": (
+        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.05, eps_clip_high=0.1),
+        oracle.gspo(0.05, 0.1),
+    ),
+    "gspo, dual clip": (
+        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.01, eps_clip_high=0.02, eps_clip_c=1.05),
+        oracle.gspo(0.01, 0.02, 1.05),
+    ),
+    "cispo": (PolicyLossConfig(advantage_estimator="cispo", eps_clip=1, eps_clip_high=0.3), oracle.cispo(1, 0.3)),
+    "cispo, two-sided": (
+        PolicyLossConfig(advantage_estimator="cispo", eps_clip=0.2, eps_clip_high=0.3),
+        oracle.cispo(0.2, 0.3),
+    ),
+    "sapo": (PolicyLossConfig(advantage_estimator="sapo"), oracle.sapo(1.0, 1.05)),
+    "sapo, sharp": (
+        PolicyLossConfig(advantage_estimator="sapo", sapo_tau_pos=3, sapo_tau_neg=7),
+        oracle.sapo(3, 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per sample", "per token"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("form", FORMS)
+def test_oracle_of_each_form(form: str, seed: int, per_token: bool):
+    check(*FORMS[form], seed, per_token)
+
+
+def test_oracle_data_reach_both_sides_of_every_bound():
+    for form in ("grpo", "gspo", "gspo, dual clip", "cispo", "cispo, two-sided"):
+        shares = [check(*FORMS[form], seed, True)[1].sums["pg_clipfrac"].item() / 2 for seed in range(4)]
+        assert 0.05 < sum(shares) / 4 < 0.95, (form, shares)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_oracle_gspo_is_the_gradient_of_the_sequence_objective_with_per_token_advantages_of_their_own(per_token: bool):
+    """GSPO-token (arXiv:2507.18071): the ratio's value is the sequence's, the gradient is the token's."""
+    batch = oracle.responses(7)
+    ours = token_batch(batch, per_token)
+    rng = random.Random(1)
+    advantages = [[rng.gauss(0, 1) for _ in r.mask] for r in batch]
+    w = ours.token_columns["loss_weights"].split(ours.response_lengths.tolist())
+    x = column([r.current for r in batch]).requires_grad_()
+    mask = column([r.mask for r in batch])
+    out = gspo_loss(
+        x, column([r.old for r in batch]), column(advantages), mask, ours.response_lengths,
+        eps_clip=0.1, eps_clip_high=0.1,
+    )  # fmt: skip
+    (out.loss * ours.token_columns["loss_weights"]).sum().backward()
+    grads = x.grad.split(ours.response_lengths.tolist())
+    for r, a, weights, grad in zip(batch, advantages, w, grads, strict=True):
+        s = math.exp(sum(r.current[t] - r.old[t] for t in r.kept) / max(len(r.kept), 1))
+        for t in r.kept:
+            clipped = s > 1.1 if a[t] > 0 else s < 0.9
+            assert grad[t].item() == pytest.approx(0.0 if clipped else -weights[t].item() * s * a[t], **CLOSE)
+
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+@pytest.mark.parametrize("recomputed", [True, False], ids=["old log-probs", "one step"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_oracle_of_importance_weights(level: str, mode: str, recomputed: bool):
+    low, high = (0.8, 1.2) if level != "sequence" else (0.5, 1.5)
+    config = PolicyLossConfig(use_tis=True, tis_level=level, tis_mode=mode, tis_clip_low=low, tis_clip=high)
+    plain = oracle.ppo(0.2, 0.2) if recomputed else oracle_of_one_step
+    shares = []
+    for seed in range(3):
+        loss = oracle.weighted(plain, level, mode, low, high, recomputed=recomputed)
+        batch, out = check(config, loss, seed, per_token=seed == 1, recomputed=recomputed)
+        raw = [oracle.level_ratios(r, r.old if recomputed else r.current, level) for r in batch]
+        expected = oracle.objective(batch, raw, raw, lambda r, v, _: v, per_token=seed == 1)
+        assert out.sums["tis"].item() == pytest.approx(expected, **EXACT)
+        shares.append(out.sums["tis_clipfrac"].item() / 2)
+    assert 0.02 < sum(shares) / 3 < 0.98, shares
+
+
+def oracle_of_one_step(r: Response, lp: list[float], frozen: list[float]) -> list[float]:
+    """The ratio's base is the policy itself: value A, gradient A."""
+    return [-math.exp(x - f) * r.advantage for x, f in zip(lp, frozen, strict=True)]
+
+
+@pytest.mark.parametrize("form", ["gspo", "cispo", "sapo"])
+def test_oracle_of_other_forms_with_sequence_weights(form: str):
+    config, loss = FORMS[form]
+    values = {**vars(config), "use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_clip_low": 0.3}
+    check(PolicyLossConfig(**values), oracle.weighted(loss, "sequence", "mask", 0.3, 2.0), 2, per_token=False)
+
+
+@pytest.mark.parametrize("veto", [None, 0.55])
+@pytest.mark.parametrize("level", LEVELS)
+def test_oracle_of_rejection(level: str, veto: float | None):
+    low, high = {"token": (0.7, 1.3), "sequence": (0.5, 1.6), "geometric": (0.85, 1.2)}[level]
+    config = PolicyLossConfig(
+        use_rs=True, rs_level=level, rs_lower_bound=low, rs_upper_bound=high, rs_veto_threshold=veto
+    )
+    loss = oracle.rejected(oracle.ppo(0.2, 0.2), level, low, high, veto)
+    shares = [check(config, loss, seed, seed == 1)[1].sums["rs_clipfrac"].item() / 2 for seed in (0, 1, 4)]
+    assert 0.02 < sum(shares) / 3 < 0.98
+
+
+def test_oracle_of_rejection_beside_weights():
+    config = PolicyLossConfig(use_tis=True, tis_clip=1.1, use_rs=True, rs_lower_bound=0.6, rs_upper_bound=1.4)
+    loss = oracle.rejected(oracle.weighted(oracle.ppo(0.2, 0.2), "token", "clip", 0, 1.1), "token", 0.6, 1.4, None)
+    check(config, loss, 1, per_token=False)
+
+
+@pytest.mark.parametrize("form", ["grpo", "gspo"])
+def test_oracle_of_off_policy_sequence_masking(form: str):
+    config, loss = FORMS[form]
+    config = PolicyLossConfig(**{**vars(config), "use_opsm": True, "opsm_delta": 0.03})
+    shares = [
+        check(config, oracle.sequence_masked(loss, 0.03), seed, False)[1].sums["opsm_clipfrac"].item()
+        for seed in range(4)
+    ]
+    assert max(shares) > 0.1 and min(shares) < 1
+
+
+def test_oracle_of_icepop():
+    rng = random.Random(5)
+    train, engine = ([rng.gauss(0, 1.2) for _ in range(60)] for _ in range(2))
+    x = torch.tensor(train, dtype=torch.float64, requires_grad=True)
+    got = icepop_weights(x, torch.tensor(engine, dtype=torch.float64))
+    expected = [oracle.bounded(math.exp(a - b), "mask", 0.5, 5.0) for a, b in zip(train, engine, strict=True)]
+    assert got.weights.tolist() == pytest.approx(expected, **EXACT) and not got.weights.requires_grad
+    assert 10 < got.clipped.sum() < 50 and got.clipped.tolist() == [float(w == 0) for w in expected]
+
+
+def test_oracle_of_kl_and_entropy_in_the_loss():
+    config = PolicyLossConfig(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3", use_unbiased_kl=True)
+
+    def loss(r: Response, lp: list[float], frozen: list[float]) -> list[float]:
+        pg = oracle.ppo(0.2, 0.2)(r, lp, frozen)
+        return [p + 0.3 * oracle.scalar_kl(x, b, "k3", o) for p, x, b, o in zip(pg, lp, r.ref, r.old, strict=True)]
+
+    for per_token in (False, True):
+        check(config, loss, 3, per_token)
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_oracle_of_kl(kind: str, unbiased: bool):
+    rng = random.Random(3)
+    lp, base = ([rng.gauss(0, 2) for _ in range(40)] for _ in range(2))
+    old = [x + rng.gauss(0, 0.3) for x in lp] if unbiased else [None] * 40
+    x = torch.tensor(lp, dtype=torch.float64, requires_grad=True)
+    base_tensor = torch.tensor(base, dtype=torch.float64)
+    got = approx_kl(x, base_tensor, kind, old_log_probs=torch.tensor(old, dtype=torch.float64) if unbiased else None)
+    got.sum().backward()
+
+    def value(rows: list[list[float]]) -> float:
+        return sum(oracle.scalar_kl(v, b, kind, o) for v, b, o in zip(rows[0], base, old, strict=True))
+
+    assert got.tolist() == pytest.approx([value_of(v, b, kind, o) for v, b, o in zip(lp, base, old, strict=True)])
+    assert x.grad.tolist() == pytest.approx(oracle.slopes(value, [lp])[0], abs=1e-6, rel=1e-6)
+    if kind == "low_var_kl":
+        assert got.max().item() == 10.0  # the clamp is reached by this data
+
+
+value_of = oracle.scalar_kl
+
+
+@pytest.mark.parametrize(("high", "c"), [(None, None), (0.28, None), (0.28, 1.5)])
+def test_oracle_of_ppo_clip_per_token(high: float | None, c: float | None):
+    rng = random.Random(6)
+    lp, old = ([rng.gauss(0, 0.5) for _ in range(60)] for _ in range(2))
+    adv = [rng.gauss(0, 1) for _ in range(60)]
+    x = torch.tensor(lp, dtype=torch.float64, requires_grad=True)
+    old_tensor, adv_tensor = (torch.tensor(v, dtype=torch.float64) for v in (old, adv))
+    got = ppo_clip_loss(x, old_tensor, adv_tensor, eps_clip=0.2, eps_clip_high=high, eps_clip_c=c)
+    got.loss.sum().backward()
+    upper = 0.2 if high is None else high
+
+    def value(rows: list[list[float]]) -> float:
+        return sum(oracle.scalar_ppo(v, o, a, 0.2, upper, c) for v, o, a in zip(rows[0], old, adv, strict=True))
+
+    assert got.loss.sum().item() == pytest.approx(value([lp]), **EXACT)
+    assert x.grad.tolist() == pytest.approx(oracle.slopes(value, [lp])[0], abs=1e-6)
+    for i in range(60):
+        ratio = math.exp(lp[i] - old[i])
+        assert got.clipped[i].item() == float(ratio < 0.8 if adv[i] < 0 else ratio > 1 + upper)
+        assert got.ratio[i].item() == pytest.approx(ratio) and got.ppo_kl[i].item() == pytest.approx(old[i] - lp[i])
+    assert 10 < got.clipped.sum() < 50
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_oracle_of_dpo(smoothing: float):
+    rng = random.Random(9)
+    rows = [[rng.uniform(-8, -1) for _ in range(12)] for _ in range(4)]
+    tensors = [torch.tensor(r, dtype=torch.float64, requires_grad=True) for r in rows]
+    got = dpo_loss(*tensors, beta=0.3, label_smoothing=smoothing)
+    got.loss.mean().backward()
+
+    def value(pair: list[list[float]]) -> float:
+        columns = zip(*pair, *rows[2:], strict=True)
+        return sum(oracle.scalar_dpo(*values, 0.3, smoothing) for values in columns) / 12
+
+    assert got.loss.mean().item() == pytest.approx(value(rows[:2]), **EXACT)
+    for tensor, grad in zip(tensors[:2], oracle.slopes(value, rows[:2]), strict=True):
+        assert tensor.grad.tolist() == pytest.approx(grad, **CLOSE)
+    assert tensors[2].grad is None and tensors[3].grad is None
+    margins = (got.chosen_rewards - got.rejected_rewards).tolist()
+    assert margins == pytest.approx([0.3 * (c - rc - r + rr) for c, r, rc, rr in zip(*rows, strict=True)])
+
+
+def test_dpo_refuses_what_makes_no_sense_and_stays_finite_far_away():
+    zeros = torch.zeros(1)
+    for wrong in ({"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}):
+        with pytest.raises(ValueError, match="label_smoothing"):
+            dpo_loss(zeros, zeros, zeros, zeros, **wrong)
+    far = torch.tensor([-9e3], requires_grad=True)
+    out = dpo_loss(far, zeros, zeros, zeros).loss
+    out.backward()
+    assert out.item() == pytest.approx(900.0) and far.grad.item() == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_oracle_of_sft(per_token: bool):
+    batch = oracle.responses(11)
+    point = [r.current for r in batch]
+    x = column(point).requires_grad_()
+    out = sft_loss(x, token_batch(batch, per_token).token_columns["loss_weights"])
+    out.backward()
+
+    def value(values: list[list[float]]) -> float:
+        return oracle.objective(batch, values, values, lambda r, lp, _: [-v for v in lp], per_token)
+
+    assert out.item() == pytest.approx(value(point), **EXACT)
+    assert x.grad.tolist() == pytest.approx([g for row in oracle.slopes(value, point) for g in row], **CLOSE)
+
+
+def test_oracle_of_distillation():
+    rng = random.Random(13)
+    adv, student, teacher = ([rng.gauss(0, 1) for _ in range(20)] for _ in range(3))
+    tensors = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (adv, student, teacher)]
+    got = distilled_advantages(*tensors, 0.7)
+    expected = [a - 0.7 * oracle.scalar_kl(s, t, "k1") for a, s, t in zip(adv, student, teacher, strict=True)]
+    assert got.tolist() == pytest.approx(expected, **EXACT) and not got.requires_grad
+
+
+def test_oracle_of_sums_over_samples():
+    batch = oracle.responses(17)
+    values = [r.current for r in batch]
+    got = segment_sum(column(values), column([r.mask for r in batch]), [len(r.mask) for r in batch])
+    assert got.tolist() == pytest.approx([sum(r.current[t] for t in r.kept) for r in batch], **EXACT)
+    empty = segment_sum(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0]), [0, 2, 0])
+    assert empty.tolist() == [0.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="3 tokens for response lengths that add up to 2"):
+        segment_sum(torch.ones(3), torch.ones(3), [1, 1])
+    with pytest.raises(ValueError, match="a mask of 2 entries for 3 tokens"):
+        segment_sum(torch.ones(3), torch.ones(2), [3])
