@@ -92,7 +92,8 @@ class HookArgs:
         if name in RUNTIME_ATTRIBUTES and name in self._runtime:
             return self._runtime[name]
         values = vars(self._args)
-        if name in values and name not in SECRETS:
+        unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
+        if name in values and name not in SECRETS and not unset:
             return values[name]
         raise AttributeError(_missing(name, values))
 

@@ -13,7 +13,7 @@ from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
-MAX_RETRIES = 8  # 23 seconds: an engine may die with its requests, and the router takes seconds to forget it
+MAX_RETRIES = 8  # 23 seconds, where other engines can take over what was on a dead one
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(
@@ -89,6 +89,7 @@ async def complete(
     sampling_params: dict[str, Any],
     *,
     timeout: float = 3600.0,
+    max_retries: int = 4,
     session: str = "",
 ) -> Completion:
     """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
@@ -97,6 +98,7 @@ async def complete(
     engine is made again, and the router gives it to another one.
 
     Args:
+        max_retries: as in `post`.
         session: requests of one session go to one engine where the router can (the samples of a group, turns).
 
     Raises:
@@ -105,7 +107,7 @@ async def complete(
     payload: dict[str, Any] = {"model": model, "token_ids": list(token_ids)}
     payload["sampling_params"] = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), **sampling_params}
     headers = {SESSION_HEADER: session} if session else None
-    answer = await post(url, payload, timeout=timeout, max_retries=MAX_RETRIES, headers=headers)
+    answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
     try:
         choice = answer["choices"][0]
         ids = [int(i) for i in choice.get("token_ids") or []]

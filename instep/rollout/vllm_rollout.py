@@ -10,7 +10,7 @@ from typing import Any
 from instep.errors import EngineError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
-from instep.rollout.client import abort_all, complete, get_model_url, to_vllm
+from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import FilterOutput, as_filter_output
@@ -55,6 +55,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             sample.tokens,
             params,
             timeout=args.rollout_timeout,
+            max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
             session=f"group-{sample.group_index}",
         )
     except EngineError as error:

@@ -368,7 +368,6 @@ def test_an_unset_shell_variable():
 NOT_ACTING = [
     ("--offload", "later", "memory work"),
     ("--use-distributed-post", "later", "one way"),
-    ("--rollout-backend vllm", "later", "vLLM backend"),
     ("--vllm-gpu-memory-utilization 0.5", "later", "vLLM backend"),
     ("--vllm-anything 3", "later", "vLLM backend"),
     ("--router-policy round_robin", "later", "vLLM backend"),
