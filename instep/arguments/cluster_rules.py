@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 from instep.arguments.args import Args
-from instep.arguments.flag import VLLM
 from instep.arguments.parser import Problem
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
@@ -49,15 +48,16 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command == "sft" or args.rollout_backend == "vllm":
+    if args.command == "sft":
         return
-    for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
-        if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):
-            flag = "--" + name.replace("_", "-")
-            yield Problem(f"later: more than the one embedded engine {VLLM}", flag, "use 1")
-    if args.colocate and args.rollout_num_engines > 1 and args.rollout_num_gpus_per_engine == 1:
-        what = f"{args.rollout_num_gpus} GPUs of the trainer would be as many engines; later: more than the one "
-        yield Problem(f"{what}embedded engine {VLLM}", "--colocate", "leave it out, or use one trainer rank")
+    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
+        what = f"{args.rollout_num_gpus_per_engine} GPUs, but the embedded engine uses one"
+        yield Problem(what, "--rollout-num-gpus-per-engine", "use 1, or --rollout-backend vllm")
+    for address in args.rollout_external_engine_addrs or ():
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            what = f"'{address}' is no HOST:PORT"
+            yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
 
 
 def placement(args: Args, given: set[str]) -> Iterator[Problem]:

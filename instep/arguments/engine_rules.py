@@ -56,6 +56,9 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
             "--prefill-num-servers",
             "raise --rollout-num-gpus, or lower it",
         )
+    if args.rollout_external_engine_addrs and (args.vllm_config or args.prefill_num_servers):
+        flag = "--vllm-config" if args.vllm_config else "--prefill-num-servers"
+        yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
     if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
         yield Problem("one without the other", "--vllm-router-ip and --vllm-router-port", "give both")
     if args.vllm_topology is None:

@@ -24,14 +24,12 @@ class Row:
     Attributes:
         default: the neighbour's.
         here: instep's flags, as one would type them; empty if there is none.
-        value_status: if a value in `here` is known but does not act; otherwise the flags tell.
     """
 
     name: str
     default: str
     here: str = ""
     note: str = ""
-    value_status: Status | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -40,8 +38,6 @@ class Row:
     @property
     def status(self) -> str:
         """acts, later, refused; "none" without a flag."""
-        if self.value_status is not None:
-            return self.value_status
         found = {flag.status for name in self.flags if (flag := find(name)) is not None}
         return next((s for s in _WORST if s in found), "none")
 
@@ -100,7 +96,7 @@ TRL = (
         "sync_ref_model, ref_model_sync_steps", "False, 512", "--ref-update-interval", "in rollouts; a copy, no mix-up"
     ),
     Row("entropy_coef", "0.0", "--entropy-coef"),
-    Row("use_vllm, vllm_mode", "False, colocate", "--rollout-backend vllm", value_status="later"),
+    Row("use_vllm, vllm_mode", "False, colocate", "--rollout-backend vllm"),
     Row("vllm_gpu_memory_utilization", "0.3", "--vllm-gpu-memory-utilization"),
     Row("vllm_max_model_length", "", "--vllm-max-model-len"),
     Row("vllm_tensor_parallel_size", "1", "--rollout-num-gpus-per-engine", "1 with the embedded engine"),
@@ -192,7 +188,7 @@ VERL = (
         "--recompute-granularity full",
         "--train-backend megatron; off unless given",
     ),
-    Row(ROLLOUT + "name vllm", "", "--rollout-backend vllm", value_status="later"),
+    Row(ROLLOUT + "name vllm", "", "--rollout-backend vllm"),
     Row(ROLLOUT + "n", "1", "--n-samples-per-prompt", "8 unless given"),
     Row(ROLLOUT + "temperature, top_p, top_k", "1.0, 1, -1", "--rollout-temperature --rollout-top-p --rollout-top-k"),
     Row(

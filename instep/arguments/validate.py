@@ -16,7 +16,6 @@ from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.engine_rules import derive_backend, topology
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import VLLM
 from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
@@ -65,8 +64,6 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
-    if args.rollout_backend not in ("auto", "embedded"):
-        yield Problem(f"later: '{args.rollout_backend}' {VLLM}", "--rollout-backend", "use auto or embedded")
     if args.command == "sft":
         return
     if args.loss_type == "sft_loss":
@@ -249,7 +246,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (missing_data, "prompt_data data_source_path num_rollout"),
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
-    (not_yet, "advantage_estimator rollout_backend loss_type"),
+    (not_yet, "advantage_estimator loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
     *((rule, f"advantage_estimator {rule.reads}") for rule in algorithm_rules.RULES),
     (
