@@ -272,21 +272,41 @@ def test_a_router_of_ones_own():
     assert router.external == ("10.1.1.1", 3000) and router.engines == (0, 1) and router.default
 
 
-def test_the_local_cluster_is_one_node_of_any_size(tmp_path):
+TRAIN = (
+    "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
+    "--actor-num-gpus-per-node 1 "
+)
+
+
+@pytest.fixture
+def files(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     (tmp_path / "model/model.safetensors").write_bytes(b"0")
-    words = (
-        "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
-        "--actor-num-gpus-per-node 1 --rollout-num-gpus 24 --rollout-num-gpus-per-engine 12 --vllm-data-parallel-size"
-    )
+
+
+def train_refusal(words: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse([*words.split(), "5"], "train")
-    assert "12 are no multiple of PP 1 x DP 5 = 5" in str(caught.value)
-    args = parse(["--num-gpus-per-node", "12", *words.split()[:-1]], "plan")
+        parse((TRAIN + words).split(), "train")
+    return str(caught.value)
+
+
+def test_the_local_cluster_is_one_node_of_any_size(files):
+    words = "--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12"
+    assert "12 are no multiple of PP 1 x DP 5 = 5" in train_refusal(words + " --vllm-data-parallel-size 5")
+    args = parse(["--num-gpus-per-node", "12", *(TRAIN + words).split()], "plan")
     args.command = "train"
     assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
+
+
+def test_what_is_only_planned_is_no_run(files):
+    arguments("", GUIDE)
+    text = train_refusal("--vllm-config topology.yaml")
+    assert "several models and groups of engines are planned, but not started yet" in text
+    assert "vllm[1].model_path: /path/to/ref_model is no Hugging Face folder" in text
+    text = train_refusal("--prefill-num-servers 1 --rollout-num-gpus 2")
+    assert "prefill and decode engines are planned, but not started yet" in text
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
