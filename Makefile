@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-full test-peers test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full test-peers test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -19,9 +19,16 @@ help:  ## print this
 venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
 	@scripts/setup_venv.sh
 
+install-vllm:  ## add vLLM's CPU variant and vllm-router to .venv (about 1.5 GB)
+	@scripts/setup_vllm.sh
+
 quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
 	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
+
+quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm-router, on a CPU [BACKEND= SEED=]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
+	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
 
 test: venv  ## the tests (about 9 minutes on 4 cores)
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)

@@ -82,9 +82,11 @@ def _run(words: list[str]) -> int:
 
 def _train(command: str, words: list[str]) -> None:
     if "-h" in words or "--help" in words:
+        from instep.arguments.engine_help import TOPICS, format_engine_help
         from instep.arguments.help import format_help
 
-        print(format_help(command))
+        topic = next((word for word in words if word in TOPICS), None)
+        print(format_help(command) if topic is None else format_engine_help(TOPICS[topic]))
         return
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
@@ -113,6 +115,7 @@ def _plan(words: list[str]) -> None:
         )
         return
     from instep.arguments import parse
+    from instep.cluster.engine_plan import describe_engines
     from instep.cluster.placement import make_plan, table
 
     args = parse(words, "plan")
@@ -121,6 +124,8 @@ def _plan(words: list[str]) -> None:
     from rich.console import Console
 
     Console().print(table(make_plan(args)))
+    if args.rollout_backend == "vllm":
+        print(*describe_engines(args), sep="\n")
 
 
 def _report(words: list[str]) -> None:

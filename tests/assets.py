@@ -13,7 +13,9 @@ TEMPLATE = (
 )
 
 
-def make_checkpoint(path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128) -> Path:
+def make_checkpoint(
+    path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128, head_dim: int = 16
+) -> Path:
     """A random Qwen3 (hidden 64) whose vocabulary is single characters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -37,7 +39,7 @@ def make_checkpoint(path: Path, *, tied: bool = True, seed: int = 0, layers: int
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=max_len,
         tie_word_embeddings=tied,
         eos_token_id=vocab["<|im_end|>"],

@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cluster", choices=("local", "ray"), default="local", help="what starts the processes")
+    parser.add_argument("--rollout-backend", choices=("embedded", "vllm"), default="embedded", help="what generates")
+    parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
     args = parser.parse_args()
@@ -62,7 +64,7 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     grpo = ["train", "--hf-checkpoint", out / "sft" / "hf", "--prompt-data", task / "train.jsonl"]
     grpo += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
     grpo += ["--eval-prompt-data", "held-out", task / "eval.jsonl", *GRPO]
-    grpo += ["--rollout-backend", "embedded", "--use-tensorboard"]
+    grpo += ["--rollout-backend", args.rollout_backend, "--rollout-num-gpus", args.num_engines, "--use-tensorboard"]
     grpo += ["--run-dir", out, "--save-hf", out / "hf", *common]
     return [
         (

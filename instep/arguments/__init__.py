@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 
 from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArgs
+from instep.arguments.engine_flags import given_words
+from instep.arguments.engine_rules import read_topology
 from instep.arguments.parser import Problem, scan
 from instep.arguments.roles import read_roles
 from instep.arguments.table import own_flags, passed_through
@@ -31,7 +33,9 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     args.megatron_overrides = {
         name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
     }
-    problems = [*found.problems, *read_roles(args, found.given)]
+    args.vllm_overrides = given_words(found.given, found.flags, "vllm")
+    args.router_overrides = given_words(found.given, found.flags, "vllm-router")
+    problems = [*found.problems, *read_roles(args, found.given), *read_topology(args, found)]
     derive(args, found.given)
     problems += validate(args, found)
     if problems:

@@ -15,6 +15,7 @@ RUNTIME_ATTRIBUTES = (
     "vllm_router_port",
     "vllm_model_routers",
     "rollout_engine_urls",
+    "rollout_weight_version",
     "num_rollout",
 )
 SECRETS = frozenset(f.attribute for g in GROUPS for f in g.flags if f.secret)
@@ -52,7 +53,9 @@ class Args(argparse.Namespace):
     """All settings of a run, flat, under the names of their flags (`args.rollout_batch_size`).
 
     Only flags that act have an attribute. Further attributes, derived or gathered: `command`, `world_size`,
-    `dp_size`, `rollout_num_engines`, `eval_datasets`, `megatron_overrides`, `notes` (for the user to know).
+    `dp_size`, `rollout_num_engines`, `eval_datasets`, `megatron_overrides`, `vllm_overrides` and
+    `router_overrides` (words of a command line, by field), `vllm_topology` (what `--vllm-config` holds),
+    `topology_num_gpus` (of all engines and placeholders), `notes` (for the user to know).
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +93,8 @@ class HookArgs:
         if name in RUNTIME_ATTRIBUTES and name in self._runtime:
             return self._runtime[name]
         values = vars(self._args)
-        if name in values and name not in SECRETS:
+        unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
+        if name in values and name not in SECRETS and not unset:
             return values[name]
         raise AttributeError(_missing(name, values))
 

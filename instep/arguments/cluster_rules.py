@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 
 from instep.arguments.args import Args
-from instep.arguments.flag import VLLM
 from instep.arguments.parser import Problem
+from instep.cluster.engine_plan import EngineSpec, plan_engines
 from instep.cluster.placement import OFFLINE, make_plan, num_critic_gpus
 from instep.errors import ConfigError
 
@@ -50,41 +50,56 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command in OFFLINE:
         return
-    for name in ("rollout_num_gpus", "rollout_num_gpus_per_engine"):
-        if name in given and getattr(args, name) > 1 and not (args.colocate and name == "rollout_num_gpus"):
-            flag = "--" + name.replace("_", "-")
-            yield Problem(f"later: more than the one embedded engine {VLLM}", flag, "use 1")
-    if args.colocate and args.rollout_num_engines > 1 and args.rollout_num_gpus_per_engine == 1:
-        what = f"{args.rollout_num_gpus} GPUs of the trainer would be as many engines; later: more than the one "
-        yield Problem(f"{what}embedded engine {VLLM}", "--colocate", "leave it out, or use one trainer rank")
+    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
+        what = f"{args.rollout_num_gpus_per_engine} GPUs, but the embedded engine uses one"
+        yield Problem(what, "--rollout-num-gpus-per-engine", "use 1, or --rollout-backend vllm")
+    for address in args.rollout_external_engine_addrs or ():
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            what = f"'{address}' is no HOST:PORT"
+            yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
 
 
 def placement(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Where everything goes, on a Ray cluster."""
+    """Where everything goes."""
     for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
         if name in given and args.advantage_estimator != "ppo":
             flag = "--" + name.replace("_", "-")
             yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
-    if args.command != "plan" and args.cluster == "local":
-        if args.actor_num_nodes > 1:
-            yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
-        for name in ("ray_address", "num_gpus_per_node"):
-            if name in given:
-                yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
-        return
-    if args.command != "plan" and importlib.util.find_spec("ray") is None:
+    local = args.command != "plan" and args.cluster == "local"
+    if local and args.actor_num_nodes > 1:
+        yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
+    for name in ("ray_address", "num_gpus_per_node"):
+        if local and name in given:
+            yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+    if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray", remedy)
     try:
-        plan = make_plan(args)
+        plan, planned = make_plan(args), plan_engines(args)
     except ConfigError as error:
         yield Problem(error.what, error.where, error.remedy)
         return
-    away = [i for i, engine in enumerate(plan.engines) if plan.actor and engine[0].node != plan.actor[0].node]
-    if away and args.command == "train" and args.sync_way == "shm":
+    if args.command == "train":
+        yield from _planned_only(args, planned)
+    homes = {plan.actor[0].node} if plan.actor else set()
+    away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
+    if homes and away and args.command == "train" and args.sync_way == "shm":
         yield Problem(
-            f"engine {away[0]} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
+            f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
             "memory does not reach it",
             "--sync-way shm with --cluster ray",
             "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
         )
+
+
+def _planned_only(args: Args, planned: list[EngineSpec]) -> Iterator[Problem]:
+    """What `instep plan` shows and a run does not start yet."""
+    wide = next((engine for engine in planned if len(engine.nodes) > 1), None)
+    for flag, given, what in (
+        ("--vllm-config", args.vllm_config is not None, "several models and groups of engines are"),
+        ("--prefill-num-servers", args.prefill_num_servers is not None, "prefill and decode engines are"),
+        ("--rollout-num-gpus-per-engine", wide is not None, "an engine of several nodes is"),
+    ):
+        if given:
+            yield Problem(f"later: {what} planned, but not started yet", flag, "`instep plan` shows the plan")

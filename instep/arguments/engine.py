@@ -1,9 +1,8 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, VLLM, Flag, Group, later, refused
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused, size
 
 PREFIX = "engine flags carry a prefix"
-SGLANG = "the engine is vLLM, not SGLang"
 
 ENGINE = Group(
     "Engine and weight sync",
@@ -12,10 +11,10 @@ ENGINE = Group(
             "--rollout-backend",
             default="auto",
             choices=("auto", "embedded", "vllm"),
-            help="auto: embedded on a CPU; on a GPU it must be named; vllm comes later",
+            help="auto: vLLM beside a GPU, the embedded engine on a CPU",
         ),
         Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),
-        Flag("--vllm-max-model-len", COUNT, None, "most tokens of prompt + response in an engine", seeds="V"),
+        Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", seeds="V"),
         Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
         Flag(
             "--vllm-dtype",
@@ -31,22 +30,31 @@ ENGINE = Group(
             "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
         ),
         Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", seeds="C"),
-        *later(VLLM, "V", "--vllm-config", "--vllm-router-ip", "--vllm-router-port", "--vllm-gpu-memory-utilization"),
-        *later(VLLM, "V", "--vllm-enable-expert-parallel", "--vllm-data-parallel-size"),
-        *later(VLLM, "V", "--router-balance-abs-threshold"),
-        *later(VLLM, "R", "--router-policy", "--router-request-timeout-secs"),
-        *later(VLLM, "VC", "--prefill-num-servers"),
-        *refused(SGLANG, "SC", "--sglang-router-ip", instead="--vllm-router-ip"),
-        *refused(SGLANG, "SC", "--sglang-router-port", instead="--vllm-router-port"),
-        *refused(SGLANG, "C", "--sglang-router-request-timeout-secs", instead="--router-request-timeout-secs"),
-        *refused(SGLANG, "C", "--sglang-server-concurrency", instead="--vllm-max-num-seqs"),
-        *refused(SGLANG, "C", "--sglang-config", instead="--vllm-config"),
-        *refused(SGLANG, "S", "--sglang-context-length", instead="--vllm-max-model-len"),
-        *refused(SGLANG, "S", "--sglang-mem-fraction-static", instead="--vllm-gpu-memory-utilization"),
-        *refused(SGLANG, "S", "--sglang-tp-size", instead="--rollout-num-gpus-per-engine"),
-        *refused(SGLANG, "S", "--sglang-dp-size", "--sglang-enable-dp-attention", instead="--vllm-data-parallel-size"),
-        *refused(SGLANG, "S", "--sglang-enable-ep-moe", instead="--vllm-enable-expert-parallel"),
-        *refused(SGLANG, "S", "--sglang-enable-deepep-moe", instead="--vllm-all2all-backend"),
+        Flag(
+            "--vllm-config",
+            help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
+            "--rollout-num-gpus and --prefill-num-servers",
+            seeds="V",
+        ),
+        Flag(
+            "--vllm-router-ip",
+            help="a vllm-router of yours, with --vllm-router-port; default: one is started",
+            seeds="V",
+        ),
+        Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", seeds="V"),
+        Flag(
+            "--prefill-num-servers",
+            COUNT,
+            None,
+            "so many of the engines prefill only, the others decode only",
+            seeds="VC",
+        ),
+        Flag(
+            "--rollout-external-engine-addrs",
+            help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
+            nargs="+",
+            seeds="C",
+        ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
         *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),
         *refused(PREFIX, "VT", "--data-parallel-size", instead="--vllm-data-parallel-size"),

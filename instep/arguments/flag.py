@@ -66,6 +66,20 @@ FRACTION = Number(float, 0, 1)
 PORT = Number(int, 1024, 65535)
 
 
+def size(value: str) -> int:
+    """A whole number above 0; as in vLLM also 2k, 1.5m (powers of 1000) or 4K, 1M (of 1024)."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG]?)", value)
+    if found is None:
+        raise ValueError("is neither a whole number nor one like 2k (of 1000) or 4K (of 1024)")
+    decimal, small, binary, large = found.groups()
+    number = (
+        float(decimal) * 1000 ** ("kmg".index(small) + 1)
+        if decimal
+        else int(binary) * 1024 ** " KMG".index(large or " ")
+    )
+    return COUNT(str(int(number)))
+
+
 def text(value: str) -> str:
     """Any text but the empty one, which is what an unset shell variable leaves behind."""
     if not value.strip():
@@ -107,6 +121,7 @@ def http_address(value: str) -> str:
 
 
 TYPE_LABELS: dict[Any, str] = {
+    size: "SIZE",
     text: "TEXT",
     hook: "MODULE.NAME",
     json_object: "JSON",
@@ -121,11 +136,12 @@ class Flag:
 
     Attributes:
         type: a converter from text; `bool` makes a switch that takes no value.
-        nargs: None (one value) or "+" (one or more, gives a list).
+        nargs: None (one value), "+" (one or more, gives a list) or "*" (none or more).
         append: each use adds one value to a list.
         dest: the attribute on Args; derived from the name when empty.
         note: for `later` and `refused`: why. instead: what to use.
         secret: never printed, saved or shown to hooks.
+        passed_to: the package whose flag it is, `vllm` or `vllm-router`; it gets the value as it was typed.
     """
 
     name: str
@@ -143,6 +159,7 @@ class Flag:
     seeds: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
+    passed_to: str = ""
 
     @property
     def attribute(self) -> str:
@@ -156,7 +173,7 @@ class Flag:
     def type_label(self) -> str:
         if self.choices:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
-        label = self.type.label if isinstance(self.type, Number) else TYPE_LABELS.get(self.type, "VALUE")
+        label = getattr(self.type, "label", "") or TYPE_LABELS.get(self.type, "VALUE")
         return f"{label} ..." if self.nargs else label
 
     def convert(self, value: str) -> Any:

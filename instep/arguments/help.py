@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
 from instep.arguments.table import GROUPS, own_flags, passed_through
 
@@ -53,6 +54,8 @@ def format_help(command: str = "train") -> str:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
+        summary("vllm"),
+        summary("vllm-router"),
         f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these and",
         "the flags of slime, vime and Megatron that come later or are refused, with the reason and an alternative.",
         "SIGUSR1 to a run writes stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt.",
@@ -101,6 +104,10 @@ def flags_markdown() -> str:
             lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
             lines += [_row(_names(f), f.status, f.note, f.instead, _origin(f)) for f in others] + [""]
     lines += [
+        "## vLLM and its router",
+        "",
+        "Their flags are `--vllm-*` and `--router-*`: see [engines_flags.md](engines_flags.md).",
+        "",
         "## Megatron: all other flags of core_v0.16.1",
         "",
         "Those that act are handed to the configuration of megatron-core when they are given.",

@@ -24,14 +24,12 @@ class Row:
     Attributes:
         default: the neighbour's.
         here: instep's flags, as one would type them; empty if there is none.
-        value_status: if a value in `here` is known but does not act; otherwise the flags tell.
     """
 
     name: str
     default: str
     here: str = ""
     note: str = ""
-    value_status: Status | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -40,8 +38,6 @@ class Row:
     @property
     def status(self) -> str:
         """acts, later, refused; "none" without a flag."""
-        if self.value_status is not None:
-            return self.value_status
         found = {flag.status for name in self.flags if (flag := find(name)) is not None}
         return next((s for s in _WORST if s in found), "none")
 
@@ -106,7 +102,7 @@ TRL = (
         "sync_ref_model, ref_model_sync_steps", "False, 512", "--ref-update-interval", "in rollouts; a copy, no mix-up"
     ),
     Row("entropy_coef", "0.0", "--entropy-coef"),
-    Row("use_vllm, vllm_mode", "False, colocate", "--rollout-backend vllm", value_status="later"),
+    Row("use_vllm, vllm_mode", "False, colocate", "--rollout-backend vllm"),
     Row("vllm_gpu_memory_utilization", "0.3", "--vllm-gpu-memory-utilization"),
     Row("vllm_max_model_length", "", "--vllm-max-model-len"),
     Row("vllm_tensor_parallel_size", "1", "--rollout-num-gpus-per-engine", "1 with the embedded engine"),
@@ -204,7 +200,7 @@ VERL = (
         "--recompute-granularity full",
         "--train-backend megatron; off unless given",
     ),
-    Row(ROLLOUT + "name vllm", "", "--rollout-backend vllm", value_status="later"),
+    Row(ROLLOUT + "name vllm", "", "--rollout-backend vllm"),
     Row(ROLLOUT + "n", "1", "--n-samples-per-prompt", "8 unless given"),
     Row(ROLLOUT + "temperature, top_p, top_k", "1.0, 1, -1", "--rollout-temperature --rollout-top-p --rollout-top-k"),
     Row(
@@ -280,7 +276,8 @@ def _slime_and_vime() -> Iterator[str]:
     yield (
         f"Flags keep their names: {len(flags) - len(other)} of {len(flags)} act as they are named "
         "([arguments.md](arguments.md) has them with their defaults; `--n-samples-per-prompt` is 8, in slime 1). Those "
-        "below do not. Every other `--sglang-*` flag is refused: the `--vllm-*` one of the same meaning is meant. "
+        "below do not. `--vllm-*` and `--router-*` take every flag of vLLM and its "
+        "router ([engines_flags.md](engines_flags.md)); SGLang flags that are not listed here are refused, too. "
         "Megatron's flags are in [arguments.md](arguments.md), too. In hooks only the import paths change: "
         "`from instep.types import Sample`, `from instep.rollout.http import post`."
     )

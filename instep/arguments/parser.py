@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.arguments.engine_flags import family, unknown_engine_flag
 from instep.arguments.flag import Flag
 from instep.arguments.table import find, nearest
 
@@ -61,8 +62,9 @@ def _take(result: Scan, name: str, values: list[str]) -> None:
     flag = find(name)
     if flag is None:
         like = nearest(name)
-        remedy = f"did you mean {like}?" if like else "`instep train --help` lists the flags"
-        result.problems.append(Problem("unknown flag", name, remedy))
+        topic = {"vllm": " vllm", "vllm-router": " router"}.get(family(name) or "", "")
+        remedy = f"did you mean {like}?" if like else f"`instep train --help{topic}` lists the flags"
+        result.problems.append(Problem(unknown_engine_flag(name) or "unknown flag", name, remedy))
         if like:  # so that its absence is not reported, too
             result.broken.add(find(like).attribute)  # type: ignore[union-attr]
         return
@@ -84,7 +86,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
             raise ValueError(f"takes no value, but got '{values[0]}'")
         result.given[flag.attribute] = flag.constant
         return
-    if not values:
+    if not values and flag.nargs != "*":
         raise ValueError(f"needs a value ({flag.type_label})")
     converted = []
     for value in values:

@@ -6,7 +6,6 @@ from instep.arguments.flag import (
     FRACTION,
     INDEX,
     INT,
-    VLLM,
     Flag,
     Group,
     Number,
@@ -89,7 +88,6 @@ ROLLOUT = Group(
             seeds="C",
         ),
         *later("hooks inside the trainer come later", "C", "--rollout-data-postprocess-path"),
-        *later(VLLM, "C", "--rollout-external-engine-addrs"),
     ),
 )
 

@@ -10,8 +10,9 @@ from instep.arguments.algorithm import ALGORITHM
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
 from instep.arguments.debug import DEBUG
-from instep.arguments.engine import ENGINE, SGLANG
-from instep.arguments.flag import VLLM, Flag, Group, Status, hook
+from instep.arguments.engine import ENGINE
+from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
+from instep.arguments.flag import Flag, Group, Status, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -19,6 +20,7 @@ from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import EVAL, ROLLOUT
+from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
 
 GROUPS: tuple[Group, ...] = (
@@ -37,13 +39,12 @@ GROUPS: tuple[Group, ...] = (
     TIMEOUTS,
     DEBUG,
     NEIGHBOURS,
+    SGLANG,
 )
 
 # Families of which only a part is written down: prefix, status, note, instead.
 _PREFIXES: tuple[tuple[str, Status, str, str], ...] = (
-    ("--vllm-", "later", VLLM, "--vllm-max-model-len, --vllm-max-num-seqs or --vllm-dtype, which act today"),
-    ("--router-", "later", VLLM, ""),
-    ("--sglang-", "refused", SGLANG, "the --vllm- flag of the same meaning"),
+    ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
     ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--slurm", "later", "a flag of an Atropos environment, which comes later", ""),
@@ -75,8 +76,8 @@ def passed_through() -> dict[str, Flag]:
 
 
 def find(name: str) -> Flag | None:
-    """The record of a flag: instep's own first, then Megatron's, then the families known by their prefix."""
-    flag = own_flags().get(name) or passed_through().get(name)
+    """The record of a flag: instep's own first, then Megatron's, vLLM's, the router's, and those known by a prefix."""
+    flag = own_flags().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):
@@ -89,6 +90,8 @@ def nearest(name: str) -> str:
     wanted = name.lower().replace("_", "-")
     wanted = "--" + wanted.lstrip("-")
     acting = [n for n, f in own_flags().items() if f.status == "acts"]
+    if family(wanted) is not None:
+        return nearest_engine_flag(wanted, acting)
     for names in (acting, [*own_flags(), *passed_through()]):
         if found := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
             return found[0]

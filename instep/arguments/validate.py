@@ -13,11 +13,13 @@ from instep.arguments import algorithm_rules, critic_rules, loss_rules
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
+from instep.arguments.engine_rules import derive_backend, topology
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.flag import VLLM, http_address
+from instep.arguments.flag import http_address
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import OFFLINE, num_critic_gpus
+from instep.engines.topology import served_models
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
@@ -71,8 +73,6 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
 
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
-    if args.rollout_backend not in ("auto", "embedded"):
-        yield Problem(f"later: '{args.rollout_backend}' {VLLM}", "--rollout-backend", "use auto or embedded")
     if args.command in OFFLINE:
         return
     for name, (loss_type, _) in _OFFLINE_DEFAULTS.items():
@@ -249,9 +249,15 @@ COMBINATIONS = (*algorithm_rules.RULES, *loss_rules.RULES, *critic_rules.RULES)
 # Rules, and the attributes that they need to have been read. `instep plan` asks only where things go.
 PLAN_RULES: tuple[tuple[Rule, str], ...] = (
     (
+        topology,
+        "vllm_config vllm_router_ip vllm_router_port prefill_num_servers rollout_num_gpus rollout_num_gpus_per_engine "
+        "rollout_backend",
+    ),
+    (
         placement,
         "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node num_gpus_per_node "
-        "rollout_num_gpus rollout_num_gpus_per_engine cluster sync_way advantage_estimator",
+        "rollout_num_gpus rollout_num_gpus_per_engine cluster sync_way advantage_estimator vllm_config "
+        "prefill_num_servers engine_port",
     ),
 )
 RULES: tuple[tuple[Rule, str], ...] = (
@@ -259,7 +265,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (missing_data, "prompt_data data_source_path num_rollout"),
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
-    (not_yet, "advantage_estimator rollout_backend loss_type"),
+    (not_yet, "advantage_estimator loss_type"),
     (offline, "n_samples_per_prompt loss_type"),
     *((rule, f"advantage_estimator {rule.reads}") for rule in COMBINATIONS),
     (
@@ -338,7 +344,13 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
-    args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    derive_backend(args)
+    models = served_models(args) if args.command not in OFFLINE else ()
+    args.topology_num_gpus = sum(model.num_gpus for model in models)
+    file_decides = args.vllm_topology is not None and (args.colocate or "rollout_num_gpus" not in given)
+    if file_decides and not args.debug_train_only:
+        args.rollout_num_gpus = args.topology_num_gpus
+    args.rollout_num_engines = sum(group.num_engines for model in models for group in model.groups)
     loss_rules.derive_losses(args, set(given))
     derive_distillation(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key

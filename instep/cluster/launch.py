@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from instep.arguments.roles import args_of_role
 from instep.cluster.local import WorkerGroup, worker_env
-from instep.cluster.placement import num_critic_gpus
-from instep.engines.launch import Engine, start_embedded
+from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.engines.launch import Engine
+from instep.engines.start import external_engines, start_engine
+from instep.errors import ConfigError
 from instep.processes import Process, stop_all
 
 
@@ -29,6 +33,9 @@ class Cluster(Protocol):
 
     def start(self) -> None:
         """Start all processes."""
+
+    def restart_engine(self, index: int) -> None:
+        """End what is left of an engine and start it anew at its address; its `process` is another one then."""
 
     def close(self) -> None:
         """End all processes, also after a `start` that has failed half-way."""
@@ -76,8 +83,40 @@ class LocalCluster:
         self.workers = WorkerGroup("actor", num_ranks.get("actor", 0), logs, env, args.heartbeat_timeout)
         self.critic = WorkerGroup("critic", num_ranks.get("critic", 0), logs, env, args.heartbeat_timeout)
         if self._with_engines:
-            self.engines = [start_embedded(args, 0, num_threads=args.num_threads, log_dir=logs, port=args.engine_port)]
+            self.engines = external_engines(args)
+            for index in range(0 if self.engines else args.rollout_num_engines):
+                self.engines.append(self._start_engine(index, args.engine_port and args.engine_port + index))
+
+    def _start_engine(self, index: int, port: int | None) -> Engine:
+        args = self._args
+        threads = max(1, args.num_threads // args.rollout_num_engines)
+        env = self._devices(index) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
+        return start_engine(args, index, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
+
+    def _devices(self, index: int) -> dict[str, str]:
+        """What makes exactly the GPUs visible that the plan gives an engine."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        here = visible.split(",") if visible else [str(i) for i in range(num_gpus())]
+        wanted = [slot.gpu for slot in make_plan(self._args).engines[index]]
+        if max(wanted) >= len(here):
+            raise ConfigError(
+                f"engine {index} is planned on GPU {max(wanted)}, but this host has {len(here)}",
+                where="--rollout-num-gpus and --actor-num-gpus-per-node",
+                remedy="use fewer, or let trainer and engines share GPUs with --colocate (see `instep plan`)",
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(here[gpu] for gpu in wanted)}
+
+    def restart_engine(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.stop()
+        engine.process = self._start_engine(index, urlsplit(engine.url).port).process
 
     def close(self) -> None:
         engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
         stop_all([*self.workers.processes, *self.critic.processes, *engines], grace=2.0)
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

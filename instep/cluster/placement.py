@@ -2,6 +2,7 @@
 
 Slots are counted node by node, `--num-gpus-per-node` on each; without GPUs a slot is a CPU process. The actor's ranks
 take the first, then the critic's (PPO), then the engines; with `--colocate` the engines take those of the trainer.
+Engines come in the order of `--vllm-config`, where a placeholder keeps slots free.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from instep.engines.topology import ServedModel, served_models
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,17 +34,19 @@ class Plan:
     Attributes:
         actor, critic: the slot of each rank; none with `--debug-rollout-only`.
         engines: the slots of each engine, within one node or over whole nodes.
+        reserved: the slots of placeholders (`--vllm-config`).
     """
 
     num_gpus_per_node: int
     actor: tuple[Slot, ...]
     critic: tuple[Slot, ...] = ()
     engines: tuple[tuple[Slot, ...], ...] = ()
+    reserved: tuple[Slot, ...] = ()
 
     @property
     def nodes(self) -> list[list[int]]:
         """Per node, its GPUs that are used, in order."""
-        used = {*self.actor, *self.critic, *(slot for engine in self.engines for slot in engine)}
+        used = {*self.actor, *self.critic, *self.reserved, *(slot for engine in self.engines for slot in engine)}
         count = max(slot.node for slot in used) + 1
         return [sorted(slot.gpu for slot in used if slot.node == node) for node in range(count)]
 
@@ -57,31 +61,50 @@ def make_plan(args: Any) -> Plan:
     Args:
         args: `actor_num_nodes`, `actor_num_gpus_per_node`, `critic_num_nodes`, `critic_num_gpus_per_node`,
             `advantage_estimator`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`, `num_gpus_per_node`, `colocate`,
-            `command` (sft has no engines), `debug_train_only` (neither) and `debug_rollout_only` (no trainer).
+            `command` (sft has no engines), `cluster`, `topology_num_gpus`, `debug_train_only` (neither) and
+            `debug_rollout_only` (no trainer).
 
     Raises:
         ConfigError: the counts do not fit together.
     """
-    per_node = args.num_gpus_per_node
+    per_node = node_size(args)
     num_actor = _role("actor", args.actor_num_nodes, args.actor_num_gpus_per_node, per_node)
     num_critic = num_critic_gpus(args)
     if num_critic:
         _role("critic", 1, args.critic_num_gpus_per_node or args.actor_num_gpus_per_node, per_node)
     trainer = [Slot(*divmod(i, per_node)) for i in range(num_actor + num_critic)]
-    size = args.rollout_num_gpus_per_engine
     no_engines = args.command in OFFLINE or args.debug_train_only
-    total = 0 if no_engines else len(trainer) if args.colocate else args.rollout_num_gpus
-    _check_engines(total, size, per_node, colocate=args.colocate)
+    models = () if no_engines else served_models(args)
+    for model in models:
+        _check_engines(model, per_node, colocate=args.colocate)
+    if args.colocate and not no_engines:
+        _check_colocated(args, models, len(trainer), per_node)
     position = 0 if args.colocate or args.debug_rollout_only else len(trainer)
-    engines = []
-    for _ in range(total // size):
-        if position % per_node + min(size, per_node) > per_node:  # the rest of this node is too small
-            position += -position % per_node
-        engines.append(tuple(Slot(*divmod(i, per_node)) for i in range(position, position + size)))
-        position += size
+    engines, reserved = list[tuple[Slot, ...]](), list[Slot]()
+    for group in (group for model in models for group in model.groups):
+        placeholder = group.role == "placeholder"
+        size = group.num_gpus if placeholder else group.num_gpus_per_engine
+        for _ in range(1 if placeholder else group.num_engines):
+            if not placeholder and position % per_node + min(size, per_node) > per_node:
+                position += -position % per_node  # the rest of this node is too small
+            slots = tuple(Slot(*divmod(i, per_node)) for i in range(position, position + size))
+            position += size
+            if placeholder:
+                reserved += slots
+            else:
+                engines.append(slots)
+    actor, critic = tuple(trainer[:num_actor]), tuple(trainer[num_actor:])
     if args.debug_rollout_only:
-        return Plan(per_node, (), (), tuple(engines))
-    return Plan(per_node, tuple(trainer[:num_actor]), tuple(trainer[num_actor:]), tuple(engines))
+        actor = critic = ()
+    return Plan(per_node, actor, critic, tuple(engines), tuple(reserved))
+
+
+def node_size(args: Any) -> int:
+    """GPUs of a node. A run on the local cluster has one, which holds all that is asked of it."""
+    if args.command == "plan" or args.cluster == "ray":
+        return int(args.num_gpus_per_node)
+    trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
+    return max(int(args.num_gpus_per_node), trainer + args.topology_num_gpus)
 
 
 def num_critic_gpus(args: Any) -> int:
@@ -102,28 +125,42 @@ def _role(role: str, num_nodes: int, num_gpus: int, per_node: int) -> int:
     return num_nodes * num_gpus
 
 
-def _check_engines(total: int, size: int, per_node: int, *, colocate: bool) -> None:
-    if not total:
-        return
-    if size > per_node and size % per_node:
+def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None:
+    for group in (g for g in model.groups if g.role != "placeholder"):
+        size, total = group.num_gpus_per_engine, group.num_gpus
+        if total and size > per_node and size % per_node:
+            raise ConfigError(
+                f"an engine of {size} GPUs does not fill whole nodes of {per_node}",
+                where=model.where,
+                remedy=f"use a multiple of {per_node}, or at most {per_node}",
+            )
+        if total % size:
+            whose = "GPUs of the trainer (--colocate)" if colocate else "GPUs of --rollout-num-gpus"
+            raise ConfigError(
+                f"{total} {whose} are no multiple of the {size} of an engine",
+                where=model.where,
+                remedy="use a divisor" if colocate else f"use {total // size * size or size} or another size",
+            )
+
+
+def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
+    """The engines begin on the trainer's slots, and none lies across nodes."""
+    total = sum(model.num_gpus for model in models)
+    if args.vllm_topology is not None and total < num_trainer:
         raise ConfigError(
-            f"an engine of {size} GPUs does not fill whole nodes of {per_node}",
-            where="--rollout-num-gpus-per-engine",
-            remedy=f"use a multiple of {per_node}, or at most {per_node}",
+            f"its groups take {total} GPUs, but the trainer's, which engines share with --colocate, are {num_trainer}",
+            where=f"--vllm-config {args.vllm_config}",
+            remedy="add a placeholder group for GPUs without an engine",
         )
-    if total % size:
-        whose = "GPUs of the trainer (--colocate)" if colocate else "GPUs of --rollout-num-gpus"
-        raise ConfigError(
-            f"{total} {whose} are no multiple of the {size} of an engine",
-            where="--rollout-num-gpus-per-engine",
-            remedy="use a divisor" if colocate else f"use {total // size * size or size} or another size of an engine",
-        )
-    if colocate and size < per_node < total and per_node % size:
-        raise ConfigError(
-            f"engines of {size} GPUs on the trainer's would lie across nodes of {per_node}",
-            where="--rollout-num-gpus-per-engine with --colocate",
-            remedy=f"use a divisor of {per_node}",
-        )
+    for model in models:
+        for group in model.groups:
+            size = group.num_gpus_per_engine
+            if group.num_engines and size < per_node < total and per_node % size:
+                raise ConfigError(
+                    f"engines of {size} GPUs on the trainer's would lie across nodes of {per_node}",
+                    where=f"{model.where} with --colocate",
+                    remedy=f"use a divisor of {per_node}",
+                )
 
 
 def describe(plan: Plan) -> list[tuple[str, int, str]]:
@@ -135,6 +172,8 @@ def describe(plan: Plan) -> list[tuple[str, int, str]]:
     for index, engine in enumerate(plan.engines):
         for node, part in _by_node(list(enumerate(engine))):
             rows.append((f"engine {index}", node, _span([s.gpu for _, s in part])))
+    for node, part in _by_node(list(enumerate(plan.reserved))):
+        rows.append(("placeholder", node, _span([s.gpu for _, s in part])))
     return rows
 
 

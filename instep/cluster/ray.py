@@ -26,7 +26,8 @@ from instep.cluster.placement import Plan, Slot, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
-from instep.errors import ConfigError
+from instep.engines.start import capabilities_of
+from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
 
 STATUS_SECONDS = 15.0
@@ -71,7 +72,7 @@ class RayCluster:
             process = self._processes[-1]
             env_there = {**env, **more}
             url, process.pid = host.ask("start_engine", args, index, str(self._log_dir), address, env_there)
-            self.engines.append(Engine(name, url, process))
+            self.engines.append(Engine(name, url, process, capabilities_of(args)))
 
     def _start_ranks(self, role: str, slots: Sequence[Slot], env: Mapping[str, str]) -> RayWorkerGroup:
         args, trainer = self._args, (*self._plan.actor, *self._plan.critic)
@@ -130,6 +131,10 @@ class RayCluster:
                     )
         finally:
             probe.unlink()
+
+    def restart_engine(self, index: int) -> None:
+        name = self.engines[index].name
+        raise EngineError(f"{name} is on a Ray cluster, where engines are not started anew yet")
 
     def close(self) -> None:
         stop_all(self._processes, grace=2.0)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from instep.cluster.local import start_rank
-from instep.engines.launch import start_embedded
+from instep.engines.start import start_engine
 from instep.errors import ConfigError
 from instep.processes import SupervisedProcess, num_usable_cpus
 
@@ -137,10 +137,10 @@ class Host:
         return process.pid
 
     def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> tuple[str, int]:
-        """Start an embedded engine that listens on `host`; its URL and pid."""
+        """Start an engine that listens on `host`; its URL and pid."""
         threads = args.num_threads or num_usable_cpus()
         port = None if args.engine_port is None else args.engine_port + index
-        engine = start_embedded(args, index, num_threads=threads, log_dir=Path(log_dir), port=port, host=host, env=env)
+        engine = start_engine(args, index, num_threads=threads, log_dir=Path(log_dir), port=port, host=host, env=env)
         assert isinstance(engine.process, SupervisedProcess)
         with self._lock:
             self._children[engine.name] = _Child(engine.process)

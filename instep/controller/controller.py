@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from instep.arguments.table import own_hooks
 from instep.checkpoints.hf_export import check_hf_checkpoint
@@ -23,6 +22,7 @@ from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller import debug
 from instep.controller.device import resolve_device
+from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.metrics import (
     evaluation_metrics,
@@ -90,6 +90,7 @@ class Controller:
         self.last_sync: SyncResult | None = None
         self.max_probe_diff = 0.0
         self._engines: list[Engine] = []
+        self._fleet: Fleet | None = None
         self._workers: WorkerGroup | None = None
         self._cluster: Cluster | None = None
         self._sync: WeightSync | None = None
@@ -97,7 +98,7 @@ class Controller:
         self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
         self._memory = PssSampler()
         hooks = ", ".join(path for _, path in own_hooks(args))
-        self._watch = Watch(self._check_processes, hooks, args.controller_memory_limit)
+        self._watch = Watch(self._check_rollout, hooks, args.controller_memory_limit)
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
         # Refuses before the log of the earlier session is touched.
@@ -136,6 +137,8 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         runtime.shutdown()
+        if self._fleet is not None:
+            self._fleet.close()
         if self._cluster is not None:
             self._cluster.close()
         if self._sync is not None:
@@ -149,6 +152,8 @@ class Controller:
 
     def _processes(self) -> list[Process]:
         engines = [e.process for e in self._engines if e.process is not None]
+        if self._fleet is not None and self._fleet.router is not None and self._fleet.router.process is not None:
+            engines.append(self._fleet.router.process)
         return [*engines, *(p for group in self._trainer_groups() for p in group.processes)]
 
     def _trainer_groups(self) -> list[WorkerGroup]:
@@ -178,20 +183,27 @@ class Controller:
             group.watch = self._check_processes
         for engine in self._engines:
             engine.watch = self._check_processes
+        self._fleet = Fleet(
+            args,
+            self._engines,
+            restart=self._cluster.restart_engine,
+            log_dir=self.run_dir / "logs",
+            status=self.log.progress.line,
+        )
         if self._workers.num_ranks:
             self._start_trainer(self._cluster)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
-        for engine in self._engines:
-            engine.wait_ready(args.engine_start_timeout)
-        url = urlsplit(self._engines[0].url if self._engines else "http://127.0.0.1:0")
+        self._fleet.wait_ready(args.engine_start_timeout)
+        host, port = self._fleet.address
         self._runtime.update(
             {
-                "vllm_router_ip": url.hostname,
-                "vllm_router_port": url.port,
-                "vllm_model_routers": {"actor": (url.hostname, url.port)},
+                "vllm_router_ip": host,
+                "vllm_router_port": port,
+                "vllm_model_routers": {"actor": (host, port)},
                 "rollout_engine_urls": [e.url for e in self._engines],
+                "rollout_weight_version": None,
                 "num_rollout": self.num_rollout,
             }
         )
@@ -200,6 +212,7 @@ class Controller:
             vocab_size = int(self._hf_config["vocab_size"])
             self._sync = WeightSync(args, self._workers, self._engines, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
+        self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if self._engines:
             self._trial.with_engine()
 
@@ -222,8 +235,13 @@ class Controller:
         """One proven session from the workers to every engine; none where one of the two is missing."""
         if self._sync is None:
             return
+        fleet = self._require_fleet()
         with self.log.phase("sync"):
+            self._sync.engines[:] = fleet.available()
             self.last_sync = self._sync.run()
+            fleet.admit(self._sync.engines)
+            spans = all(engine.capabilities.version_spans for engine in self._sync.engines)
+            self._runtime["rollout_weight_version"] = None if spans else str(self._sync.version)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
@@ -380,11 +398,20 @@ class Controller:
         return summary
 
     def _check_processes(self) -> None:
-        """Raise if an engine or a worker has died, or has been stopped."""
-        for engine in self._engines:
-            engine.check_alive()
+        """Raise if a worker, the router or the last engine has died, or has been stopped."""
+        self._require_fleet().check()
         for group in self._trainer_groups():
             group.check_alive()
+
+    def _check_rollout(self) -> None:
+        """The same, while the workers have nothing to do: an engine that has been started anew gets its weights."""
+        self._check_processes()
+        fleet = self._require_fleet()
+        for engine in fleet.waiting():
+            if self._sync is not None:
+                self._sync.rejoin(engine)
+            fleet.admit([engine])
+            self.log.progress.line(f"{engine.name} serves again")
 
     def _dump(self) -> None:
         """What SIGUSR1 does: stacks and queues of all processes into a file."""
@@ -393,6 +420,10 @@ class Controller:
         queues = partial(describe_queues, step, self.ledger, self._trainer_groups())
         path = write_dump(self.run_dir / "logs", queues, self._processes(), self._engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
+
+    def _require_fleet(self) -> Fleet:
+        assert self._fleet is not None, "the controller is used as a context manager"
+        return self._fleet
 
     def _require_workers(self) -> WorkerGroup:
         assert self._workers is not None, "the controller is used as a context manager"

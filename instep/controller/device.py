@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from instep.engines.start import resolve_backend
 from instep.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ def resolve_device(args: Any, *, with_engines: bool) -> None:
     without GPUs: there `--device cuda` is what its nodes have.
 
     Raises:
-        ConfigError: there is no such device, or `--rollout-backend auto` beside a GPU.
+        ConfigError: there is no such device, or vLLM is meant and not installed.
     """
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,9 +23,5 @@ def resolve_device(args: Any, *, with_engines: bool) -> None:
         raise ConfigError("this machine has no CUDA device", where="--device cuda", remedy="use --device cpu")
     if args.precision == "auto":
         args.precision = "bf16" if args.device == "cuda" else "fp32"
-    if with_engines and args.device == "cuda" and args.rollout_backend == "auto":
-        raise ConfigError(
-            "this machine has a GPU, where the embedded engine is not chosen by itself",
-            where="--rollout-backend auto",
-            remedy="name it: --rollout-backend embedded (the vLLM backend comes later)",
-        )
+    if with_engines:
+        resolve_backend(args)

@@ -14,11 +14,11 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -30,6 +30,7 @@ from instep.errors import EngineError, SyncError
 from instep.types import TokenBatch
 from instep.weights.manifest import BucketManifest
 
+T = TypeVar("T")
 FP32_TOLERANCE = 1e-5  # times the largest |log-prob| of the probe: rounding grows with the logits
 BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
 GOLDEN_FACTOR = 2.0
@@ -71,7 +72,8 @@ class WeightSync:
     """
 
     def __init__(self, args: Any, workers: WorkerGroup, engines: Sequence[Engine], *, vocab_size: int, max_len: int):
-        self._args, self._workers, self._engines = args, workers, list(engines)
+        self._args, self._workers, self.engines = args, workers, list(engines)
+        self._targets = self.engines  # of the session that runs
         self.version = 0
         length = max(4, min(64, max_len - 1))
         generator = torch.Generator().manual_seed(0)
@@ -85,9 +87,26 @@ class WeightSync:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def run(self, way: str | None = None) -> SyncResult:
-        """One session. Raises SyncError naming engine and tensor if anything does not add up."""
-        started = time.monotonic()
+        """One session with all engines, to a new version. One that dies in it is taken out of `engines`.
+
+        Raises:
+            SyncError: something does not add up; it names engine and tensor.
+            EngineError: the last engine died.
+        """
         self.version += 1
+        self._targets = self.engines
+        return self._session(way)
+
+    def rejoin(self, engine: Engine) -> SyncResult:
+        """Bring the present version to one engine that has been started anew; the others serve on."""
+        self._targets = [engine]
+        result = self._session(None)
+        if engine not in self.engines:
+            self.engines.append(engine)
+        return result
+
+    def _session(self, way: str | None) -> SyncResult:
+        started = time.monotonic()
         deadline = started + self._args.sync_timeout
         manifests = self._transfer(way or self._args.sync_way, deadline)
         first, largest = self._prove(manifests, deadline)
@@ -107,12 +126,13 @@ class WeightSync:
     def _transfer(self, way: str, deadline: float) -> list[BucketManifest]:
         nonce = secrets.token_hex(8)
         try:
-            self._each("/pause", deadline, mode="abort")
-            self._each("/start_weight_update", deadline, {"version": str(self.version), "nonce": nonce})
+            self._post("/pause", deadline, mode="abort")
+            self._each(lambda e: e.start_update(str(self.version), nonce, timeout=_left(deadline)))
             manifests = self._send_shm(nonce, deadline) if way == "shm" else self._send_disk(deadline)
-            self._each("/finish_weight_update", deadline, {"weight_version": str(self.version)})
-            self._each("/reset_prefix_cache", deadline)
-            self._each("/resume", deadline)
+            names = [t.name for m in manifests for t in m.tensors]
+            self._each(lambda e: e.finish_update(str(self.version), names, timeout=_left(deadline)))
+            self._post("/reset_prefix_cache", deadline)
+            self._post("/resume", deadline)
         except EngineRefusal as refusal:
             tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
             raise SyncError(
@@ -128,9 +148,9 @@ class WeightSync:
         loads: list[Future[None]] = []
 
         def load(manifest: BucketManifest) -> None:
-            body = {"update_info": {"backend": "shm", "manifest": manifest.to_json()}}
+            info = {"backend": "shm", "manifest": manifest.to_json()}
             try:
-                self._each("/update_weights", deadline, body)
+                self._each(lambda e: e.update(info, timeout=_left(deadline)))
             finally:
                 Path(manifest.path).unlink(missing_ok=True)
 
@@ -155,12 +175,30 @@ class WeightSync:
         with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=shared) as root:
             path = Path(root).absolute() / "hf"
             self._workers.call("export_hf", path, timeout=_left(deadline))
-            self._each("/update_weights", deadline, {"update_info": {"backend": "disk", "path": str(path)}})
+            info = {"backend": "disk", "path": str(path)}
+            self._each(lambda e: e.update(info, timeout=_left(deadline)))
         return []
 
-    def _each(self, path: str, deadline: float, body: dict[str, Any] | None = None, **query: Any) -> None:
-        for engine in self._engines:
-            engine.post(path, body, timeout=_left(deadline), **query)
+    def _post(self, path: str, deadline: float, **query: Any) -> None:
+        self._each(lambda e: e.post(path, timeout=_left(deadline), **query))
+
+    def _each(self, call: Callable[[Engine], T]) -> dict[str, T]:
+        """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
+        targets = [(engine, engine.process) for engine in self._targets]
+        with ThreadPoolExecutor(len(targets)) as pool:
+            calls = {engine.url: pool.submit(call, engine) for engine, _ in targets}
+        answers: dict[str, T] = {}
+        for engine, process in targets:
+            try:
+                answers[engine.url] = calls[engine.url].result()
+            except EngineRefusal:
+                raise
+            except EngineError:
+                died = process is None or process is not engine.process or process.died_within(1.0)
+                if not died or len(self._targets) == 1:
+                    raise
+                self._targets.remove(engine)
+        return answers
 
     # ---- proof ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +211,7 @@ class WeightSync:
         expected = self._trainer_scores(deadline)
         digests = {t.name: t.digest for m in manifests for t in m.tensors} or self._trainer_digests(deadline)
         changed = [n for n, d in digests.items() if self._digests and self._digests.get(n) != d]
-        scores = {engine.url: self._engine_scores(engine, deadline) for engine in self._engines}
+        scores = self._each(lambda engine: self._engine_scores(engine, deadline))
         if self._args.precision == "fp32" and self._args.sync_tolerance is None:
             self._tolerance = FP32_TOLERANCE * max(1.0, *map(abs, expected))
         gaps = {url: _largest_gap(expected, s) for url, s in scores.items()}
@@ -182,9 +220,9 @@ class WeightSync:
             self._compare_with_golden(scores, expected, digests, deadline)
         elif not first <= self._tolerance:
             expected = self._trainer_scores(deadline)
-            scores = {engine.url: self._engine_scores(engine, deadline) for engine in self._engines}
+            scores = self._each(lambda engine: self._engine_scores(engine, deadline))
             gaps = {url: _largest_gap(expected, s) for url, s in scores.items()}
-        for engine in self._engines:
+        for engine in self._targets:
             gap = gaps[engine.url]
             if not gap <= self._tolerance:
                 raise self._wrong(engine, f"differ from the trainer's by {gap:.3g}", self._tolerance, digests, deadline)
@@ -195,7 +233,7 @@ class WeightSync:
                     where=engine.url,
                     remedy="resume from the last checkpoint; try --sync-way disk if it happens again",
                 )
-        self._scores, self._digests = scores, digests
+        self._scores, self._digests = {**self._scores, **scores}, digests
         return first, max(gaps.values())
 
     def _compare_with_golden(
@@ -206,7 +244,7 @@ class WeightSync:
         must score just the same then, and what is left is arithmetic, which becomes the measure from here on.
         """
         self._transfer("disk", deadline)
-        for engine in self._engines:
+        for engine in self._targets:
             golden = self._engine_scores(engine, deadline)
             between = _largest_gap(golden, scores[engine.url])
             if not between <= GOLDEN_TOLERANCE:
@@ -261,6 +299,9 @@ class WeightSync:
     def _name_culprits(self, engine: Engine, sent: dict[str, str], deadline: float) -> str:
         """Compare three views of every weight: the trainer's now, what was sent, what the engine holds."""
         ours = self._trainer_digests(deadline)
+        if not engine.capabilities.digests:
+            wrong = sorted(n for n, d in sent.items() if ours.get(n) != d)
+            return f"Sent wrongly: {', '.join(wrong[:8]) or 'nothing'}; this engine cannot say what it holds."
         answer = engine.post("/weight_checker", {"action": "checksum"}, timeout=_left(deadline))
         theirs = answer.get("checksums", {})
         wrong_sent = sorted(n for n, d in sent.items() if ours.get(n) != d)

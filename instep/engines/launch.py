@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import re
 import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
 from instep.errors import ConfigError, EngineError
 from instep.processes import (
     DETERMINISTIC_ENV,
@@ -28,13 +31,14 @@ from instep.processes import (
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
 
 
 class Engine:
     """One running engine: its address, its process (None for one that somebody else runs) and its control calls."""
 
-    def __init__(self, name: str, url: str, process: Process | None = None):
-        self.name, self.url, self.process = name, url, process
+    def __init__(self, name: str, url: str, process: Process | None = None, capabilities: Capabilities = EMBEDDED):
+        self.name, self.url, self.process, self.capabilities = name, url, process, capabilities
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
 
     def check_alive(self) -> None:
@@ -58,18 +62,33 @@ class Engine:
                     remedy="the last lines of its log say why",
                 )
             self.watch()
-            try:
-                with _open(self.url + "/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.05)
+            if self.healthy(2.0):
+                return
+            time.sleep(0.05)
         tail = self.process.log_tail() if self.process is not None else ""
         raise EngineError(
             f"{self.name} was not ready after {timeout:.0f} s",
             where=f"{self.url}\n{tail}",
             remedy="raise --engine-start-timeout if it is only slow",
         )
+
+    def healthy(self, timeout: float) -> bool:
+        """Whether `/health` answers 200 now."""
+        try:
+            with _open(self.url + "/health", timeout=timeout) as answer:
+                return bool(answer.status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def identify(self) -> None:
+        """Ask an engine that somebody else runs what it is. Raises EngineError or ConfigError: nothing usable."""
+        try:
+            with _open(self.url + "/version", timeout=10.0) as answer:
+                self.capabilities = of_vllm(json.loads(answer.read())["version"])
+        except urllib.error.HTTPError:
+            self.capabilities = EMBEDDED
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any) -> dict[str, Any]:
         """POST JSON to a control route; the processes of the run are watched meanwhile.
@@ -119,6 +138,36 @@ class Engine:
                 remedy="see its log; raise --sync-timeout if it is only slow",
             ) from error
 
+    # ---- a weight session (docs/architecture.md), the same steps for every kind --------------------------------------
+
+    def start_update(self, version: str, nonce: str, *, timeout: float) -> None:
+        """Announce a session; a former one that never ended is abandoned."""
+        session = {"version": version, "nonce": nonce}
+        if not self.capabilities.plugin:
+            self.post("/start_weight_update", session, timeout=timeout)
+            return
+        announced = {"init_info": {"protocol": PROTOCOL, **session}}
+        self.post("/init_weight_transfer_engine", announced, timeout=timeout)
+        try:
+            self.post("/start_weight_update", timeout=timeout)
+        except EngineRefusal as refusal:
+            if "already active" not in refusal.what:
+                raise
+            with contextlib.suppress(EngineRefusal):  # by raising in it: vLLM has no other way to end one
+                self.post("/update_weights", {"update_info": {"backend": "abandon"}}, timeout=timeout)
+            self.post("/init_weight_transfer_engine", announced, timeout=timeout)
+            self.post("/start_weight_update", timeout=timeout)
+
+    def update(self, info: dict[str, Any], *, timeout: float) -> None:
+        """One bucket, or a checkpoint on disk: checked, then loaded."""
+        self.post("/update_weights", {"update_info": info}, timeout=timeout)
+
+    def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
+        """End the session; refused if one of `names`, or another weight of the model, was not delivered."""
+        if self.capabilities.plugin:
+            self.update({"backend": "complete", "names": list(names)}, timeout=timeout)
+        self.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+
     def stop(self) -> None:
         if self.process is not None:
             stop_all([self.process])
@@ -136,6 +185,8 @@ class EngineRefusal(EngineError):
         try:
             error = json.loads(text)["error"]
             message, tensor = str(error.get("message", text)), error.get("tensor")
+            if match := PLUGIN_MISMATCH.search(message):
+                message, tensor = match[2], match[1] or None
         except (ValueError, KeyError, TypeError, AttributeError):
             message, tensor = text[:500], None
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor)
@@ -156,15 +207,10 @@ def start_embedded(
     Raises:
         ConfigError: the wanted port is taken.
     """
-    if port is not None and not port_is_free(port, host):
-        raise ConfigError(
-            f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
-        )
-    port = port or free_port(host)
+    port = choose_port(port, host)
     command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(args.hf_checkpoint)]
     command += ["--host", host, "--port", str(port), "--device", args.device]
-    dtypes = {"auto": "bfloat16" if args.precision == "bf16" else "float32", "half": "float16", "float": "float32"}
-    command += ["--dtype", dtypes.get(args.vllm_dtype, args.vllm_dtype)]
+    command += ["--dtype", engine_dtype(args)]
     if args.vllm_max_model_len:
         command += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
@@ -176,3 +222,18 @@ def start_embedded(
     log_path = log_dir / f"engine-{index}.log"
     process = SupervisedProcess(f"engine {index}", command, log_path, env, heartbeat=args.heartbeat_timeout)
     return Engine(f"engine {index}", f"http://{host}:{port}", process)
+
+
+def choose_port(port: int | None, host: str) -> int:
+    """`port` if it is free, a free one for None. Raises ConfigError."""
+    if port is not None and not port_is_free(port, host):
+        raise ConfigError(
+            f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
+        )
+    return port or free_port(host)
+
+
+def engine_dtype(args: Any) -> str:
+    """`--vllm-dtype`, in torch's names; auto: the trainer's."""
+    dtypes = {"auto": "bfloat16" if args.precision == "bf16" else "float32", "half": "float16", "float": "float32"}
+    return dtypes.get(args.vllm_dtype, args.vllm_dtype)

@@ -12,6 +12,8 @@ from instep.rollout.http import post
 from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"
+SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
+MAX_RETRIES = 8  # 23 seconds, where other engines can take over what was on a dead one
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(
@@ -81,16 +83,31 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def complete(
-    url: str, model: str, token_ids: Sequence[int], sampling_params: dict[str, Any], *, timeout: float = 3600.0
+    url: str,
+    model: str,
+    token_ids: Sequence[int],
+    sampling_params: dict[str, Any],
+    *,
+    timeout: float = 3600.0,
+    max_retries: int = 4,
+    session: str = "",
 ) -> Completion:
     """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
+
+    The engine makes text of the tokens only where it has to look for stop strings. A request that is lost with its
+    engine is made again, and the router gives it to another one.
+
+    Args:
+        max_retries: as in `post`.
+        session: requests of one session go to one engine where the router can (the samples of a group, turns).
 
     Raises:
         EngineError: refused, unreachable, or an answer whose parts do not fit each other.
     """
     payload: dict[str, Any] = {"model": model, "token_ids": list(token_ids)}
-    payload["sampling_params"] = {"logprobs": 0, **sampling_params}
-    answer = await post(url, payload, timeout=timeout)
+    payload["sampling_params"] = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), **sampling_params}
+    headers = {SESSION_HEADER: session} if session else None
+    answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
     try:
         choice = answer["choices"][0]
         ids = [int(i) for i in choice.get("token_ids") or []]
@@ -111,5 +128,11 @@ async def complete(
 
 
 async def abort_all(engine_urls: Sequence[str], *, timeout: float = 10.0) -> None:
-    """Ask every engine, directly, to end all its requests; they answer with what they have (`abort`)."""
-    await asyncio.gather(*(post(f"{url}/abort_requests", {}, max_retries=1, timeout=timeout) for url in engine_urls))
+    """Ask every engine, directly, to end all its requests; they answer with what they have (`abort`).
+
+    One that does not answer is passed over: it has died, which is the controller's to notice.
+    """
+    calls = (post(f"{url}/abort_requests", {}, max_retries=1, timeout=timeout) for url in engine_urls)
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not (isinstance(outcome, EngineError) and len(engine_urls) > 1):
+            raise outcome

@@ -16,7 +16,14 @@ FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further
 LONGEST_PAUSE = 5.0
 
 
-async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
+async def post(
+    url: str,
+    payload: dict[str, Any],
+    *,
+    max_retries: int = 4,
+    timeout: float = 3600.0,
+    headers: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
 
     A refusal (4xx) is final. A failed connection or a 5xx is tried `max_retries` times more, with growing pauses:
@@ -32,7 +39,10 @@ async def post(url: str, payload: dict[str, Any], *, max_retries: int = 4, timeo
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
         runtime.requests_in_flight[url] = runtime.requests_in_flight.get(url, 0) + 1
         try:
-            async with http_session() as session, session.post(url, json=payload, timeout=limits) as answer:
+            async with (
+                http_session() as session,
+                session.post(url, json=payload, timeout=limits, headers=headers) as answer,
+            ):
                 body = await answer.text()
                 if answer.status < 400:
                     return _parse(url, body)

@@ -10,13 +10,13 @@ from typing import Any
 from instep.errors import EngineError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
-from instep.rollout.client import abort_all, complete, get_model_url, to_vllm
+from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import FilterOutput, as_filter_output
 from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, trim_stop
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
@@ -50,12 +50,21 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             sample.loss_mask = [0] * before
     try:
         out = await complete(
-            get_model_url(args), str(args.hf_checkpoint), sample.tokens, params, timeout=args.rollout_timeout
+            get_model_url(args),
+            str(args.hf_checkpoint),
+            sample.tokens,
+            params,
+            timeout=args.rollout_timeout,
+            max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
+            session=f"group-{sample.group_index}",
         )
     except EngineError as error:
         error.where += f", for the prompt of {sample.extra['where']}" if "where" in sample.extra else ""
         raise
-    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
+    spans = out.weight_versions
+    if out.token_ids and not spans and args.rollout_weight_version is not None:  # the engine cannot say
+        spans = [VersionSpan(args.rollout_weight_version, 0, len(out.token_ids))]
+    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=spans)
     sample.status = out.status
     if sample.response_length:
         skip = bool(params.get("skip_special_tokens", True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import socket
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-ENGINE_KINDS = ["embedded"]
+from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
+from instep.engines.launch import Engine as ControlledEngine
+from instep.engines.vllm import vllm_env, vllm_flags
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
+    reason="vLLM is not installed here (make install-vllm)",
+)
+ENGINE_KINDS = {"embedded": [], "vllm": [needs_vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -56,7 +67,7 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the smallest that vLLM on a CPU has
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=tied,
         eos_token_id=1,
@@ -80,14 +91,34 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def engine_environment() -> dict[str, str]:
+def vllm_args(model: Path) -> Any:
+    """What `start_vllm` reads of a run's arguments."""
+    return SimpleNamespace(
+        hf_checkpoint=str(model),
+        device="cpu",
+        precision="fp32",
+        seed=0,
+        deterministic_mode=False,
+        heartbeat_timeout=60.0,
+        rollout_num_gpus_per_engine=1,
+        vllm_dtype="auto",
+        vllm_max_model_len=MAX_MODEL_LEN,
+        vllm_max_num_seqs=64,
+        vllm_overrides={"kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)]},
+    )
+
+
+def engine_environment(kind: str = "embedded") -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    common = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return common | (vllm_env(vllm_args(Path()), 1) if kind == "vllm" else {})
 
 
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
-    assert kind == "embedded", kind
+    if kind == "vllm":
+        words = vllm_flags(vllm_args(model), importlib.metadata.version("vllm"))
+        return [sys.executable, "-m", "instep.engines.vllm_main", *words, "--host", "127.0.0.1", "--port", str(port)]
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]
@@ -104,12 +135,21 @@ class Engine:
     process: subprocess.Popen[bytes]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(40))
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return EMBEDDED if self.kind == "embedded" else of_vllm(importlib.metadata.version("vllm"))
+
+    def control(self) -> ControlledEngine:
+        """The same engine as a controller sees it."""
+        return ControlledEngine(self.kind, self.url, None, self.capabilities)
+
     def call(
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
     ) -> tuple[int, Any]:
         """HTTP status and decoded JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.url + route, data if method == "POST" else None, headers or {})
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + route, data if method == "POST" else None, headers)
         request.method = method
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
@@ -144,11 +184,11 @@ def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path, *options:
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*engine_command(kind, path, port), *options], stdout=output, stderr=output, env=engine_environment()
+            [*engine_command(kind, path, port), *options], stdout=output, stderr=output, env=engine_environment(kind)
         )
     engine = Engine(kind, f"http://127.0.0.1:{port}", path, hf, process)
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240  # vLLM imports for half a minute, on a busy machine for two
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             with contextlib.suppress(OSError):
@@ -157,12 +197,19 @@ def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path, *options:
             time.sleep(0.1)
         yield engine
     finally:
-        process.kill()
-        process.wait(timeout=10)
+        (process.terminate if kind == "vllm" else process.kill)()  # vLLM has children of its own
+        process.wait(timeout=30)
         engine.pool.shutdown(wait=False)
 
 
-@pytest.fixture(scope="session", params=[(k, m) for k in ENGINE_KINDS for m in ("tied", "untied")], ids="-".join)
+PARAMS = [
+    pytest.param((kind, model), id=f"{kind}-{model}", marks=marks)
+    for kind, marks in ENGINE_KINDS.items()
+    for model in ("tied", "untied")
+]
+
+
+@pytest.fixture(scope="session", params=PARAMS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     kind, model = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{model}")

@@ -339,34 +339,47 @@ def test_prefix_cache_reset(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "word"),
+    ("body", "words"),  # of which the message has one: engines word it in their own way
     [
-        ({"token_ids": []}, "prompt"),
-        ({}, "token_ids"),
-        ({"token_ids": "text"}, "token_ids"),
-        ({"token_ids": [1, 2.5]}, "token_ids"),
-        ({"token_ids": [5] * MAX_MODEL_LEN}, str(MAX_MODEL_LEN)),
-        ({"token_ids": [100000]}, "vocabulary"),
-        ({"token_ids": [-1]}, "vocabulary"),
-        ({"token_ids": [5], "stream": True}, "stream"),
+        ({"token_ids": [], "sampling_params": {}}, "prompt token_ids"),
+        ({"sampling_params": {}}, "token_ids"),
+        ({"token_ids": "text", "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1, 2.5], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [5] * MAX_MODEL_LEN, "sampling_params": {}}, str(MAX_MODEL_LEN)),
+        ({"token_ids": [100000], "sampling_params": {}}, "vocabulary"),
+        ({"token_ids": [-1], "sampling_params": {}}, "vocabulary token_ids"),
         ({"token_ids": [5], "sampling_parms": {}}, "sampling_params"),
-        ({"token_ids": [5], "sampling_params": {"max_token": 3}}, "max_tokens"),
         ({"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
-        ({"token_ids": [5], "sampling_params": {"max_tokens": "3"}}, "max_tokens"),
         ({"token_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
         ({"token_ids": [5], "sampling_params": {"temperature": float("nan")}}, "temperature"),
         ({"token_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
-        ({"token_ids": [5], "sampling_params": {"logprobs": 2}}, "logprobs"),
         ({"token_ids": [5], "sampling_params": {"min_tokens": 5, "max_tokens": 2}}, "min_tokens"),
         ({"token_ids": [5], "sampling_params": {"stop": [3]}}, "stop"),
+        ({"token_ids": [5], "sampling_params": {"stop": ["x"], "detokenize": False}}, "detokenize"),
         ({"token_ids": [5], "sampling_params": {"stop_token_ids": [9999]}}, "stop_token_ids"),
-        ({"token_ids": [5], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"token_ids": [5], "sampling_params": 3}, "sampling"),
         (b"{", "JSON"),
-        (b"[]", "JSON"),
+        (b"[]", "JSON dictionary"),
     ],
 )
-def test_bad_requests_get_a_named_400(engine: Engine, body: Any, word: str) -> None:
+def test_bad_requests_get_a_named_400(engine: Engine, body: Any, words: str) -> None:
+    status, reply = engine.call("/inference/v1/generate", body)
+    assert status == 400 and any(word in reply["error"]["message"] for word in words.split()), reply
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"token_ids": [5], "stream": True}, "stream"),
+        ({"token_ids": [5], "sampling_params": {"max_token": 3}}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"max_tokens": "3"}}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"logprobs": 2}}, "logprobs"),
+        ({"token_ids": [5], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
+    ],
+)
+def test_what_it_cannot_do_or_does_not_know_is_refused(engine: Engine, body: Any, word: str) -> None:
+    if not engine.capabilities.strict_requests:
+        pytest.skip("vLLM does more, and passes over names that it does not know; the client checks them (`to_vllm`)")
     status, reply = engine.call("/inference/v1/generate", body)
     assert status == 400 and word in reply["error"]["message"], reply
 
@@ -380,7 +393,8 @@ def test_neutral_parameters_of_vllm_are_taken(engine: Engine) -> None:
 
 
 def test_another_model_is_404(engine: Engine) -> None:
-    for route, prompt in (("/inference/v1/generate", {"token_ids": [5]}), ("/v1/completions", {"prompt": [5]})):
+    generate = {"token_ids": [5], "sampling_params": {}}
+    for route, prompt in (("/inference/v1/generate", generate), ("/v1/completions", {"prompt": [5]})):
         status, reply = engine.call(route, {"model": "another", **prompt})
         assert status == 404 and "another" in reply["error"]["message"]
     assert engine.call("/no_such_route")[0] == 404
@@ -413,7 +427,8 @@ def test_completions(engine: Engine) -> None:
     choice = engine.ok("/v1/completions", body)["choices"][0]
     prompt = tokenizer.encode("3 + 4 =")
     assert choice["prompt_token_ids"] == prompt and 1 <= len(choice["token_ids"]) <= 16
-    assert choice["text"] == tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    text = tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert choice["text"].rstrip("\ufffd") == text.rstrip("\ufffd")  # vLLM leaves out half a character at the end
     want = oracle(engine, prompt + choice["token_ids"]).log_softmax(-1).amax(-1)[len(prompt) - 1 : -1]
     log_probs = choice["logprobs"]
     assert log_probs["token_logprobs"] == pytest.approx(want.tolist(), abs=1e-5)

@@ -6,7 +6,6 @@ import pytest
 
 from instep.arguments.migration import TRL, VERL, markdown
 from instep.arguments.table import find, own_flags
-from instep.cli import main
 
 ROWS = [*TRL, *VERL]
 
@@ -25,13 +24,6 @@ def test_each_named_flag_exists_and_has_the_stated_status(row):
         assert all(flag.status in (row.status, "acts") for flag in flags)
     assert row.status != "refused", "name a flag that acts, or that comes later"
     assert "refused" not in {find(name).status for name in row.flags}
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.value_status == "later"], ids=lambda row: row.name)
-def test_values_that_come_later_are_refused_today(row, capsys):
-    assert main(["train", *row.here.split()]) == 2
-    error = capsys.readouterr().err
-    assert "later" in error and row.here.split()[1] in error
 
 
 def test_all_flags_of_slime_and_vime_that_do_not_act_are_listed():

@@ -142,7 +142,6 @@ def train(tmp_path):
         ("--actor-num-gpus-per-node 1 --ray-address local", "no effect without --cluster ray"),
         ("--actor-num-gpus-per-node 8 --cluster ray", "engine 0 is planned on another host than rank 0"),
         ("--actor-num-gpus-per-node 9 --cluster ray", "9 GPUs of a node that has 8"),
-        ("--actor-num-gpus-per-node 2 --cluster ray --colocate", "more than the one embedded engine"),
     ],
 )
 def test_train_refuses_before_anything_starts(train, words, text):

@@ -51,9 +51,9 @@ _MAX = 2**63 - 1
 _RANGES: dict[str, Any] = dict(max_tokens=(int, 1, _MAX), min_tokens=(int, 0, _MAX), top_k=(int, -1, _MAX))
 _RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, 0), prompt_logprobs=(int, 0, 0))
 _RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
-_ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"}
+_ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
 # vLLM's parameters that change nothing at this value or null; any other value is refused.
-_NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0, detokenize=True)
+_NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0)
 _NEUTRAL |= dict(stream=False, echo=False, include_stop_str_in_output=False, spaces_between_special_tokens=True)
 _NEUTRAL |= dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "user"))
 
@@ -83,6 +83,8 @@ def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_si
     out["stop"] = stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise HttpError("BadRequestError", "stop must be a non-empty string or a list of them")
+    if stop and given.get("detokenize") is False:
+        raise HttpError("BadRequestError", "stop strings need detokenize")
     out["stop_ids"] = frozenset(token_ids(given.get("stop_token_ids") or [], "stop_token_ids", vocab_size))
     out["eos_ids"] = frozenset() if given.get("ignore_eos") else eos_ids
     return out | {"skip_special_tokens": given.get("skip_special_tokens") is not False}

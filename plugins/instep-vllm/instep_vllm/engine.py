@@ -1,0 +1,221 @@
+"""The weight-transfer engine `instep_shm`, one per worker: buckets from shared memory, or a checkpoint from disk.
+
+A session, all of it over vLLM's own routes:
+
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 1, "version": "3", "nonce": "..."}}
+    POST /start_weight_update
+    POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path"
+    POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
+    POST /finish_weight_update {"weight_version": "3"}
+
+With several workers (TP, PP) each one reads, checks and loads for itself, and takes its own shard. A refusal ends the
+session; layers that had arrived whole by then keep their new weights, the others their old ones. So after a refusal
+only a later session mends the mixture: instep keeps the engine paused until one has succeeded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from instep_vllm import PROTOCOL
+from instep_vllm.bucket import Manifest, WeightMismatch, read
+
+logger = init_logger("vllm.instep")
+
+
+@dataclass
+class Session(WeightTransferInitInfo):
+    """What instep announces: its protocol, and what every bucket of this session must carry."""
+
+    protocol: int
+    version: str
+    nonce: str
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """One step of a session; `backend` is shm (needs `manifest`), disk (`path`), complete (`names`) or abandon."""
+
+    backend: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    names: list[str] | None = None
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
+    init_info_cls, update_info_cls = Session, Update
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._session: Session | None = None
+        self._delivered: set[str] = set()
+        self._complete = False
+        self._shapes = checkpoint_shapes(Path(self.model_config.model))
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+
+    def init_transfer_engine(self, init_info: Session) -> None:
+        if init_info.protocol != PROTOCOL:
+            raise RuntimeError(
+                f"instep speaks protocol {init_info.protocol}, this instep-vllm {PROTOCOL}: install the one that "
+                "belongs to it"
+            )
+        self._session = init_info
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self._session is None:
+            raise RuntimeError("no session was announced: POST /init_weight_transfer_engine first")
+        self._forget_partial_layers()  # of a session that was never finished
+        self._reset_reload()
+        self._delivered, self._complete = set(), False
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        try:
+            super().update_weights(update_info)
+        except BaseException:
+            self._session = None
+            self._forget_partial_layers()
+            self._reset_reload()  # what did not arrive whole keeps its old weights
+            raise
+
+    def receive_weights(self, update_info: Update) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._receive(update_info)
+
+    def _receive(self, update: Update) -> None:
+        if update.backend == "shm":
+            self._load(self._checked(Manifest.from_json(update.manifest)))
+        elif update.backend == "disk":
+            self._load(self._checkpoint(Path(update.path)))
+        elif update.backend == "complete":
+            self._check_complete(update.names)
+            self._complete = True
+        else:  # "abandon" among others: vLLM ends a session in which something was raised
+            raise WeightMismatch(f"the session ends here: {update.backend!r}")
+
+    def finish_weight_update(self) -> None:
+        if not self._complete:
+            raise WeightMismatch("the session was not completed: POST /update_weights with backend 'complete' first")
+        self._reset_reload()
+        self._session = None
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract in vLLM 0.26, gone later; instep's trainer has no part of vLLM."""
+        raise NotImplementedError
+
+    # ---- checks --------------------------------------------------------------------------------------------------
+
+    def _checked(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        assert self._session is not None
+        got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
+        if got != want:
+            first = manifest.tensors[0].name if manifest.tensors else None
+            raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
+        for t in manifest.tensors:
+            if t.name in self._delivered:
+                raise WeightMismatch(f"{t.name} came twice", t.name)
+            if self._shapes and t.name not in self._shapes:
+                raise WeightMismatch(f"{t.name} is no tensor of this model", t.name)
+            if self._shapes and t.shape != self._shapes[t.name]:
+                message = f"{t.name}: received shape {t.shape}, the model has {self._shapes[t.name]}"
+                raise WeightMismatch(message, t.name)
+        return read(manifest)
+
+    def _checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
+        """All tensors of a Hugging Face checkpoint (the golden twin of the buckets)."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
+        return {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
+
+    def _check_complete(self, names: Iterable[str] | None) -> None:
+        """All that was announced, and every weight of this worker's model, has arrived."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if missing := sorted(set(names or ()) - self._delivered):
+            raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        for path, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            wanted = sum(p.numel() for p in layer.parameters(recurse=False))
+            if not info.can_load() or info.load_numel >= wanted:  # loaded, or nothing to load but buffers
+                continue
+            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # to a multiple of 64 rows
+            if not padded and not (tied and isinstance(layer, ParallelLMHead)):
+                some = f"{info.load_numel} of {wanted} elements"
+                raise WeightMismatch(f"{path} was not delivered whole ({some})", path)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            self.model.load_weights((name, tensor) for name, tensor in tensors.items())
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            first = next(iter(tensors), None)
+            raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
+        self._delivered.update(tensors)
+
+    def _forget_partial_layers(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.load_numel, info.loaded_weights = 0, []
+
+    def _reset_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if not any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+            return
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_tied()
+
+    def _repack_tied(self) -> None:
+        """On a CPU a tied lm_head keeps the packed copy of the old embedding, because no tensor of its own arrives."""
+        if self.device.type != "cpu":
+            return
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for layer in self.model.modules():
+            if "cpu_linear" in layer.__dict__ and layer.weight.numel():
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a local checkpoint, from the headers; empty if it is none."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return shapes

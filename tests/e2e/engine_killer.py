@@ -1,0 +1,51 @@
+"""A reward that kills engine 1 in the middle of a rollout, and lets a later one wait until it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+KILL_AT, WAIT_AT = 20, 40  # calls
+WAIT_SECONDS = 240.0
+_num_calls = 0
+
+
+async def reward(args: Any, sample: Any) -> float:
+    global _num_calls
+    _num_calls += 1
+    url = args.rollout_engine_urls[1]
+    if _num_calls == KILL_AT:
+        _process_at(url).kill()
+    if _num_calls == WAIT_AT:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not await asyncio.to_thread(_healthy, url):
+            assert time.monotonic() < deadline, "engine 1 did not come back"
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0)  # for its session
+    return float(len(sample.tokens) % 2)
+
+
+def _process_at(url: str) -> psutil.Process:
+    """The engine's own process, or, where KILL_CORE is set, the one of vLLM that computes."""
+    port = str(urlsplit(url).port)
+    for process in psutil.Process(os.getpid()).children():
+        words = process.cmdline()
+        if "--port" in words and words[words.index("--port") + 1] == port:
+            if os.environ.get("KILL_CORE"):
+                return max(process.children(), key=lambda child: child.memory_info().rss)
+            return process
+    raise AssertionError(f"no process of {url}")
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=1) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

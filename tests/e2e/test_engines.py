@@ -1,0 +1,91 @@
+"""Several engines behind a router: one that dies in the middle of a rollout costs nothing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.assets import make_checkpoint
+from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run
+
+needs_router = pytest.mark.skipif(
+    importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed here"
+)
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
+    reason="vLLM is not installed here (make install-vllm)",
+)
+NUM_ROLLOUT = 6
+
+
+def two_engines(tiny, run_dir, backend, *more):
+    given = ["--rollout-backend", backend, "--rollout-num-gpus", "2", "--num-rollout", str(NUM_ROLLOUT)]
+    given += ["--rollout-max-response-len", "64", "--rm-type", "math", *more]
+    return grpo_arguments(tiny, run_dir, *given)
+
+
+def steps_of(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row]
+
+
+def kill_one(tiny, run_dir, backend, **env):
+    """The whole output of a run whose engine 1 was killed and came back."""
+    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300"]
+    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, "--no-hook-trial")]
+    out = subprocess.PIPE
+    done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "engine 1 died" in done.stdout and "engine 1 serves again" in done.stdout, done.stdout[-4000:]
+    ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    assert ledger["num_consumed"] == 4 * NUM_ROLLOUT and not ledger["dropped"], ledger
+    steps = steps_of(run_dir)
+    assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-4
+    assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
+
+
+@needs_router
+def test_a_killed_engine_costs_no_sample(tiny, tmp_path):
+    kill_one(tiny, tmp_path, "embedded")
+
+
+@pytest.fixture(scope="module")
+def small(tiny, tmp_path_factory):
+    """Like `tiny`, with heads that vLLM has on a CPU."""
+    root = tmp_path_factory.mktemp("small")
+    make_checkpoint(root / "hf", head_dim=32)
+    for name in ("train.jsonl", "eval.jsonl"):
+        (root / name).write_text((tiny / name).read_text())
+    return root
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["server", "core"])
+def test_a_killed_vllm_costs_no_sample(small, tmp_path, which):
+    """Of vLLM's two processes either one; both are gone then, and started anew."""
+    kill_one(small, tmp_path, "vllm", **({"KILL_CORE": "1"} if which == "core" else {}))
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_and_the_trainer_agree(small, tmp_path):
+    """Log-probs of every trained token, before and after updates, to 1e-5 in float32; versions on every token."""
+    done = run(
+        [*two_engines(small, tmp_path, "vllm"), "--save-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")], 300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = steps_of(tmp_path)
+    assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+
+
+def test_vllm_refuses_what_it_would_die_of(tiny, tmp_path):
+    done = run(two_engines(tiny, tmp_path, "vllm"))
+    wanted = (
+        "heads of 16" if importlib.util.find_spec("vllm") and importlib.util.find_spec("instep_vllm") else "install"
+    )
+    assert done.returncode != 0 and wanted in done.stderr + done.stdout, done.stderr
+    assert not os.path.exists(tmp_path / "summary.json")

@@ -1,0 +1,453 @@
+"""Which engines and routers a command line or a `--vllm-config` means: exact plans, and refusals."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from instep.arguments import parse
+from instep.cli import main
+from instep.cluster.engine_plan import Addresses, describe_engines, plan_engines, plan_routers
+from instep.cluster.placement import Slot, describe, make_plan
+from instep.engines.topology import Parallel
+from instep.errors import ConfigError
+from instep.rollout.vllm_rollout import get_model_url
+
+# vime's usage guide, word for word.
+GUIDE = """\
+vllm:
+  - name: actor
+    update_weights: true          # receives weight updates from training (default)
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+  - name: ref
+    model_path: /path/to/ref_model
+    update_weights: false          # frozen, no weight updates
+    server_groups:
+      - worker_type: regular
+        num_gpus: 4
+        num_gpus_per_engine: 2
+"""
+AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def arguments(words: str = "", config: str = ""):
+    if config:
+        with open("topology.yaml", "w") as file:
+            file.write(config)
+        words += " --vllm-config topology.yaml"
+    return parse(f"--hf-checkpoint models/policy {words}".split(), "plan")
+
+
+def engines(words: str = "", config: str = ""):
+    return plan_engines(arguments(words, config))
+
+
+def routers(words: str = "", config: str = ""):
+    args = arguments(words, config)
+    return plan_routers(args, plan_engines(args))
+
+
+def refusal(words: str = "", config: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        arguments(words, config)
+    return str(caught.value)
+
+
+def slots(node, gpus):
+    return tuple(Slot(node, gpu) for gpu in gpus)
+
+
+# ---- the seeds' examples ---------------------------------------------------------------------------------------------
+
+
+def test_the_guides_models():
+    found = engines("--vllm-gpu-memory-utilization 0.7", GUIDE)
+    assert [(e.name, e.model, e.path, e.role, e.update_weights) for e in found] == [
+        ("engine 0", "actor", "models/policy", "regular", True),
+        ("engine 1", "actor", "models/policy", "regular", True),
+        ("engine 2", "ref", "/path/to/ref_model", "regular", False),
+        ("engine 3", "ref", "/path/to/ref_model", "regular", False),
+    ]
+    assert [e.slots for e in found] == [
+        slots(1, range(4)),
+        slots(1, range(4, 8)),
+        slots(2, (0, 1)),
+        slots(2, (2, 3)),
+    ]
+    assert [e.parallel for e in found] == [Parallel(4), Parallel(4), Parallel(2), Parallel(2)]
+    assert found[2].arguments(AT) == [
+        *("/path/to/ref_model", "--gpu-memory-utilization", "0.7", "--tensor-parallel-size", "2"),
+        *("--host", "127.0.0.1", "--port", "8000"),
+    ]
+    actor, ref = routers("--router-policy round_robin", GUIDE)
+    assert (actor.model, actor.engines, actor.default) == ("actor", (0, 1), True)
+    assert (ref.model, ref.engines, ref.default) == ("ref", (2, 3), False)
+    urls = {2: "http://127.0.0.1:1", 3: "http://127.0.0.1:2"}
+    assert ref.arguments("127.0.0.1", 3000, 3001, urls) == [
+        *("--host", "127.0.0.1", "--port", "3000", "--prometheus-port", "3001", "--policy", "round_robin"),
+        *("--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"),
+    ]
+    args = arguments("", GUIDE)
+    assert (args.rollout_num_gpus, args.rollout_num_engines, args.rollout_backend) == (12, 4, "vllm")
+
+
+def test_hooks_reach_each_model_by_name():
+    args = SimpleNamespace(
+        vllm_router_ip="127.0.0.1",
+        vllm_router_port=3000,
+        vllm_model_routers={"actor": ("127.0.0.1", 3000), "ref": ("127.0.0.1", 3100)},
+    )
+    assert get_model_url(args, "ref") == "http://127.0.0.1:3100/inference/v1/generate"
+    assert get_model_url(args, "ref", "/v1/completions") == "http://127.0.0.1:3100/v1/completions"
+    assert get_model_url(args) == get_model_url(args, "actor")
+    with pytest.raises(ConfigError, match="no model 'reward' is served"):
+        get_model_url(args, "reward")
+
+
+def test_the_guides_engine_of_two_nodes():
+    """ "If serving one model with 2 nodes and 16 GPUs, this value should be 16."""
+    (engine,) = engines("--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16")
+    assert engine.nodes == (slots(1, range(8)), slots(2, range(8)))
+    assert (engine.parallel, engine.num_gpus) == (Parallel(16), 16)
+    both = ["models/policy", "--tensor-parallel-size", "16", "--nnodes", "2"]
+    where = ["--master-addr", "10.0.0.1", "--master-port", "29501"]
+    assert engine.arguments(AT, 0) == [*both, "--node-rank", "0", *where, "--host", "127.0.0.1", "--port", "8000"]
+    assert engine.arguments(AT, 1) == [*both, "--node-rank", "1", *where, "--headless"]
+
+
+def test_the_guides_large_expert_parallelism_over_nodes():
+    words = "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-enable-expert-parallel"
+    (engine,) = engines(words + " --vllm-data-parallel-size 8")
+    assert engine.parallel == Parallel(2, data=8, expert=16)
+    assert engine.arguments(AT, 1) == [
+        *("models/policy", "--enable-expert-parallel", "--data-parallel-size", "8", "--tensor-parallel-size", "2"),
+        *("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29501"),
+        *("--data-parallel-rpc-port", "29550", "--headless"),
+    ]
+    (engine,) = engines(words + " --vllm-pipeline-parallel-size 2")
+    assert engine.parallel == Parallel(8, pipeline=2, expert=8)
+    assert "--data-parallel-rpc-port" not in engine.arguments(AT, 1)
+
+
+def test_the_guides_ppo_example():
+    """4 (actor) + 4 (critic) + 8 (rollout) = 16 GPUs: eight engines of one."""
+    words = "--advantage-estimator ppo --actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --rollout-num-gpus 8"
+    found = engines(words)
+    assert [e.slots for e in found] == [slots(1, [gpu]) for gpu in range(8)]
+    assert make_plan(arguments(words)).num_gpus == 16
+
+
+def test_colocated_engines_lie_on_the_trainers_gpus():
+    words = "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 4"
+    found = engines(words + " --rollout-num-gpus 3")
+    assert [e.slots for e in found] == [slots(n, gpus) for n in (0, 1) for gpus in (range(4), range(4, 8))]
+    assert make_plan(arguments(words)).num_gpus == 16
+    (whole,) = engines("--colocate --actor-num-nodes 2 --rollout-num-gpus-per-engine 16")
+    assert whole.nodes == (slots(0, range(8)), slots(1, range(8)))
+
+
+def test_the_guides_prefill_servers_on_two_gpus():
+    words = "--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --prefill-num-servers 1 --engine-port 8000"
+    prefill, decode = engines(words)
+    assert (prefill.role, prefill.slots, prefill.port) == ("prefill", slots(0, [1]), 8000)
+    assert (decode.role, decode.slots, decode.port) == ("decode", slots(0, [2]), 8001)
+    assert prefill.arguments(AT) == [
+        *("models/policy", "--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'),
+        *("--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
+    ]
+    assert '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}' in decode.flags
+    assert decode.environment(AT, "10.0.0.2") == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+    }
+    (router,) = routers(words)
+    assert router.arguments("127.0.0.1", 1, 2, {0: "http://p", 1: "http://d"})[6:] == [
+        *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", "http://p", "--decode", "http://d"),
+    ]
+    assert [
+        e.role for e in engines("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --prefill-num-servers 3")
+    ] == [
+        *("prefill", "prefill", "prefill", "decode"),
+    ]
+
+
+# ---- more of --vllm-config -------------------------------------------------------------------------------------------
+
+DISAGGREGATED = """\
+vllm:
+  - name: actor
+    server_groups:
+      - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2, overrides: {max_num_batched_tokens: 16384}}
+      - {worker_type: placeholder, num_gpus: 2}
+      - worker_type: decode
+        num_gpus: 8
+        num_gpus_per_engine: 8
+        overrides:
+          data_parallel_size: 4
+          enable_expert_parallel: true
+          enable_prefix_caching: false
+          compilation_config: {cudagraph_mode: FULL_DECODE_ONLY}
+          cudagraph_capture_sizes: [1, 2]
+          hf_overrides: {}
+"""
+
+
+def test_groups_overrides_and_placeholders():
+    words = "--vllm-max-num-batched-tokens 8k --vllm-enable-prefix-caching --vllm-compilation-config.mode 3"
+    args = arguments(words, DISAGGREGATED)
+    first, second, decode = plan_engines(args)
+    assert [e.slots for e in (first, second)] == [slots(1, (0, 1)), slots(1, (2, 3))]
+    assert decode.slots == slots(2, range(8))  # what the placeholder leaves of node 1 is too small
+    plan = make_plan(args)
+    assert plan.reserved == slots(1, (4, 5)) and plan.nodes[1] == list(range(6)) and plan.num_gpus == 22
+    assert ("placeholder", 1, "4-5") in describe(plan)
+    assert first.flags[:4] == ("--enable-prefix-caching", "--compilation-config.mode", "3", "--max-num-batched-tokens")
+    assert first.words["max_num_batched_tokens"] == ["--max-num-batched-tokens", "16384"]
+    assert decode.parallel == Parallel(2, data=4, expert=8)
+    assert decode.flags == (
+        *("--max-num-batched-tokens", "8k", "--data-parallel-size", "4", "--enable-expert-parallel"),
+        *("--no-enable-prefix-caching", "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'),
+        *("--cudagraph-capture-sizes", "1", "2", "--hf-overrides", "{}"),
+        *("--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'),
+    )
+    assert decode.num_side_channel_ports == 4 and first.num_side_channel_ports == 1
+    assert (args.rollout_num_gpus, args.rollout_num_engines) == (14, 3)
+    (router,) = plan_routers(args, [first, second, decode])
+    assert router.arguments("h", 1, 2, {0: "a", 1: "b", 2: "c"})[6:] == [
+        *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", "a", "--prefill", "b", "--decode", "c"),
+    ]
+
+
+def test_another_connector():
+    words = "--rollout-num-gpus 2 --prefill-num-servers 1 --vllm-kv-transfer-config"
+    found = plan_engines(
+        parse([*words.split(), '{"kv_connector":"MooncakeConnector","kv_role":"kv_both"}'], "plan"),
+    )
+    assert [e.kv_connector for e in found] == ["mooncake", "mooncake"]
+    assert [e.num_side_channel_ports for e in found] == [0, 0] and found[0].environment(AT, "h") == {}
+    with pytest.raises(ConfigError, match="names no connector that the router knows"):
+        parse([*words.split(), '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'], "plan")
+
+
+def test_a_group_of_the_usual_size_and_a_frozen_model_first():
+    config = """
+vllm:
+  - {name: judge, model_path: m, update_weights: false, server_groups: [{num_gpus: 2}]}
+  - {name: actor, server_groups: [{num_gpus: 4}]}
+"""
+    found = engines("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 6", config)
+    assert [(e.model, e.num_gpus) for e in found] == [("judge", 2), ("actor", 2), ("actor", 2)]
+    assert [(r.model, r.default) for r in routers("--rollout-num-gpus-per-engine 2", config)] == [
+        ("judge", False),
+        ("actor", True),
+    ]
+
+
+def test_colocated_models_begin_on_the_trainers_gpus():
+    found = engines("--colocate", GUIDE)
+    assert [e.slots for e in found] == [slots(0, range(4)), slots(0, range(4, 8)), slots(1, (0, 1)), slots(1, (2, 3))]
+    assert arguments("--colocate --rollout-num-gpus 3", GUIDE).rollout_num_gpus == 12
+    behind = "vllm: [{name: actor, server_groups: [{worker_type: placeholder, num_gpus: 4}, {num_gpus: 4}]}]"
+    assert [e.slots for e in engines("--colocate", behind)] == [slots(0, [gpu]) for gpu in range(4, 8)]
+    text = refusal("--colocate --actor-num-nodes 2", GUIDE)
+    assert "take 12 GPUs, but the trainer's, which engines share with --colocate, are 16" in text
+    assert "add a placeholder group" in text
+
+
+def test_a_part_of_a_run():
+    assert engines("--debug-train-only", GUIDE) == [] and routers("--debug-train-only", GUIDE) == []
+    assert engines("--debug-rollout-only", GUIDE)[0].slots == slots(0, range(4))
+
+
+def test_a_router_of_ones_own():
+    (router,) = routers("--rollout-num-gpus 2 --vllm-router-ip 10.1.1.1 --vllm-router-port 3000")
+    assert router.external == ("10.1.1.1", 3000) and router.engines == (0, 1) and router.default
+
+
+TRAIN = (
+    "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
+    "--actor-num-gpus-per-node 1 "
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "model/model.safetensors").write_bytes(b"0")
+
+
+def train_refusal(words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse((TRAIN + words).split(), "train")
+    return str(caught.value)
+
+
+def test_the_local_cluster_is_one_node_of_any_size(files):
+    words = "--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12"
+    assert "12 are no multiple of PP 1 x DP 5 = 5" in train_refusal(words + " --vllm-data-parallel-size 5")
+    args = parse(["--num-gpus-per-node", "12", *(TRAIN + words).split()], "plan")
+    args.command = "train"
+    assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
+
+
+def test_what_is_only_planned_is_no_run(files):
+    arguments("", GUIDE)
+    text = train_refusal("--vllm-config topology.yaml")
+    assert "several models and groups of engines are planned, but not started yet" in text
+    assert "vllm[1].model_path: /path/to/ref_model is no Hugging Face folder" in text
+    text = train_refusal("--prefill-num-servers 1 --rollout-num-gpus 2")
+    assert "prefill and decode engines are planned, but not started yet" in text
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+FILES = [
+    ("sglang: []", "sglang", "unknown key"),
+    ("vllm: {}", "vllm", "is no list of models"),
+    ("- 1", "topology.yaml", "is no mapping"),
+    ("vllm: [{name: a", "topology.yaml", "is no YAML"),
+    ("vllm: [{name: a, server_group: []}]", "vllm[0].server_group", "did you mean server_groups?"),
+    ("vllm: [{name: a, server_groups: [{num_gpu: 1}]}]", "server_groups[0].num_gpu", "did you mean num_gpus?"),
+    ("vllm: [{name: a, server_groups: [{num_gpus: 0}]}]", "num_gpus", "0 is no whole number above 0"),
+    ("vllm: [{name: a, server_groups: [{}]}]", "vllm[0].server_groups[0].num_gpus", "is missing"),
+    ("vllm: [{server_groups: [{num_gpus: 1}]}]", "vllm[0].name", "is missing"),
+    ("vllm: [{name: a}]", "vllm[0].server_groups", "is no list of groups"),
+    ("vllm: [{name: a, server_groups: [{num_gpus: 6, num_gpus_per_engine: 4}]}]", "num_gpus", "no multiple of the 4"),
+    ("vllm: [{name: a, server_groups: [{worker_type: encode, num_gpus: 1}]}]", "worker_type", "did you mean decode?"),
+    ("vllm: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}]}]", "server_groups", "no decode group"),
+    (
+        "vllm: [{name: a, server_groups: [{worker_type: placeholder, num_gpus: 1}]}]",
+        "server_groups",
+        "only placeholders",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {seed: 1}}]}]",
+        "overrides.seed",
+        "each sample has a seed of its own",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}, "
+        "{num_gpus: 1}]}]",
+        "server_groups",
+        "make two models of them",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {max_model_length: 4}}]}]",
+        "vllm[0].server_groups[0].overrides.max_model_length",
+        "did you mean max_model_len?",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {enforce_eager: 1}}]}]",
+        "overrides.enforce_eager",
+        "1 is neither true nor false",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {tensor_parallel_size: 2}}]}]",
+        "overrides.tensor_parallel_size",
+        "use --rollout-num-gpus-per-engine",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 4, num_gpus_per_engine: 4, overrides: {data_parallel_size: 3}}]}]",
+        "vllm[0]",
+        "the GPUs of an engine are TP x PP x DP, but 4 are no multiple of PP 1 x DP 3 = 3",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 24, num_gpus_per_engine: 12}]}]",
+        "vllm[0]",
+        "does not fill whole nodes of 8",
+    ),
+    (
+        "vllm: [{name: ref, model_path: other, server_groups: [{num_gpus: 1}]}]",
+        "vllm[0].update_weights",
+        "the trainer's weights would replace those of other",
+    ),
+    (
+        "vllm: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
+        "vllm",
+        "two models are named 'a'",
+    ),
+]
+
+
+@pytest.mark.parametrize("config,where,what", FILES, ids=[what for _, _, what in FILES])
+def test_files_that_are_wrong(config, where, what):
+    text = refusal("", config)
+    assert "--vllm-config topology.yaml" in text and where in text and what in text
+
+
+def test_everything_wrong_with_a_file_is_told_at_once():
+    text = refusal("", "vllm: [{nam: a, server_groups: [{num_gpus: x, worker_typ: regular, overrides: {moe: 1}}]}]")
+    assert "5 things are wrong" in text
+    for key in ("vllm[0].nam:", "vllm[0].name:", "num_gpus:", "worker_typ:", "overrides.moe:"):
+        assert key in text
+
+
+COMBINATIONS = [
+    ("--rollout-num-gpus 8", GUIDE, "8, but the groups of topology.yaml take 12"),
+    ("--prefill-num-servers 1", GUIDE, "the file says which engines prefill"),
+    ("--vllm-router-ip 10.0.0.1 --vllm-router-port 1", GUIDE, "2 models need a router each"),
+    ("--vllm-router-ip 10.0.0.1", "", "one without the other"),
+    ("--rollout-backend embedded", GUIDE, "the embedded engine has no such thing"),
+    ("--prefill-num-servers 2 --rollout-num-gpus 2", "", "2 of 2 engines would prefill, and none decode"),
+    ("--vllm-data-parallel-size 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "", "PP 1 x DP 3 = 3"),
+    ("--vllm-pipeline-parallel-size 0", "", "pipeline_parallel_size is 0"),
+    (
+        "--num-gpus-per-node 6 --actor-num-gpus-per-node 6 --rollout-num-gpus 12 --rollout-num-gpus-per-engine 12 "
+        "--vllm-data-parallel-size 3",
+        "",
+        "3 data-parallel replicas of 4 GPUs do not lie evenly on nodes of 6",
+    ),
+]
+
+
+@pytest.mark.parametrize("words,config,what", COMBINATIONS, ids=[what for _, _, what in COMBINATIONS])
+def test_what_does_not_go_together(words, config, what):
+    text = refusal(words, config)
+    assert what in text
+    assert "remedy" in text or "->" in text
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parse(["--vllm-config", "nowhere.yaml"], "plan")
+
+
+def test_the_command_prints_the_plan(capsys):
+    arguments("", GUIDE)
+    words = "plan --vllm-config topology.yaml --hf-checkpoint models/policy --engine-port 8000".split()
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "20 GPUs on 3 nodes of 8" in text
+    assert "model actor, which rollouts use by default" in text
+    assert "engines 0-1: regular, 4 GPUs each (TP 4), port 8000-8001, gets the trainer's weights" in text
+    assert "engines 2-3: regular, 2 GPUs each (TP 2), port 8002-8003, keeps its weights" in text
+    assert "vllm serve /path/to/ref_model --tensor-parallel-size 2 --host HOST --port 8002" in text
+    assert "router: vllm-router --host HOST --port PORT --prometheus-port PORT --worker-urls URL_2 URL_3" in text
+
+
+@pytest.mark.parametrize(
+    "words,config",
+    [
+        (
+            "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-data-parallel-size 8 "
+            "--vllm-enable-expert-parallel",
+            "",
+        ),
+        ("--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --prefill-num-servers 1", ""),
+        ("", GUIDE),
+    ],
+    ids=["nodes", "prefill", "models"],
+)
+def test_the_docs_show_what_the_command_prints(words, config):
+    text = (Path(__file__).parents[2] / "docs/engines_topologies.md").read_text()
+    assert "\n".join(describe_engines(arguments(words, config))) in text
