@@ -289,6 +289,8 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = 0
         if "rollout_function_path" not in given:
             args.rollout_function_path = "instep.rollout.sft_rollout.generate_rollout"
+    elif args.rollout_external_engine_addrs:
+        args.rollout_num_gpus = 0  # of this run
     elif args.colocate:
         trainer = args.world_size + num_critic_gpus(args)
         if args.rollout_num_gpus not in (None, trainer):
