@@ -1,4 +1,4 @@
-"""vLLM with tensor and pipeline parallelism: each worker checks every byte of a sync and takes its own shard."""
+"""vLLM with tensor parallelism: each worker checks every byte of a sync and takes its own shard."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_two_workers_take_their_shards(tmp_path: Path, tied: bool, layout: str) -> None:
+def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
     hf = make_checkpoint(tmp_path / "model", tied=tied)
     args = vllm_args(tmp_path / "model")
-    if layout == "tp":
-        args.rollout_num_gpus_per_engine = 2
-    else:
-        args.vllm_overrides["pipeline_parallel_size"] = ["--pipeline-parallel-size", "2"]
-        args.vllm_overrides["distributed_executor_backend"] = ["--distributed-executor-backend", "mp"]
+    args.rollout_num_gpus_per_engine = 2
     started = start_vllm(args, 0, num_threads=1, log_dir=tmp_path)
     try:
         started.wait_ready(240)
