@@ -69,7 +69,7 @@ def main() -> None:
         if args.quickstart is None:
             args.quickstart = scratch / "quickstart"
             arguments = argparse.Namespace(
-                out=args.quickstart, backend="hf", device="cpu", seed=0, num_threads=args.threads
+                out=args.quickstart, backend="hf", device="cpu", cluster="local", seed=0, num_threads=args.threads
             )
             for _, command in quickstart.stages(arguments)[:2]:
                 execute(command, cores, scratch)

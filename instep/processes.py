@@ -299,7 +299,7 @@ def _beats(partner: socket.socket) -> bool:
 def _beat(line: socket.socket) -> None:
     try:
         line.send(b".", socket.MSG_DONTWAIT)
-    except BlockingIOError:
+    except (BlockingIOError, TimeoutError):  # the latter from a socket with a timeout
         pass  # the parent has not looked for a long time
 
 

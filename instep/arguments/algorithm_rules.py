@@ -1,63 +1,9 @@
-"""Which flags of the algorithms go together: one table, which the validator applies and the documentation shows."""
+"""Which flags of advantages and KL go together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
-
-# Names of --advantage-estimator by what they do; a test compares them with the registry in algorithms/advantages.
-GRPO_LIKE = ("grpo", "gspo", "cispo", "sapo")  # the advantage is GRPO's
-GROUP_RELATIVE = (*GRPO_LIKE, "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline")
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-DISCOUNTED = ("reinforce_plus_plus", "ppo")  # --gamma acts
-ALL = (*GROUP_RELATIVE, "reinforce_plus_plus", "ppo")
-
-
-def without(*names: str) -> tuple[str, ...]:
-    return tuple(name for name in ALL if name not in names)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination that makes no sense, or has a flag too many.
-
-    Attributes:
-        estimators: the values of --advantage-estimator it is about; empty: all, and SFT too.
-        flags: the other flags of it, as one would type them.
-        when: whether these flags are given so, from the arguments and the names of those that were given.
-        what: why it makes no sense.
-        remedy: what to do.
-        reads: attributes without a value of their own are skipped by the validator, as their fault is reported already.
-        refused: False: the run starts, with a note.
-    """
-
-    estimators: tuple[str, ...]
-    flags: str
-    when: Callable[[Args, set[str]], bool]
-    what: str
-    remedy: str
-    reads: str = ""
-    refused: bool = True
-
-    def applies(self, args: Args, given: set[str]) -> bool:
-        if self.estimators and (args.command != "train" or args.advantage_estimator not in self.estimators):
-            return False
-        return self.when(args, given)
-
-    def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
-        """As a rule of `validate`."""
-        if not self.applies(args, given):
-            return
-        where = self.flags
-        if self.estimators:
-            where += f" with --advantage-estimator {args.advantage_estimator}"
-        if self.refused:
-            yield Problem(self.what, where, self.remedy)
-        else:
-            args.notes.append(f"{where}: {self.what}")
+from instep.arguments.rules import ALL, DISCOUNTED, GROUP_RELATIVE, GRPO_LIKE, WHITENED, Rule, without
 
 
 def _compares(args: Args) -> bool:
@@ -213,21 +159,21 @@ RULES = (
     ),
     Rule(
         (),
-        "--overlong-buffer-len",
+        "--overlong-buffer-len without --rollout-max-response-len",
         lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
-        "needs --rollout-max-response-len: the buffer lies before it",
+        "the buffer lies before that length",
         "give both",
         reads="overlong_buffer_len rollout_max_response_len",
     ),
     Rule(
         (),
-        "--overlong-buffer-len",
+        "--overlong-buffer-len above --rollout-max-response-len",
         lambda a, given: (
             a.overlong_buffer_len is not None
             and a.rollout_max_response_len is not None
             and a.overlong_buffer_len > a.rollout_max_response_len
         ),
-        "is longer than --rollout-max-response-len",
+        "the buffer would begin before the response",
         "lower it",
         reads="overlong_buffer_len rollout_max_response_len",
     ),

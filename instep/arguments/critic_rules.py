@@ -9,19 +9,34 @@ from pathlib import Path
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
 from instep.arguments.roles import args_of_role
+from instep.arguments.rules import Rule, attribute, given, without
 from instep.cluster.placement import num_critic_gpus
 
-_ONLY_PPO = (
-    "critic_load critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path"
-).split()
+# What acts with a critic only, which PPO alone has.
+RULES = tuple(
+    Rule(
+        without("ppo"),
+        flag,
+        given(flag),
+        "there is no critic without PPO",
+        "leave it out, or add --advantage-estimator ppo",
+        attribute(flag),
+    )
+    for flag in (
+        "--critic-load",
+        "--critic-save",
+        "--critic-lr",
+        "--critic-lr-warmup-iters",
+        "--num-critic-only-steps",
+        "--value-clip",
+        "--megatron-config-path",
+    )
+)
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Sizes and rates of the critic."""
     if not num_critic_gpus(args):
-        for name in _ONLY_PPO:
-            if name in given:
-                flag = "--" + name.replace("_", "-")
-                yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
         return
     if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:
         yield Problem(

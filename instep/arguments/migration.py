@@ -139,7 +139,7 @@ VERL = (
     Row("reward.custom_reward_function.path, .name", "", "--custom-rm-path MODULE.NAME", "async f(args, sample)"),
     Row("reward.reward_model.enable", "False", "--rm-type remote_rm --rm-url", "a server of yours"),
     Row("algorithm.adv_estimator grpo", "gae", "--advantage-estimator grpo", "the default here"),
-    Row("algorithm.adv_estimator gae", "", "--advantage-estimator ppo", "docs/algorithms_ppo.md"),
+    Row("algorithm.adv_estimator gae", "", "--advantage-estimator ppo", "docs/algorithms.md"),
     Row("algorithm.adv_estimator rloo", "", "--advantage-estimator rloo"),
     Row("algorithm.adv_estimator reinforce_plus_plus", "", "--advantage-estimator reinforce_plus_plus"),
     Row(

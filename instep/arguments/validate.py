@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from instep.arguments import algorithm_rules
+from instep.arguments import algorithm_rules, critic_rules, loss_rules
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
-from instep.arguments.critic_rules import critic
 from instep.arguments.debug_rules import debugging, derive_debug
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
-from instep.arguments.loss_rules import READS, derive_losses, losses
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
@@ -81,21 +79,19 @@ def sft(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
     if args.loss_type != "sft_loss":
         yield Problem(f"is {args.loss_type}, but sft trains sft_loss", "--loss-type", "leave it out")
-    for name in (
-        "use_kl_loss",
-        "use_tis",
-        "use_rs",
-        "use_opsm",
-        "partial_rollout",
-        "use_rollout_logprobs",
-        "group_rm",
-        "normalize_advantages",
-        "kl_coef",
-        "overlong_buffer_len",
-        "custom_advantage_function_path",
-    ):
-        if getattr(args, name):
-            yield Problem("has no meaning for `instep sft`", "--" + name.replace("_", "-"), "leave it out")
+    names = {flag.attribute: flag.name for flag in own_flags().values()}
+    for name in _ONLY_RL.split():
+        if name in given:
+            yield Problem("has no meaning for `instep sft`", names[name], "leave it out")
+
+
+# What acts on rewards, advantages and the policy loss only; a flag that needs one of these is reported by its own rule.
+_ONLY_RL = (
+    "advantage_estimator rewards_normalization grpo_std_normalization normalize_advantages gamma lambd kl_coef "
+    "use_kl_loss custom_advantage_function_path overlong_buffer_len eps_clip eps_clip_high eps_clip_c sapo_tau_pos "
+    "sapo_tau_neg entropy_coef use_tis use_rs use_opsm use_rollout_logprobs partial_rollout group_rm critic_load "
+    "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path"
+)
 
 
 def batches(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -225,6 +221,9 @@ def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
 
 
+# Flags of the algorithms that do not go together; docs/algorithms.md shows them.
+COMBINATIONS = (*algorithm_rules.RULES, *loss_rules.RULES, *critic_rules.RULES)
+
 # Rules, and the attributes that they need to have been read. `instep plan` asks only where things go.
 PLAN_RULES: tuple[tuple[Rule, str], ...] = (
     (
@@ -240,14 +239,13 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (length, "num_rollout num_epoch"),
     (not_yet, "advantage_estimator loss_type"),
     (sft, "n_samples_per_prompt loss_type"),
-    *((rule, f"advantage_estimator {rule.reads}") for rule in algorithm_rules.RULES),
+    *((rule, f"advantage_estimator {rule.reads}") for rule in COMBINATIONS),
     (
         batches,
         "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size "
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size",
     ),
     (dynamic_batches, "max_tokens_per_gpu"),
-    (losses, READS),
     (partial_rollouts, ""),
     (lengths, "rollout_max_context_len rollout_max_prompt_len rollout_top_k rollout_max_response_len"),
     (rewards, "rm_type custom_rm_path rollout_function_path custom_generate_function_path eval_config num_rollout"),
@@ -261,7 +259,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
     *PLAN_RULES,
     (
-        critic,
+        critic_rules.critic,
         "advantage_estimator num_critic_only_steps num_rollout critic_num_nodes critic_num_gpus_per_node "
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size global_batch_size "
         "micro_batch_size critic_lr critic_lr_warmup_iters lr min_lr lr_decay_iters megatron_config_path",
@@ -303,7 +301,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     derive_debug(args)
     args.rollout_num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-    derive_losses(args, set(given))
+    loss_rules.derive_losses(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size

@@ -27,6 +27,7 @@ from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.metrics import (
     evaluation_metrics,
     evaluation_summary,
+    metrics_of_rollout,
     speed_metrics,
     training_metrics,
     wandb_settings,
@@ -38,6 +39,7 @@ from instep.controller.run_state import (
     restore_source,
     save_checkpoint,
     source_state,
+    start_rollout_id,
 )
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import SyncResult, WeightSync
@@ -49,13 +51,12 @@ from instep.controller.weights import load_reference, save_critic, save_roles
 from instep.engines.launch import Engine
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
-from instep.observability.metrics import rollout_metrics
 from instep.observability.run_logger import RunLogger
 from instep.observability.samples import spread
 from instep.observability.versions import versions
 from instep.processes import Process, lock_folders, num_usable_cpus
 from instep.rollout import runtime
-from instep.rollout.outputs import as_eval_output, as_train_output, flatten
+from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import token_texts
 from instep.types import Group
 
@@ -102,7 +103,7 @@ class Controller:
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
         # Refuses before the log of the earlier session is touched.
         self._changed = changed_arguments(self._resumed_state["args"], args) if self._resumed_state else []
-        start = self._start_rollout_id(checkpoint)
+        start = start_rollout_id(args, checkpoint, self._resumed_state)
         self.start_rollout_id = self.rollout_id = start
         self.log = RunLogger(
             self.run_dir,
@@ -224,13 +225,6 @@ class Controller:
                 args, cluster.workers, checkpoint if self._resumed_state is not None else None, self._reference
             )
 
-    def _start_rollout_id(self, checkpoint: tuple[Path, int] | None) -> int:
-        if self.args.start_rollout_id is not None:
-            return int(self.args.start_rollout_id)
-        if self._resumed_state is not None:
-            return int(self._resumed_state["rollout_id"]) + 1
-        return checkpoint[1] + 1 if checkpoint is not None and not self.args.finetune else 0
-
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -268,14 +262,7 @@ class Controller:
         self.ledger.consume(groups)
         self.ledger.drop_outstanding("not returned by the rollout function")
         self.ledger.check()
-        self._rollout_metrics = {**rollout_metrics(groups, reward_key=args.reward_key), **train_output.metrics}
-        if args.custom_rollout_log_function_path:
-            samples = [s for g in groups for s in flatten(g)]
-            log = load_function(args.custom_rollout_log_function_path)
-            if log(rollout_id, self.hook_args, samples, train_output.metrics, seconds):
-                self._rollout_metrics = {}
-        if args.loss_type == "sft_loss":  # demonstrations have no reward
-            self._rollout_metrics = {k: v for k, v in self._rollout_metrics.items() if "reward" not in k}
+        self._rollout_metrics = metrics_of_rollout(self.hook_args, rollout_id, train_output, seconds)
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
         self._num_response_tokens = sum(s.response_length for g in groups for s in g)
         if args.save_debug_rollout_data:

@@ -8,11 +8,30 @@ from statistics import fmean
 from typing import Any
 
 from instep.algorithms.losses.value import explained_variance
-from instep.types import RolloutFnEvalOutput, TokenBatch
+from instep.hooks import load_function
+from instep.observability.metrics import rollout_metrics
+from instep.rollout.outputs import flatten
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch
 
 # Of the steps of one rollout: those that are no means. The gap to the engine is that of the first step, before the
 # policy has moved away from the one that sampled.
 _FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage")
+
+
+def metrics_of_rollout(
+    hook_args: Any, rollout_id: int, output: RolloutFnTrainOutput, seconds: float
+) -> dict[str, float]:
+    """`rollout/*` and those of the rollout function; none if `--custom-rollout-log-function-path` has logged them."""
+    groups = output.samples
+    if hook_args.custom_rollout_log_function_path:
+        samples = [s for group in groups for s in flatten(group)]
+        log = load_function(hook_args.custom_rollout_log_function_path)
+        if log(rollout_id, hook_args, samples, output.metrics, seconds):
+            return {}
+    out = {**rollout_metrics(groups, reward_key=hook_args.reward_key), **output.metrics}
+    if hook_args.loss_type == "sft_loss":  # demonstrations have no reward
+        out = {name: value for name, value in out.items() if "reward" not in name}
+    return out
 
 
 def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,20 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
 
 Metrics = dict[str, float]
+
+
+class _Share(NamedTuple):
+    """Of one data-parallel rank.
+
+    Attributes:
+        order: the numbers of its samples in the whole batch.
+        batch: these samples.
+        steps: step -> micro-batch -> places in `batch`.
+    """
+
+    order: list[int]
+    batch: TokenBatch
+    steps: list[list[list[int]]]
 
 
 class RoleTrainer:
@@ -51,29 +65,34 @@ class RoleTrainer:
             balance_data=args.balance_data,
         )
 
-    def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
-        """Begin to compute the token columns `names`; the call that is returned waits and puts them into `batch`."""
-        parts, micro_batches = [], []
+    def _shares(self, batch: TokenBatch, schedule: Schedule) -> list[_Share]:
+        """What each data-parallel rank gets of it."""
+        shares = []
         for dp_rank in range(self._dp_size):
             order = [i for step in schedule for m in step[dp_rank] for i in m]
-            local = {i: n for n, i in enumerate(order)}
-            micro_batches.append([[local[i] for i in m] for step in schedule for m in step[dp_rank]])
-            parts.append((order, batch.select(order)))
-        per_rank = [(parts[p.dp_rank][1], micro_batches[p.dp_rank], names) for p in self._layout]
+            place = {i: n for n, i in enumerate(order)}
+            steps = [[[place[i] for i in m] for m in step[dp_rank]] for step in schedule]
+            shares.append(_Share(order, batch.select(order), steps))
+        return shares
+
+    def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
+        """Begin to compute the token columns `names`; the call that is returned waits and puts them into `batch`."""
+        shares = self._shares(batch, schedule)
+        per_rank = [
+            (shares[p.dp_rank].batch, [m for step in shares[p.dp_rank].steps for m in step], names)
+            for p in self._layout
+        ]
         wait = self.workers.start("log_probs", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> None:
             results, lengths = wait(), batch.response_lengths.tolist()
             for name in names:
-                rows: list[torch.Tensor | None] = [None] * batch.num_samples
+                rows: dict[int, torch.Tensor] = {}
                 for place, result in zip(self._layout, results, strict=True):
-                    if result is None:
-                        continue
-                    order = parts[place.dp_rank][0]
-                    split = result[name].split([lengths[i] for i in order])
-                    for i, row in zip(order, split, strict=True):
-                        rows[i] = row
-                batch.token_columns[name] = torch.cat([r for r in rows if r is not None])
+                    if result is not None:
+                        order = shares[place.dp_rank].order
+                        rows.update(zip(order, result[name].split([lengths[i] for i in order]), strict=True))
+                batch.token_columns[name] = torch.cat([rows[i] for i in range(batch.num_samples)])
 
         return finish
 
@@ -86,14 +105,9 @@ class RoleTrainer:
             A call that waits. It returns the metrics of each step, and the log-probs that were wanted (see
             `Worker.train`); it raises TrainingError when steps keep being skipped.
         """
-        parts, steps = [], []
-        for dp_rank in range(self._dp_size):
-            order = [i for step in schedule for m in step[dp_rank] for i in m]
-            local = {i: n for n, i in enumerate(order)}
-            parts.append(batch.select(order))
-            steps.append([[[local[i] for i in m] for m in step[dp_rank]] for step in schedule])
+        shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        per_rank = [(parts[p.dp_rank], steps[p.dp_rank], lrs) for p in self._layout]
+        per_rank = [(shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs) for p in self._layout]
         wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:

@@ -159,6 +159,15 @@ _PLACES = frozenset(
 )
 
 
+def start_rollout_id(args: Any, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
+    """The first rollout of this session: as given, after that of the resumed `state`, or after the checkpoint's."""
+    if args.start_rollout_id is not None:
+        return int(args.start_rollout_id)
+    if state is not None:
+        return int(state["rollout_id"]) + 1
+    return checkpoint[1] + 1 if checkpoint is not None and not args.finetune else 0
+
+
 def changed_arguments(before: dict[str, Any], args: Any) -> list[str]:
     """What is set otherwise than when the checkpoint was written, one line each.
 

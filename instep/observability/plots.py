@@ -10,7 +10,7 @@ from typing import Any
 
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
-PHASE_ORDER = ("rollout", "log_probs", "train", "sync", "eval", "save")
+PHASE_ORDER = ("rollout", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak")
 
 
@@ -247,4 +247,22 @@ def plot_speed(history: History) -> str | None:
     return _svg(figure, axes, right)
 
 
-PLOTS = (plot_reward, plot_length, plot_gap, plot_entropy, plot_phases, plot_speed)
+def plot_critic(history: History) -> str | None:
+    """The critic's loss, and on the right axis how much of the returns its values explain."""
+    x, loss = history.column("critic/value_loss")
+    ex, explained = history.column("critic/explained_variance")
+    if not x and not ex:
+        return None
+    figure, axes = _axes("Critic", "value loss")
+    if x:
+        _line(axes, x, loss, "value loss", COLORS[0])
+        axes.set_ylim(bottom=0)
+    if not ex:
+        return _svg(figure, axes)
+    right = _right_axes(axes, "explained variance")
+    _line(right, ex, explained, "explained variance (right axis)", COLORS[1], linestyle="--")
+    right.set_ylim(max(-1.0, min(0.0, *explained)), 1)  # a new critic may be far below 0
+    return _svg(figure, axes, right)
+
+
+PLOTS = (plot_reward, plot_length, plot_gap, plot_entropy, plot_critic, plot_phases, plot_speed)

@@ -133,7 +133,7 @@ class Worker:
         """
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
-        for name in {"log_probs", "values"}.intersection(names):
+        for name in (n for n in names if n != "ref_log_probs"):
             outputs = self.backend.forward_only(parts)
             if outputs is not None:
                 columns[name] = torch.cat([getattr(o, name) for o in outputs])

@@ -1,7 +1,8 @@
 """A whole training round on one rank and on two, in other micro-batches and another order: the same weights.
 
-The advantages are of an estimator whose numbers depend on all samples and tokens of the rollout (REINFORCE++ with its
-KL, discount and whitening), and the rollout has uneven groups, fan-out siblings, tool tokens and a masked sample.
+REINFORCE++ with its KL, discount and whitening has numbers that depend on all samples and tokens of the rollout. CISPO
+takes several steps per rollout, so that its ratios act. The rollout has uneven groups, fan-out siblings, tool tokens
+and a masked sample. `test_backends_agree.py` does the like with other losses and backends.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
+from instep.errors import RolloutError
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
 
 NUM_ROUNDS = 2
+FLAGS = {
+    "reinforce_plus_plus": "--global-batch-size 12 --gamma 0.95",
+    "rloo": "--global-batch-size 12",
+    "cispo": "--global-batch-size 4 --eps-clip 0.001 --eps-clip-high 0.001",
+    "grpo": "--global-batch-size 12 --use-tis",
+}
 LAYOUTS = {
     "one rank": (1, "--micro-batch-size 2"),
     "two ranks": (2, "--micro-batch-size 1"),
@@ -49,17 +57,17 @@ def ragged_rollout():
     return groups
 
 
-def run_rounds(root, name, estimator, *, shuffled=False):
+def run_rounds(root, name, estimator, *, shuffled=False, groups=None):
     num_ranks, more = LAYOUTS[name]
     folder = root / f"{name}-{estimator}-{shuffled}".replace(" ", "-")
-    flags = f"--rollout-batch-size 4 --n-samples-per-prompt 3 --num-rollout 9 --global-batch-size 12 {more} "
+    flags = f"--rollout-batch-size 4 --n-samples-per-prompt 3 --num-rollout 9 {more} "
     flags += f"--advantage-estimator {estimator} --kl-coef 0.2 --kl-loss-type k3 --rollout-max-response-len 40 "
-    flags += "--gamma 0.95 " if estimator == "reinforce_plus_plus" else ""
+    flags += FLAGS[estimator] + " "
     flags += f"--train-backend hf --device cpu --lr 1e-3 --lr-decay-style constant --ref-load {root / 'hf'} "
     flags += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt --rm-type math "
     args = parse([*flags.split(), "--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)], "train")
     args.device, args.precision = "cpu", "fp32"
-    groups = ragged_rollout()
+    groups = groups or ragged_rollout()
     if shuffled:
         random.Random(1).shuffle(groups)
         for group in groups:
@@ -79,7 +87,7 @@ def run_rounds(root, name, estimator, *, shuffled=False):
     batch = rounds[-1].batch
     rows = batch.token_columns["advantages"].split(batch.response_lengths.tolist())
     advantages = dict(zip(batch.sample_columns["index"].tolist(), rows, strict=True))
-    return {**rounds[-1].steps[0], **rounds[-1].metrics}, advantages, load_file(folder / "out" / "model.safetensors")
+    return {**rounds[-1].steps[-1], **rounds[-1].metrics}, advantages, load_file(folder / "out" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +98,19 @@ def root(tmp_path_factory):
     return folder
 
 
-OTHERS = [("two ranks", True), ("two ranks, packed", False)]  # with the samples in another order, or not
+SHUFFLED, PACKED = ("two ranks", True), ("two ranks, packed", False)  # with the samples in another order, or not
 
 
-@pytest.mark.parametrize(("estimator", "others"), [("reinforce_plus_plus", OTHERS), ("rloo", OTHERS[:1])])
+@pytest.mark.parametrize(
+    ("estimator", "others"), [("reinforce_plus_plus", [SHUFFLED, PACKED]), ("rloo", [SHUFFLED]), ("cispo", [PACKED])]
+)
 def test_a_round_does_not_depend_on_the_layout(root, estimator, others):
     metrics, advantages, weights = run_rounds(root, "one rank", estimator)
     assert metrics["train/reward_kl"] > 1e-4, "the first round has moved the policy, so that the KL counts"
     start = load_file(root / "hf" / "model.safetensors")
     moved = max((weights[name] - start[name]).norm() for name in weights)
     assert moved > 1e-3
+    assert (metrics["pg_clipfrac"] > 0.02) == (estimator == "cispo")
     for name, shuffled in others:
         got, there, ours = run_rounds(root, name, estimator, shuffled=shuffled)
         assert got == pytest.approx(metrics, rel=1e-4, abs=2e-6), name
@@ -107,3 +118,16 @@ def test_a_round_does_not_depend_on_the_layout(root, estimator, others):
             torch.testing.assert_close(there[index], row, rtol=1e-4, atol=1e-5)
         for key, want in weights.items():
             assert (ours[key] - want).norm() < 1e-5 * want.norm(), (name, key)
+
+
+def test_a_sample_without_the_log_probs_that_the_loss_needs_is_named(root):
+    groups = ragged_rollout()
+    groups[2][1].rollout_log_probs = None
+    with pytest.raises(RolloutError, match="have no engine log-probs, which --use-tis needs") as error:
+        run_rounds(root, "one rank", "grpo", groups=groups)
+    assert f"first sample {groups[2][1].index}" in error.value.where
+    for group in groups:
+        for sample in group:
+            sample.rollout_log_probs = None
+    with pytest.raises(RolloutError, match="--use-tis needs the column rollout_log_probs"):
+        run_rounds(root, "one rank", "grpo", groups=groups)

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from instep.doctor.run_dir import check_run
+from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 
 TASK = ["--custom-rm-path", "tests.e2e.observed.reward", "--rollout-batch-size", "16", "--lr", "3e-3"]
@@ -42,6 +43,11 @@ def test_it_learns(trained):
             assert math.isfinite(row[f"critic/{name}"]), name
         assert row["critic/lr"] == 5e-3 and row["critic/skipped_steps"] == 0
     assert max(row["critic/value_clipfrac"] for row in steps) > 0
+
+
+def test_every_metric_is_documented(trained):
+    found = {name for line in (trained[0] / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    assert {"critic/value_loss", "train/reward_kl"} <= found and undocumented(found) == set()
 
 
 def test_the_critic_alone_leaves_the_actor_as_it_is(trained):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -62,6 +63,7 @@ def test_metrics_are_complete_and_consistent(finished):
             assert name in row and math.isfinite(row[name]), name
         assert row["train/log_prob_gap_max"] < 1e-4  # fp32: trainer and engine compute the same policy
         assert 0 < row["train/entropy"] < math.log(60)
+    assert undocumented({name for row in rows(finished / "metrics.jsonl") for name in row}) == set()
     assert [r["sync/version"] for r in steps] == [2, 3]  # one session before the first rollout
     assert 0 < steps[0]["train/kl_loss"] < steps[1]["train/kl_loss"]  # the reference is where the run began
 

@@ -16,8 +16,9 @@ from instep.algorithms.advantages.grpo import grpo
 from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from instep.algorithms.advantages.rloo import rloo
-from instep.algorithms.advantages.tokens import penalised_rewards, to_tokens
+from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.segments import expand
 
 pytestmark = pytest.mark.peers
 CLOSE = {"rel": 1e-6, "abs": 1e-9}
@@ -79,7 +80,7 @@ def test_oracle_verl_group_relative(verl, seed, kl_coef):
         (rloo, lambda: verl.compute_rloo_vectorized_outcome_advantage(r.token_rewards.clone(), r.padded_mask, index)),
     ]
     for ours, theirs in functions:
-        got = to_tokens(ours(r.penalised, r.groups), r.lengths)
+        got = expand(ours(r.penalised, r.groups), r.lengths)
         assert r.trained_flat(got) == pytest.approx(r.trained(theirs()[0]), **CLOSE), ours.__name__
 
 

@@ -12,12 +12,13 @@ import torch
 
 from instep.algorithms.advantages.dr_grpo import dr_grpo
 from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.tokens import penalised_rewards, to_tokens
+from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import masked_moments, mean_and_variance, whiten, whiten_with
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.reductions import loss_weights
+from instep.algorithms.segments import expand
 from instep.errors import RolloutError
 from instep.training.backend import TokenOutputs
 from instep.training.losses import finish_metrics, policy_loss_fn, sft_loss_fn
@@ -49,7 +50,7 @@ def slope(function, values: list[float], i: int, h: float = 1e-6) -> float:
 # --- advantages ---------------------------------------------------------------------------------------------------
 
 
-def test_group_advantages_by_index_in_any_order():
+def test_oracle_group_advantages_by_index_in_any_order():
     rewards = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0, 0.25]
     groups = [7, 3, 7, 3, 7, 3, 3]
     order = [4, 0, 6, 2, 5, 1, 3]
@@ -114,9 +115,9 @@ def test_whitening_ignores_masked_tokens_and_adds_up_over_ranks():
         whiten(tensor(values), tensor([0] * 9))
 
 
-def test_to_tokens():
+def test_expand():
     for lengths in ([2, 1, 3], torch.tensor([2, 1, 3])):
-        assert to_tokens(tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 2, 3, 3, 3]
+        assert expand(tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 2, 3, 3, 3]
 
 
 # --- per-token formulas -------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ MASK = [1, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1]  # sample 3, an execu
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_loss_weights(per_token: bool):
+def test_oracle_loss_weights(per_token: bool):
     losses = numbers(17, 11)
     weights = loss_weights(torch.tensor(MASK).double(), LENGTHS, STEPS, IDS, per_token=per_token)
     as_tensors = loss_weights(torch.tensor(MASK).double(), torch.tensor(LENGTHS), STEPS, IDS, per_token=per_token)
@@ -234,7 +235,7 @@ FULL = PolicyLossConfig(
 )
 
 
-def test_policy_loss_value_gradient_and_metrics():
+def test_oracle_policy_loss_value_gradient_and_metrics():
     batch, current = make_batch()
     c = {k: v.tolist() for k, v in batch.token_columns.items()}
     entropies = [abs(x) for x in numbers(17, 30)]

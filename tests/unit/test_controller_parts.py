@@ -2,15 +2,16 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from instep.arguments import Args
 from instep.controller.ledger import Ledger
-from instep.controller.metrics import evaluation_metrics, training_metrics, wandb_settings
-from instep.controller.run_state import changed_arguments, restore_source, source_state
+from instep.controller.metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
+from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.errors import ConfigError, RolloutError
-from instep.types import RolloutFnEvalOutput, Sample
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 
 def test_training_metrics_of_several_steps():
@@ -39,6 +40,35 @@ def test_evaluation_metrics_also_without_samples():
     assert out["eval/a/reward_mean"] == 0.5 and out["eval/a/truncated_ratio"] == 0.5
     assert out["eval/a/response_length_mean"] == 6.0 and out["eval/b/reward_mean"] == 0.25 and out["mine"] == 7.0
     assert "eval/b/response_length_mean" not in out
+
+
+def own_log(rollout_id, args, samples, metrics, seconds):
+    return (rollout_id, [s.index for s in samples], metrics, seconds) == (args.expected, [4, 5], {"mine": 7.0}, 2.5)
+
+
+def test_a_log_function_of_the_user_may_take_the_place_of_the_metrics():
+    group = [Sample(index=i, reward=float(i), response_length=i) for i in (4, 5)]
+    output = RolloutFnTrainOutput([group], {"mine": 7.0})
+    settings = {"reward_key": None, "loss_type": "policy_loss", "expected": 3}
+    plain = argparse.Namespace(custom_rollout_log_function_path=None, **settings)
+    args = argparse.Namespace(custom_rollout_log_function_path=f"{__name__}.own_log", **settings)
+    expected = metrics_of_rollout(plain, 3, output, 2.5)
+    assert expected["rollout/reward_mean"] == 4.5 and expected["mine"] == 7.0
+    assert metrics_of_rollout(args, 3, output, 2.5) == {}
+    assert metrics_of_rollout(args, 9, output, 2.5) == expected  # it said no
+    plain.loss_type = "sft_loss"
+    of_sft = metrics_of_rollout(plain, 3, output, 2.5)
+    assert "rollout/response_length_mean" in of_sft and not any("reward" in name for name in of_sft)
+
+
+def test_the_first_rollout_of_a_session():
+    def first(given=None, checkpoint=None, state=None, finetune=False):
+        return start_rollout_id(argparse.Namespace(start_rollout_id=given, finetune=finetune), checkpoint, state)
+
+    saved = (Path("iter_0000007"), 7)
+    assert first() == 0 and first(checkpoint=saved) == 8 and first(checkpoint=saved, finetune=True) == 0
+    assert first(checkpoint=saved, state={"rollout_id": 5}) == 6
+    assert first(given=2, checkpoint=saved, state={"rollout_id": 5}) == 2
 
 
 def test_wandb_key_and_host_go_through_the_environment(monkeypatch):

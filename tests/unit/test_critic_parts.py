@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
 from instep.data.batch import build_batch
 from instep.errors import RolloutError, TrainingError
+from instep.training.backend import TokenOutputs
+from instep.training.value_loss import value_loss_fn
 from instep.types import Sample
 
 
@@ -71,6 +74,20 @@ def test_a_custom_function_gives_the_critic_its_returns():
     with pytest.raises(RolloutError, match="no returns") as caught:
         add_advantages(batch, samples, args, args)
     assert "only_advantages" in caught.value.where
+
+
+def test_what_stands_under_the_mask_poisons_nothing():
+    """A hook's returns may be NaN there."""
+    batch, _ = rollout()
+    mask = batch.token_columns["loss_mask"]
+    batch.token_columns["loss_weights"] = mask / mask.sum()
+    batch.token_columns["returns"] = torch.where(mask > 0, 1.0, math.nan)
+    values = batch.token_columns["values"].clone().requires_grad_()
+    out = value_loss_fn(0.2)(batch, TokenOutputs(torch.empty(0), values=values))
+    out.loss.backward()
+    expected = statistics.mean((v - 1) ** 2 for v in (0.1, 0.2, 0.3, 0.4, 0.5))
+    assert out.loss.item() == pytest.approx(expected)
+    assert values.grad.isfinite().all() and (values.grad == 0).equal(mask == 0)
 
 
 def test_metrics_are_of_trained_tokens():

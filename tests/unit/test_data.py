@@ -1,68 +1,27 @@
-"""Data files and their faults, the data source and its state, chat masks, batches, hooks."""
+"""Data files and their faults, the data source and its state."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.batch import build_batch
-from instep.data.chat import response_length, tokenize_conversation
 from instep.data.dataset import check_file, load_dataset
 from instep.data.source import RolloutDataSourceWithBuffer
-from instep.errors import CheckpointError, ConfigError, DataError, RewardError, RolloutError
-from instep.hooks import load_function
+from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.types import Sample, Status, VersionSpan
-
-QWEN2 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# As Qwen3: reasoning is shown in the turns after the last user message only.
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% set answer = m.content.split('</think>')[-1].strip() %}"
-    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '' %}"
-    "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
-    "{{ answer }}{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ c.name }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-USER = {"role": "user", "content": "1 + 1?"}
-TALK = [
-    USER,
-    {"role": "assistant", "content": "It is 2."},
-    {"role": "user", "content": "and + 2?"},
-    {"role": "assistant", "content": "It is 4."},
-]
+from tests.chat import QWEN2, QWEN3, USER, make_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    core.train_from_iterator(["It is 4.\n\nuser and assistant system <think>\n\n</think>\n\n1 + 1?"] * 20, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = QWEN2
-    return fast
+    return make_tokenizer()
 
 
 @pytest.fixture
@@ -411,227 +370,3 @@ def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path, tokenizer: PreT
     tokenizer.save_pretrained(tmp_path / "hf")
     data = source(path, apply_chat_template=True, rollout_max_prompt_len=100, hf_checkpoint=str(tmp_path / "hf"))
     assert str(data.get_samples(1)[0][0].prompt).endswith("question 0<|im_end|>\n<|im_start|>assistant\n")
-
-
-# --- chat ---------------------------------------------------------------------------------------------------------
-
-
-def trained(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> list[str]:
-    """The text of each run of trained tokens."""
-    assert len(ids) == len(mask) and set(mask) <= {0, 1}
-    runs: list[list[int]] = []
-    for i, (token, m) in enumerate(zip(ids, mask, strict=True)):
-        if m:
-            if i == 0 or not mask[i - 1]:
-                runs.append([])
-            runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs]
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: list[Any], **kwargs: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_qwen2_masks_assistant_turns_through_their_end_token(tokenizer: PreTrainedTokenizerFast):
-    ids, mask = tokenize_conversation(TALK, tokenizer)
-    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "It is 4.<|im_end|>"]
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
-    before = prompt_ids(tokenizer, TALK[:3])
-    assert ids[: len(before)] == before and mask[len(before)] == 1 and mask[len(before) - 1] == 0
-    assert response_length(mask) == len(ids) - len(prompt_ids(tokenizer, TALK[:1]))
-
-
-@pytest.mark.parametrize(
-    "content", ["\n\nhi", " hi", "hi\n", "hi \n\n ", "<|im_end|>", "h\u00e9 \u4e2d\U0001f600", "\ue001"]
-)
-def test_awkward_contents_still_follow_the_prompts_own_tokens(tokenizer: PreTrainedTokenizerFast, content: str):
-    messages = [USER, {"role": "assistant", "content": content}]
-    ids, mask = tokenize_conversation(messages, tokenizer)
-    before = prompt_ids(tokenizer, [USER])
-    assert ids[: len(before)] == before and mask[: len(before)] == [0] * len(before)
-    assert trained(tokenizer, ids, mask) == [content + "<|im_end|>"]
-
-
-def test_step_loss_mask_zeroes_a_turn(tokenizer: PreTrainedTokenizerFast):
-    talk = [dict(m) for m in TALK]
-    talk[1]["step_loss_mask"] = 0
-    ids, mask = tokenize_conversation(talk, tokenizer)
-    assert trained(tokenizer, ids, mask) == ["It is 4.<|im_end|>"]
-    assert ids == tokenize_conversation(TALK, tokenizer)[0]
-    talk[3]["step_loss_mask"] = 0
-    for messages in (talk, [USER]):
-        with pytest.raises(DataError, match="no assistant turn to train on"):
-            tokenize_conversation(messages, tokenizer, where="a.jsonl, line 3")
-
-
-@pytest.mark.parametrize("template", [QWEN3], indirect=True)
-def test_qwen3_drops_old_reasoning_and_trains_the_turns_as_rendered(tokenizer: PreTrainedTokenizerFast, template: str):
-    talk = [dict(m) for m in TALK]
-    talk[1]["content"] = "<think>\nold\n</think>\n\nIt is 2."
-    talk[3]["content"] = "<think>\nnew\n</think>\n\nIt is 4."
-    ids, mask = tokenize_conversation(talk, tokenizer, loss_mask_type="qwen3")
-    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "<think>\nnew\n</think>\n\nIt is 4.<|im_end|>"]
-    assert "old" not in tokenizer.decode(ids)
-    before = prompt_ids(tokenizer, talk[:3])
-    assert ids[: len(before)] == before and mask[len(before)] == 1
-    ids, mask = tokenize_conversation(TALK, tokenizer, template_kwargs={"enable_thinking": False})
-    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "It is 4.<|im_end|>"]
-    before = prompt_ids(tokenizer, TALK[:3], enable_thinking=False)
-    assert ids[: len(before)] == before and mask[len(before)] == 1
-
-
-@pytest.mark.parametrize("template", [QWEN3], indirect=True)
-def test_tool_calls_are_trained_and_tool_answers_are_not(tokenizer: PreTrainedTokenizerFast, template: str):
-    talk = [
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "thanks"},
-        {"role": "assistant", "content": "bye"},
-    ]
-    ids, mask = tokenize_conversation(talk, tokenizer)
-    assert trained(tokenizer, ids, mask) == [
-        "\n<tool_call>add</tool_call><|im_end|>",
-        "2<|im_end|>",
-        "<think>\n\n</think>\n\nbye<|im_end|>",
-    ]
-
-
-def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = "{% for m in messages|reverse %}{{ m.content|length }}{% endfor %}"
-    try:
-        with pytest.raises(DataError, match="hides where message 1"):
-            tokenize_conversation(TALK, tokenizer)
-        tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
-        with pytest.raises(DataError, match="no trainable token"):
-            tokenize_conversation([USER, {"role": "assistant", "content": "a"}], tokenizer)
-    finally:
-        tokenizer.chat_template = QWEN2
-    with pytest.raises(ConfigError, match="llama9"):
-        tokenize_conversation(TALK, tokenizer, loss_mask_type="llama9")
-
-
-# --- batches ------------------------------------------------------------------------------------------------------
-
-
-def make_sample(group: int, index: int, num_prompt: int, num_response: int, log_probs: bool = True) -> Sample:
-    sample = Sample(group_index=group, index=index, tokens=list(range(num_prompt)), reward=float(index))
-    sample.append_response_tokens(
-        list(range(10, 10 + num_response)), [-0.1 * (t + 1) for t in range(num_response)] if log_probs else None
-    )
-    sample.status, sample.sampling_params = Status.COMPLETED, {"temperature": 0.7}
-    return sample
-
-
-def test_build_batch():
-    groups = [[make_sample(4, 0, 2, 3), make_sample(4, 1, 2, 1, log_probs=False)], [make_sample(9, 2, 1, 2)]]
-    groups[0][0].loss_mask = [1, 0, 1]
-    groups[1][0].remove_sample = True
-    groups[1][0].sampling_params = {}
-    groups[1][0].train_metadata, groups[1][0].extra = {"w": 1}, {"teacher": [1]}
-    groups[0][1].execution_id = "mine"
-    groups[0][0].weight_versions = [VersionSpan("1", 0, 3)]
-    batch = build_batch(groups, default_temperature=0.9)
-    assert batch.tokens.tolist() == [0, 1, 10, 11, 12, 0, 1, 10, 0, 10, 11] and batch.tokens.dtype == torch.int64
-    assert batch.total_lengths.tolist() == [5, 3, 3] and batch.response_lengths.tolist() == [3, 1, 2]
-    assert batch.token_columns["loss_mask"].tolist() == [1, 0, 1, 1, 0, 0]
-    engine = batch.token_columns["rollout_log_probs"]
-    assert engine.dtype == torch.float32 and engine.isnan().tolist() == [False] * 3 + [True] + [False] * 2
-    assert engine[:3].tolist() == pytest.approx([-0.1, -0.2, -0.3])
-    columns = batch.sample_columns
-    assert columns["temperature"].tolist() == pytest.approx([0.7, 0.7, 0.9])
-    assert columns["rewards"].tolist() == [0, 1, 2] and columns["group_index"].tolist() == [4, 4, 9]
-    assert columns["index"].tolist() == [0, 1, 2] and columns["status"] == ["completed"] * 3
-    assert columns["execution_id"][1] == "mine" and len(set(columns["execution_id"])) == 3
-    assert columns["weight_versions"] == [[VersionSpan("1", 0, 3)], [], []]
-    assert columns["train_metadata"] == [None, None, {"w": 1}] and columns["extra"][2] == {"teacher": [1]}
-    assert batch.select([2]).sample_columns["extra"] == [{"teacher": [1]}]
-
-
-def test_no_log_probs_no_column_and_no_reward_no_column():
-    groups = [[make_sample(0, 0, 1, 2, log_probs=False)]]
-    groups[0][0].reward = None
-    batch = build_batch(groups, needs_reward=False)
-    assert set(batch.token_columns) == {"loss_mask"} and "rewards" not in batch.sample_columns
-
-
-def test_fan_out_siblings_share_an_execution():
-    siblings = [make_sample(0, 0, 1, 2), make_sample(0, 0, 1, 2)]
-    ids = build_batch([[siblings, make_sample(0, 1, 1, 1)]]).sample_columns["execution_id"]
-    assert ids[0] == ids[1] != ids[2]
-    for s in siblings:
-        s.execution_id = "run"
-    assert build_batch([[*siblings, make_sample(0, 1, 1, 1)]]).sample_columns["execution_id"][:2] == ["run", "run"]
-
-
-FAULTS = [
-    ({"response_length": 0}, RolloutError, "response is empty"),
-    ({"tokens": [10, 11]}, RolloutError, "the prompt is missing"),
-    ({"tokens": [1.5, 2.0, 3.0]}, RolloutError, "tokens hold torch.float32"),
-    ({"tokens": [-1, 2, 3]}, RolloutError, "at least -1"),
-    ({"tokens": ["a", "b", "c"]}, RolloutError, "no list of ids"),
-    ({"loss_mask": [1]}, RolloutError, "loss_mask has 1 entries for 2"),
-    ({"loss_mask": [1, 2]}, RolloutError, "loss_mask holds 2"),
-    ({"rollout_log_probs": [-0.1]}, RolloutError, "rollout_log_probs has 1 entries for 2"),
-    ({"rollout_log_probs": [-0.1, math.nan]}, RolloutError, r"rollout_log_probs\[1\] is nan"),
-    ({"rollout_log_probs": [-0.1, None]}, RolloutError, r"rollout_log_probs\[1\] is None"),
-    ({"sampling_params": {"temperature": 0}}, RolloutError, "temperature 0"),
-    ({"group_index": None}, RolloutError, "group_index"),
-    ({"reward": None}, RewardError, "no reward"),
-    ({"reward": math.nan}, RewardError, "nan, no finite number"),
-    ({"reward": math.inf}, RewardError, "inf"),
-    ({"reward": "1.0"}, RewardError, "'1.0'"),
-    ({"reward": [1.0]}, RewardError, "no finite number"),
-    ({"reward": {"acc": 1}}, RewardError, "dict with acc"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "what"), FAULTS)
-def test_a_sample_that_cannot_be_trained_on_is_named(change: dict[str, Any], kind: type, what: str):
-    good, bad = make_sample(6, 40, 1, 2), make_sample(6, 41, 1, 2)
-    for name, value in change.items():
-        setattr(bad, name, value)
-    with pytest.raises(kind, match=what) as error:
-        build_batch([[good, bad]])
-    assert "sample 41" in error.value.where and error.value.remedy
-
-
-def test_rewards_that_are_dicts_and_masked_unknown_log_probs():
-    sample = make_sample(0, 0, 1, 2)
-    sample.reward, sample.loss_mask, sample.rollout_log_probs = {"acc": True}, [1, 0], [-0.5, math.nan]
-    assert build_batch([[sample]], reward_key="acc").sample_columns["rewards"].tolist() == [1.0]
-    with pytest.raises(RewardError, match="acc") as error:
-        build_batch([[sample]], reward_key="score")
-    assert "'score'" in error.value.remedy
-
-
-@pytest.mark.parametrize("groups", [[], [[]], [make_sample(0, 0, 1, 1)], [[{"tokens": [1]}]]])
-def test_rollouts_of_a_wrong_shape_are_refused(groups: Any):
-    with pytest.raises(RolloutError):
-        build_batch(groups)
-
-
-# --- hooks --------------------------------------------------------------------------------------------------------
-
-
-def test_load_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_hooks_ok.py").write_text("VALUE = 3\ndef f(): return 4\n")
-    (tmp_path / "my_hooks_dep.py").write_text("import not_installed_dep\n")
-    (tmp_path / "my_hooks_raise.py").write_text("1 / 0\n")
-    assert load_function("my_hooks_ok.f")() == 4 and load_function("my_hooks_ok.f") is load_function("my_hooks_ok.f")
-    for path, what in (
-        ("my_hooks_ok.g", "has no 'g'"),
-        ("my_hooks_ok.VALUE", "is a int, not a function"),
-        ("my_hooks_none.f", "'my_hooks_none' not found"),
-        ("my_hooks_ok.sub.f", "not found"),
-        ("my_hooks_dep.f", "imports 'not_installed_dep'"),
-        ("my_hooks_raise.f", "ZeroDivisionError"),
-        ("my_hooks_ok.py:f", "no dotted path"),
-        ("f", "no dotted path"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            load_function(path)
-        assert what in error.value.what and error.value.remedy, path

@@ -25,9 +25,7 @@ from rich.console import Console
 from instep.errors import ConfigError
 from instep.observability.memory import PssSampler, read_pss, tree_memory
 from instep.observability.metrics import rollout_metrics, sample_reward
-from instep.observability.plots import PLOTS, phase_seconds, read_history
 from instep.observability.progress import Progress, duration, number, sparkline
-from instep.observability.report import headline, make_report
 from instep.observability.run_logger import RunLogger
 from instep.observability.sinks import read_json_lines, without_secrets, write_json
 from instep.observability.versions import git_state, versions
@@ -99,13 +97,6 @@ def test_dict_rewards_need_their_key() -> None:
         with pytest.raises(ConfigError, match="format.*score") as error:
             rollout_metrics([[sample]], reward_key=key)
         assert "sample 7 of group 3" in str(error.value)
-
-
-def test_documented_metrics_are_those_computed() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `([^`]+)`", text, re.MULTILINE))
-    assert set(rollout_metrics(make_groups())) <= documented
-    assert {name for name in documented if name.startswith("rollout/")} == set(rollout_metrics(make_groups()))
 
 
 # Files
@@ -495,84 +486,6 @@ def test_sampler_uses_little_time() -> None:
         time.sleep(1.0)
         share = (time.process_time() - cpu) / (time.perf_counter() - start)
     assert sampler.peak > 0 and share < 0.10
-
-
-# Report
-
-
-def test_history_places_evaluations_between_steps() -> None:
-    rows = [
-        {"step": 0, "eval/a/reward_mean": 0.1},
-        {"step": 0, "rollout/reward_mean": 0.2},
-        {"step": 0, "train/loss": 1.0},
-        {"step": 0, "perf/step_seconds": 5.0},
-        {"step": 1, "rollout/reward_mean": None, "eval/a/reward_mean": 0.3},
-    ]
-    history = read_history(rows)
-    assert history.column("eval/a/reward_mean") == ([0, 2], [0.1, 0.3])
-    assert history.column("rollout/reward_mean") == ([1], [0.2])
-    assert history.column("train/loss") == ([1], [1.0]) and history.column("perf/step_seconds") == ([1], [5.0])
-
-
-def test_phase_seconds_of_history_add_up_to_the_step() -> None:
-    rows = [
-        {
-            "step": i,
-            "train/loss": 0.0,
-            "perf/step_seconds": 10.0,
-            "perf/train_seconds": 3.0,
-            "perf/rollout_seconds": 5.0,
-        }
-        for i in range(3)
-    ]
-    rows[1]["perf/eval_seconds"] = 1.0
-    phases = phase_seconds(read_history(rows))
-    assert list(phases) == ["rollout", "train", "eval", "other"]
-    assert phases["eval"] == [0.0, 1.0, 0.0] and phases["other"] == [2.0, 1.0, 2.0]
-
-
-def test_report_of_a_full_run(tmp_path: Path) -> None:
-    with run(tmp_path, args_dict={"hf_checkpoint": "model", "wandb_key": "s3cret"}) as log:
-        log.log(0, {"eval/arith/reward_mean": 0.4})
-        for step in range(4):
-            metrics = rollout_metrics(make_groups(seed=step))
-            metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_max": 2e-6 * (step + 1)}
-            metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
-            log.log(step, metrics)
-            log.samples(step, make_groups(seed=step), "train", 3)
-        log.finish({"eval_reward_before": 0.4, "eval_reward_after": 0.95, "wall_seconds": 125.0, "num_steps": 4})
-    text = (tmp_path / "report.html").read_text()
-    assert text.count("data:image/svg+xml;base64,") == len(PLOTS)
-    assert not re.search(r"(src|href)=\"(?!data:)", text) and "<script" not in text  # self-contained
-    for shown in ("0.400 \u2192 0.950", "02:05", "8.0e-06", "hf_checkpoint", "finished, 4 steps logged"):
-        assert shown in text, shown
-    assert "0 + 0 &lt; &lt;b&gt;?" in text and "<b>?" not in text  # escaped
-    assert "train, rollout 0" in text and "train, rollout 3" in text and "train, rollout 1" not in text
-    assert "s3cret" not in text
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"step": 0, "train/loss": 0.5}],
-        [{"step": 0, "rollout/reward_mean": 0.5, "train/log_prob_gap_max": None, "train/engine_kl": 0.0}],
-        [{"step": 5, "eval/a/reward_mean": None}],
-        [{"step": s, "train/loss": 1.0, "perf/train_seconds": 0.0, "perf/x_seconds": 1.0} for s in range(300)],
-    ],
-    ids=["nothing", "one step", "gaps", "null eval", "long"],
-)
-def test_report_of_a_poor_run(tmp_path: Path, rows: list[dict]) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = make_report(tmp_path)
-    text = path.read_text()
-    assert text.rstrip().endswith("</html>") and "not finished" in text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
-
-
-def test_headline_says_when_the_gap_is_not_available() -> None:
-    history = read_history([{"step": 0, "train/loss": 0.1, "train/log_prob_gap_max": None}])
-    assert ("log-prob gap to the engine", "not available") in headline(history, {})
 
 
 # Versions

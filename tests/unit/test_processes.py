@@ -94,6 +94,15 @@ def test_a_stopped_child_is_a_fault_after_a_while(tmp_path, monkeypatch):
     assert child.fault() == "died (SIGTERM)"
 
 
+def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path):
+    many = "import time, instep.processes as p; p.BEAT_SECONDS = 0.001; p.follow_parent(); time.sleep(60)"
+    child = SupervisedProcess("c", [sys.executable, "-c", many], tmp_path / "log")
+    try:
+        assert not child.died_within(3.0), child.log_tail()
+    finally:
+        child.kill()
+
+
 def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path):
     hang = "import ctypes, sys; from instep.processes import follow_parent; follow_parent(); sys.stdin.read();"
     hang += "import time; time.sleep(1.5); lib, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"

@@ -19,7 +19,7 @@ from instep.algorithms.advantages.max_rl import max_rl
 from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from instep.algorithms.advantages.rloo import rloo
-from instep.algorithms.advantages.tokens import to_tokens
+from instep.algorithms.segments import expand
 
 Compare = Callable[[Tensor, Sequence[int] | Tensor, Sequence[Hashable | None] | None], Tensor]
 
@@ -68,7 +68,7 @@ class Estimator:
 
 
 def _same(x: Inputs) -> Estimate:
-    return Estimate(to_tokens(x.rewards, x.response_lengths))
+    return Estimate(expand(x.rewards, x.response_lengths))
 
 
 def _reinforce_plus_plus(x: Inputs) -> Estimate:

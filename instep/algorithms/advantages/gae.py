@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.algorithms.advantages.tokens import discounted_sums
+from instep.algorithms.advantages.tokens import discounted_sums, trained_rewards
 
 
 def gae(
@@ -37,20 +37,13 @@ def gae(
     Returns:
         Advantages and returns, float64 `[num_response_tokens]` without gradient; 0 where the mask is 0.
     """
+    given = trained_rewards(rewards, loss_mask, response_lengths, kl, kl_coef)
     keep = loss_mask > 0
-    trained = [int(part.sum()) for part in keep.split(list(response_lengths))]
-    counts = torch.tensor(trained, device=values.device)
-    last = counts[counts > 0].cumsum(0) - 1
     v = values.detach()[keep].double()
     following = torch.cat([v[1:], v.new_zeros(min(1, v.numel()))])
-    following[last] = 0.0
-    delta = gamma * following - v
-    delta[last] += rewards.detach().double()[counts > 0]
-    if kl_coef:
-        if kl is None:
-            raise ValueError("kl_coef needs the KL to the reference")
-        delta -= kl_coef * kl.detach()[keep].double()
+    following[given.last] = 0.0
+    delta = given.values + gamma * following - v
     advantages, returns = torch.zeros(2, loss_mask.numel(), dtype=torch.float64, device=values.device)
-    advantages[keep] = discounted_sums(delta, trained, gamma * lambd)
+    advantages[keep] = discounted_sums(delta, given.lengths, gamma * lambd)
     returns[keep] = advantages[keep] + v
     return advantages, returns

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.algorithms.advantages.tokens import discounted_sums
+from instep.algorithms.advantages.tokens import discounted_sums, trained_rewards
 
 
 def reinforce_plus_plus(
@@ -32,16 +32,7 @@ def reinforce_plus_plus(
     Returns:
         float64 `[num_response_tokens]`, 0 where the mask is 0. The whitening (`whitening.whiten`) is the caller's.
     """
-    keep = loss_mask > 0
-    trained = [int(part.sum()) for part in keep.split(list(response_lengths))]
-    token_rewards = torch.zeros(sum(trained), dtype=torch.float64, device=rewards.device)
-    if kl_coef:
-        if kl is None:
-            raise ValueError("kl_coef needs the KL to the reference")
-        token_rewards -= kl_coef * kl.detach()[keep].double()
-    has_tokens = torch.tensor(trained, device=rewards.device) > 0
-    last = torch.tensor(trained, device=rewards.device).cumsum(0)[has_tokens] - 1
-    token_rewards[last] += rewards.detach().double()[has_tokens]
+    given = trained_rewards(rewards, loss_mask, response_lengths, kl, kl_coef)
     out = torch.zeros(loss_mask.numel(), dtype=torch.float64, device=rewards.device)
-    out[keep] = discounted_sums(token_rewards, trained, gamma)
+    out[loss_mask > 0] = discounted_sums(given.values, given.lengths, gamma)
     return out

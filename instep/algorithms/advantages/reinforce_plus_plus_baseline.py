@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from instep.algorithms.advantages.tokens import to_tokens
+from instep.algorithms.segments import expand
 
 
 def reinforce_plus_plus_baseline(
@@ -23,7 +23,7 @@ def reinforce_plus_plus_baseline(
     Returns:
         float64 `[num_response_tokens]`. The whitening (`whitening.whiten`) is the caller's.
     """
-    advantages = to_tokens(centred.detach().double(), response_lengths)
+    advantages = expand(centred.detach().double(), response_lengths)
     if not kl_coef:
         return advantages
     if kl is None:

@@ -1,16 +1,14 @@
-"""From samples to tokens and back: spreading a number, summing a KL, discounting along a response."""
+"""Along a response: the KL in its reward, the rewards of its tokens, discounting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def to_tokens(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
-    """`[num_samples]` -> `[num_response_tokens]`: each sample's value at each of its response tokens."""
-    return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))
+from instep.algorithms.segments import segment_sum
 
 
 def penalised_rewards(
@@ -30,9 +28,45 @@ def penalised_rewards(
     Returns:
         `[num_samples]`, in the dtype of `rewards`.
     """
-    masked = torch.where(loss_mask > 0, kl, torch.zeros_like(kl)).double()
-    penalty = torch.stack([part.sum() for part in masked.split([int(n) for n in response_lengths])])
+    penalty = segment_sum(kl.double(), loss_mask, response_lengths)
     return (rewards.double() - kl_coef * penalty).to(rewards.dtype)
+
+
+class TrainedRewards(NamedTuple):
+    """The rewards of trained tokens, those with mask 1; samples one after another.
+
+    Attributes:
+        values: float64 `[num_trained_tokens]`.
+        lengths: trained tokens of each sample.
+        last: int64, the place of the last one of each sample that has any.
+    """
+
+    values: Tensor
+    lengths: list[int]
+    last: Tensor
+
+
+def trained_rewards(
+    rewards: Tensor, loss_mask: Tensor, response_lengths: Sequence[int], kl: Tensor | None, kl_coef: float
+) -> TrainedRewards:
+    """-kl_coef kl_t for each trained token, and the sample's reward in addition for its last one.
+
+    The reward of a response without a trained token is left out.
+
+    Raises:
+        ValueError: a `kl_coef`, but no KL.
+    """
+    keep = loss_mask > 0
+    lengths = [int(part.sum()) for part in keep.split(list(response_lengths))]
+    values = torch.zeros(sum(lengths), dtype=torch.float64, device=rewards.device)
+    if kl_coef:
+        if kl is None:
+            raise ValueError("kl_coef needs the KL to the reference")
+        values -= kl_coef * kl.detach()[keep].double()
+    counts = torch.tensor(lengths, device=rewards.device)
+    last = counts[counts > 0].cumsum(0) - 1
+    values[last] += rewards.detach().double()[counts > 0]
+    return TrainedRewards(values, lengths, last)
 
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:

@@ -158,12 +158,10 @@ def policy_loss(
         sums |= {name: mean(only(value.detach())) for name, value in metrics.items()}
     loss = mean(token_loss) if reduce is None else reduce(token_loss, keep * mask)
     sums["pg_loss"] = loss.detach()
-    if entropy is not None:
-        bonus = mean(only(entropy))
+    if entropy is not None or config.entropy_coef:
+        bonus = mean(only(_needed(entropy, "entropy")))
         sums["entropy"] = bonus.detach()
         loss = loss - config.entropy_coef * bonus if config.entropy_coef else loss
-    elif config.entropy_coef:
-        _needed(entropy, "entropy")
     if config.use_kl_loss:
         reference = only(_needed(ref_log_probs, "ref_log_probs"))
         weight_base = old if config.use_unbiased_kl else None

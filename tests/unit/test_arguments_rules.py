@@ -1,0 +1,225 @@
+"""Values and files that do not go together: each mistake is one problem, found before anything is loaded."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from tests.command_line import argv, make_folder, refusal
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    return make_folder(tmp_path, monkeypatch)
+
+
+CONTRADICTIONS = [
+    ("", "--hf-checkpoint", "the Hugging Face folder of the model"),
+    ("", "--prompt-data", "is required"),
+    ("", "--rollout-batch-size", "is required"),
+    ("", "--num-rollout", "is required"),
+    ("", "--rm-type", "no reward is named"),
+    ("--num-epoch 2", "", "give one of the two"),
+    ("--start-rollout-id 4", "", "is beyond --num-rollout 3"),
+    ("--n-samples-per-prompt 1", "", "a group of one"),
+    ("--global-batch-size 7", "", "use 4 or 8"),
+    ("--num-steps-per-rollout 3", "", "use 2 or 4"),
+    ("--global-batch-size 16 --num-steps-per-rollout 4", "", "16 x 4 steps = 64, but 4 prompts x 8 samples = 32"),
+    ("--micro-batch-size 3", "", "use 30 or 33"),
+    ("--actor-num-gpus-per-node 3", "--actor-num-gpus-per-node", "3 data-parallel ranks"),
+    ("--use-dynamic-batch-size", "", "needs --max-tokens-per-gpu"),
+    ("--max-tokens-per-gpu 100", "", "has no effect without --use-dynamic-batch-size"),
+    ("--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2", "", "has no effect with"),
+    ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "", "the KL counts twice"),
+    ("--kl-loss-coef 0.1", "", "has no effect without --use-kl-loss"),
+    ("--use-unbiased-kl", "", "has no effect without --use-kl-loss"),
+    ("--ref-update-interval 2", "", "there is no reference without a KL"),
+    ("--use-tis --use-rollout-logprobs", "", "nothing to correct"),
+    ("--use-tis --tis-clip-low 3", "", "--tis-clip-low above --tis-clip"),
+    ("--tis-clip 3", "", "has no effect without --use-tis"),
+    ("--mask-offpolicy-in-partial-rollout", "", "has no effect without --partial-rollout"),
+    ("--eps-clip 1.5", "", "would never clip below"),
+    ("--disable-rewards-normalization --disable-grpo-std-normalization", "", "no std to leave out"),
+    ("--rollout-max-context-len 10 --rollout-max-prompt-len 10", "", "no room for a response"),
+    ("--vllm-max-model-len 10 --rollout-max-response-len 10", "", "no room for a prompt"),
+    ("--rollout-top-k 0", "", "keeps no token"),
+    ("--over-sampling-batch-size 3", "", "use at least 4"),
+    ("--rm-type remote_rm", "--rm-type", "give --rm-url"),
+    ("--group-rm", "", "needs a reward that takes lists"),
+    ("--loss-type sft_loss", "", "run `instep sft`"),
+    ("--save-interval 2", "", "no folder to save to"),
+    ("--no-save-optim", "", "has no effect without --save"),
+    ("--ckpt-step 2", "", "give --load"),
+    ("--ref-ckpt-step 2", "", "give --ref-load"),
+    ("--finetune", "", "give --load"),
+    ("--load data.jsonl", "", "data.jsonl is a file"),
+    ("--num-epoch 2 --disable-rollout-global-dataset", "--num-rollout", "give --num-rollout"),
+    ("--lr-warmup-init 1", "", "is above --lr"),
+    (
+        "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 4 --global-batch-size 2",
+        "--actor-num-gpus-per-node",
+        "2 samples a step for 4 data-parallel ranks",
+    ),
+    (
+        "--eval-interval 2 --eval-config e.yaml --eval-prompt-data data.jsonl",
+        "",
+        "both name data sets",
+    ),
+    ("--save-hf out/{step}", "", "another field than {rollout_id}"),
+    ("--save data.jsonl/x", "", "cannot write to"),
+    ("--ref-load nowhere", "", "no folder nowhere"),
+    ("--tensor-model-parallel-size 2", "", "does not divide 1 trainer ranks"),
+    ("--train-backend hf --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "shards with FSDP2 only"),
+    ("--train-backend hf --overlap-grad-reduce", "", "only megatron-core has it"),
+    ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
+    ("--sequence-parallel", "", "needs tensor parallelism"),
+    ("--recompute-granularity full", "", "needs a method"),
+    ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
+    ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses one"),
+    ("--vllm-router-ip 127.0.0.1", "", "one without the other"),
+    ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
+    ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
+    ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
+    ("--min-lr 1", "", "is above --lr"),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "", "give one of the two"),
+    ("--lr-warmup-iters 5 --lr-decay-iters 5", "", "use less than 5"),
+    ("--lr-decay-style WSD", "", "give --lr-wsd-decay-iters"),
+    ("--adam-beta1 1", "", "must be below 1"),
+    ("--eval-interval 2", "", "nothing to evaluate on"),
+    ("--eval-prompt-data data.jsonl", "", "no evaluation would ever run"),
+    ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "they come in pairs"),
+    ("--eval-interval 2 --eval-prompt-data a data.jsonl a data.jsonl", "", "is used 2 times"),
+    (
+        "--eval-interval 2 --eval-prompt-data a nowhere.jsonl",
+        "",
+        "no file nowhere.jsonl\n  where:  --eval-prompt-data, data set a",
+    ),
+    ("--wandb-project x", "", "has no effect without --use-wandb"),
+    ("--critic-num-nodes 1", "", "there is no critic without PPO"),
+    ("--critic-num-gpus-per-node 1", "", "there is no critic without PPO"),
+]
+
+
+@pytest.mark.parametrize("extra,without,what", CONTRADICTIONS, ids=lambda x: x.replace(" ", "_")[:60])
+def test_contradictions(extra, without, what):
+    text = refusal(extra, without)
+    assert what in text
+    assert "things are wrong" not in text  # one mistake, one problem
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--kl-coef 0.1 --kl-loss-type k3 --ref-update-interval 5",
+        "--use-kl-loss",  # only reports
+        "--global-batch-size 8 --micro-batch-size 4",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 4096",
+        "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 --sequence-parallel",
+        "--train-backend hf --recompute-granularity full",
+        "--save out --save-interval 2 --save-hf out/hf-{rollout_id} --no-save-optim",
+        "--load not-yet-there --ckpt-step 3 --finetune",
+        "--eval-interval 2 --eval-prompt-data data.jsonl@[0:1] --eval-temperature 0",
+        "--seq-length 4096 --max-positional-embedding 4096 --attention-dropout 0.0",
+        "--custom-rm-path json.dumps --group-rm",
+        "--attention-softmax-in-fp32 --make-vocab-size-divisible-by 1 --ckpt-format torch_dist",
+    ],
+)
+def test_what_goes_together_passes(extra):
+    assert parse(argv(extra)).hf_checkpoint == "model"
+
+
+def test_rows_may_name_their_reward():
+    Path("data.jsonl").write_text('{"input": "1 + 1", "label": "2", "metadata": {"rm_type": "math"}}\n')
+    assert parse(argv(without="--rm-type")).rm_type is None
+    Path("data.parquet").write_bytes(b"PAR1")  # cannot be looked at without pyarrow
+    assert parse(argv("--prompt-data data.parquet", "--rm-type")).rm_type is None
+    assert "no reward is named" in refusal("--disable-rollout-global-dataset", "--prompt-data --rm-type")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_data_files():
+    Path("empty.jsonl").write_text("")
+    Path("data.csv").write_text("a,b\n")
+    for name, what in (
+        ("nowhere.jsonl", "no file nowhere.jsonl"),
+        ("model", "model is a folder"),
+        ("empty.jsonl", "empty.jsonl is empty"),
+        ("data.csv", "neither .jsonl nor .parquet"),
+        ("data.jsonl@[x]", "is no slice like @[0:100]"),
+    ):
+        assert what in refusal(f"--prompt-data {name}"), name
+    assert parse(argv("--prompt-data data.jsonl@[-5:]")).prompt_data == "data.jsonl@[-5:]"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission():
+    os.chmod("data.jsonl", 0)
+    assert "cannot be read by this user" in refusal()
+
+
+def test_checkpoints():
+    for name, config, what in (
+        ("m1", None, "has no config.json"),
+        ("m2", "{broken", "config.json cannot be read"),
+        ("m3", '{"is_encoder_decoder": true}', "encoder-decoder"),
+        ("m4", '{"architectures": ["BertForMaskedLM"]}', "is no causal language model, but BertForMaskedLM"),
+    ):
+        Path(name).mkdir()
+        Path(name, "model.safetensors").write_bytes(b"0")
+        if config is not None:
+            Path(name, "config.json").write_text(config)
+        assert what in refusal(f"--hf-checkpoint {name}"), name
+    Path("model/model.safetensors").unlink()
+    assert "holds no weights" in refusal()
+    assert "no folder Qwen/Qwen3-0.6B" in refusal("--hf-checkpoint Qwen/Qwen3-0.6B")
+
+
+def test_eval_flags():
+    args = parse(argv("--eval-interval 2 --eval-prompt-data easy data.jsonl hard data.jsonl@[0:1]"))
+    assert [(d.name, d.path) for d in args.eval_datasets] == [("easy", "data.jsonl"), ("hard", "data.jsonl@[0:1]")]
+    assert parse(argv("--eval-interval 2 --eval-prompt-data data.jsonl")).eval_datasets[0].name == "data"
+    assert (
+        parse(argv("--eval-prompt-data data.jsonl --num-rollout 0", "--num-rollout")).eval_datasets[0].path
+        == "data.jsonl"
+    )
+
+
+def test_eval_config():
+    Path("eval.yaml").write_text(
+        "eval:\n  defaults: {temperature: 0, max_response_len: 64}\n  datasets:\n"
+        "    - {name: a, path: data.jsonl, rm_type: dapo, stop: [x]}\n"
+        "    - {name: b, path: data.jsonl, temperature: 0.5, n_samples_per_eval_prompt: 4}\n"
+    )
+    flags = (
+        "--rollout-top-p 0.8 --eval-top-p 0.9 --rollout-stop y --eval-label-key answer --reward-key acc "
+        "--rollout-max-prompt-len 7 --n-samples-per-eval-prompt 2"
+    )
+    a, b = parse(argv(f"--eval-interval 2 --eval-config eval.yaml {flags}")).eval_datasets
+    assert (a.name, a.temperature, a.max_response_len, a.rm_type, a.stop) == ("a", 0, 64, "dapo", ["x"])
+    assert (b.temperature, b.max_response_len, b.n_samples_per_eval_prompt, b.rm_type) == (0.5, 64, 4, "math")
+    assert (a.top_p, b.top_p, b.stop, b.label_key, b.reward_key) == (0.9, 0.9, ["y"], "answer", "acc")
+    assert (a.max_prompt_len, a.n_samples_per_eval_prompt, a.metadata_overrides) == (7, 2, {})
+
+
+@pytest.mark.parametrize(
+    "text,what",
+    [
+        ("eval: [", "cannot be read"),
+        ("datasets: []", "has no list eval.datasets"),
+        ("eval: {datasets: []}", "has no list eval.datasets"),
+        ("eval: {datasets: [{name: a}]}", "has no 'path'"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, temprature: 1}]}", "unknown key 'temprature'"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, temperature: hot}]}", "is not of the kind float"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, temperature: -1}]}", "temperature: -1 is not within 0 and inf"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is no built-in reward"),
+        ("eval: {datasets: [{name: a, path: nowhere.jsonl}]}", "no file nowhere.jsonl"),
+        ("eval: {default: {}, datasets: [{name: a, path: data.jsonl}]}", "unknown key 'default'"),
+        ("eval: {datasets: [{name: a, path: data.jsonl}, {name: a, path: data.jsonl}]}", "is used 2 times"),
+    ],
+)
+def test_eval_config_that_is_wrong(text, what):
+    Path("eval.yaml").write_text(text)
+    assert what in refusal("--eval-interval 2 --eval-config eval.yaml")

@@ -1,0 +1,121 @@
+"""Conversations become tokens and masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from instep.data.chat import response_length, tokenize_conversation
+from instep.errors import ConfigError, DataError
+from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def template(tokenizer: PreTrainedTokenizerFast, request: pytest.FixtureRequest):
+    tokenizer.chat_template = request.param
+    yield request.param
+    tokenizer.chat_template = QWEN2
+
+
+def trained(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> list[str]:
+    """The text of each run of trained tokens."""
+    assert len(ids) == len(mask) and set(mask) <= {0, 1}
+    runs: list[list[int]] = []
+    for i, (token, m) in enumerate(zip(ids, mask, strict=True)):
+        if m:
+            if i == 0 or not mask[i - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: list[Any], **kwargs: Any) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_qwen2_masks_assistant_turns_through_their_end_token(tokenizer: PreTrainedTokenizerFast):
+    ids, mask = tokenize_conversation(TALK, tokenizer)
+    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "It is 4.<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    before = prompt_ids(tokenizer, TALK[:3])
+    assert ids[: len(before)] == before and mask[len(before)] == 1 and mask[len(before) - 1] == 0
+    assert response_length(mask) == len(ids) - len(prompt_ids(tokenizer, TALK[:1]))
+
+
+@pytest.mark.parametrize(
+    "content", ["\n\nhi", " hi", "hi\n", "hi \n\n ", "<|im_end|>", "h\u00e9 \u4e2d\U0001f600", "\ue001"]
+)
+def test_awkward_contents_still_follow_the_prompts_own_tokens(tokenizer: PreTrainedTokenizerFast, content: str):
+    messages = [USER, {"role": "assistant", "content": content}]
+    ids, mask = tokenize_conversation(messages, tokenizer)
+    before = prompt_ids(tokenizer, [USER])
+    assert ids[: len(before)] == before and mask[: len(before)] == [0] * len(before)
+    assert trained(tokenizer, ids, mask) == [content + "<|im_end|>"]
+
+
+def test_step_loss_mask_zeroes_a_turn(tokenizer: PreTrainedTokenizerFast):
+    talk = [dict(m) for m in TALK]
+    talk[1]["step_loss_mask"] = 0
+    ids, mask = tokenize_conversation(talk, tokenizer)
+    assert trained(tokenizer, ids, mask) == ["It is 4.<|im_end|>"]
+    assert ids == tokenize_conversation(TALK, tokenizer)[0]
+    talk[3]["step_loss_mask"] = 0
+    for messages in (talk, [USER]):
+        with pytest.raises(DataError, match="no assistant turn to train on"):
+            tokenize_conversation(messages, tokenizer, where="a.jsonl, line 3")
+
+
+@pytest.mark.parametrize("template", [QWEN3], indirect=True)
+def test_qwen3_drops_old_reasoning_and_trains_the_turns_as_rendered(tokenizer: PreTrainedTokenizerFast, template: str):
+    talk = [dict(m) for m in TALK]
+    talk[1]["content"] = "<think>\nold\n</think>\n\nIt is 2."
+    talk[3]["content"] = "<think>\nnew\n</think>\n\nIt is 4."
+    ids, mask = tokenize_conversation(talk, tokenizer, loss_mask_type="qwen3")
+    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "<think>\nnew\n</think>\n\nIt is 4.<|im_end|>"]
+    assert "old" not in tokenizer.decode(ids)
+    before = prompt_ids(tokenizer, talk[:3])
+    assert ids[: len(before)] == before and mask[len(before)] == 1
+    ids, mask = tokenize_conversation(TALK, tokenizer, template_kwargs={"enable_thinking": False})
+    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "It is 4.<|im_end|>"]
+    before = prompt_ids(tokenizer, TALK[:3], enable_thinking=False)
+    assert ids[: len(before)] == before and mask[len(before)] == 1
+
+
+@pytest.mark.parametrize("template", [QWEN3], indirect=True)
+def test_tool_calls_are_trained_and_tool_answers_are_not(tokenizer: PreTrainedTokenizerFast, template: str):
+    talk = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "thanks"},
+        {"role": "assistant", "content": "bye"},
+    ]
+    ids, mask = tokenize_conversation(talk, tokenizer)
+    assert trained(tokenizer, ids, mask) == [
+        "\n<tool_call>add</tool_call><|im_end|>",
+        "2<|im_end|>",
+        "<think>\n\n</think>\n\nbye<|im_end|>",
+    ]
+
+
+def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = "{% for m in messages|reverse %}{{ m.content|length }}{% endfor %}"
+    try:
+        with pytest.raises(DataError, match="hides where message 1"):
+            tokenize_conversation(TALK, tokenizer)
+        tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+        with pytest.raises(DataError, match="no trainable token"):
+            tokenize_conversation([USER, {"role": "assistant", "content": "a"}], tokenizer)
+    finally:
+        tokenizer.chat_template = QWEN2
+    with pytest.raises(ConfigError, match="llama9"):
+        tokenize_conversation(TALK, tokenizer, loss_mask_type="llama9")

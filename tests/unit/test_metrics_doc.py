@@ -1,0 +1,48 @@
+"""docs/metrics.md lists what is computed, and nothing else. (Whole runs: `e2e/test_train.py`, `e2e/test_ppo.py`.)"""
+
+from __future__ import annotations
+
+import torch
+
+from instep.algorithms.losses.policy import PolicyLossConfig
+from instep.controller.metrics import critic_metrics
+from instep.observability.alarms import ALARMS
+from instep.observability.metrics import rollout_metrics
+from instep.training.losses import finish_metrics
+from instep.types import TokenBatch
+from tests.documented import DOCUMENTED, undocumented
+from tests.unit.test_loss_properties import run, samples
+from tests.unit.test_observability import make_groups
+
+
+def documented(prefix: str) -> set[str]:
+    return {name for name in DOCUMENTED if name.startswith(prefix)}
+
+
+def test_of_rollouts() -> None:
+    of_generation = {name for name in documented("rollout/") if "num_groups_" in name or "num_tokens_" in name}
+    assert documented("rollout/") - of_generation == set(rollout_metrics(make_groups()))
+
+
+def test_of_losses() -> None:
+    everything = PolicyLossConfig(use_kl_loss=True, use_opsm=True, use_tis=True, use_rs=True)
+    (output,), _ = run(samples(), everything, False)
+    sums, maxes = ({n: v.item() for n, v in group.items()} for group in (output.sums, output.maxes))
+    names = {*finish_metrics(sums, maxes), "grad_norm", "lr", "skipped_steps", "reward_kl", "overlong_penalty"}
+    assert documented("train/") == {f"train/{name}" for name in names}
+
+
+def test_of_critics() -> None:
+    columns = {"loss_weights": torch.ones(2), "values": torch.zeros(2), "returns": torch.tensor([0.0, 1.0])}
+    batch = TokenBatch(torch.zeros(3).long(), torch.tensor([3]), torch.tensor([2]), columns)
+    step = {"loss": 0.0, "value_clipfrac": 0.0, "grad_norm": 0.0, "lr": 0.1, "skipped_steps": 0.0}
+    assert documented("critic/") == set(critic_metrics([step], batch))
+
+
+def test_of_alarms() -> None:
+    assert documented("alarm/") == {f"alarm/{name}" for name in ALARMS}
+
+
+def test_names_that_are_patterns() -> None:
+    assert undocumented({"eval/math/reward_mean", "rollout/num_groups_filtered/zero_std_0.0"}) == set()
+    assert undocumented({"eval/a/b/reward_mean", "train/nothing"}) == {"eval/a/b/reward_mean", "train/nothing"}
