@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full test-peers lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full test-peers lint format bench clean test-learning
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -41,6 +41,9 @@ test-full: venv  ## all tests that a CPU can run
 test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
 	@scripts/setup_peers.sh
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
+
+test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [JOBS=1]
+	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(or $(JOBS),1)
 
 lint: venv  ## ruff (rules and format) and mypy
 	.venv/bin/ruff check .

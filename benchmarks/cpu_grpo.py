@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -36,6 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 import run as quickstart  # noqa: E402
+from machine import cpu_name  # noqa: E402
 
 NUM_SAMPLES = 256  # of a step: 32 prompts, 8 responses each
 LENGTHS, FRAMEWORKS = ("natural", "fixed"), ("instep", "trl")
@@ -247,15 +247,6 @@ def report(
         "headline": headline,
         "runs": [{**run, "steps": [{k: round(v, 4) for k, v in s.items()} for s in run["steps"]]} for run in runs],
     }
-
-
-def cpu_name() -> str:
-    """As /proc/cpuinfo has it, with the model's number, as a virtual machine's name says little."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "model name" not in found:
-        return platform.machine()
-    return f"{found['model name']}, family {found['cpu family']} model {found['model']} stepping {found['stepping']}"
 
 
 def show(result: dict[str, Any]) -> None:

@@ -34,6 +34,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from instep.processes import OPENMP_ENV
 
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import cores  # noqa: E402
+
 PROMPT_LENGTH = 19  # as in the quickstart
 # The lengths of the quickstart's first 64 held-out responses before RL (seed 0, temperature 1).
 QUICKSTART = [4, 24, 24, 24, 4, 4, 24, 4, 4, 4, 4, 4, 4, 16, 16, 4, 4, 4, 4, 4, 4, 4, 16, 16]
@@ -189,7 +192,7 @@ def main() -> None:
     rows = asyncio.run(measure(args))
     result = {
         "benchmark": "embedded-engine",
-        "device": args.device,
+        "device": cores() if args.device == "cpu" else torch.cuda.get_device_name(),
         "date": datetime.date.today().isoformat(),
         "versions": {
             "python": platform.python_version(),

@@ -29,6 +29,7 @@ from instep.observability.versions import versions
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 import run as quickstart  # noqa: E402
+from machine import cores  # noqa: E402
 
 GAIN = 0.2
 MINUTES = 15  # at most, for one run
@@ -80,7 +81,7 @@ def main() -> int:
             progress.advance(bar)
     result = {
         "benchmark": "learning",
-        "device": f"{os.cpu_count()} cores",
+        "device": cores(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "workload": {

@@ -195,6 +195,23 @@ def test_a_worker_that_hangs_is_replaced() -> None:
     assert _gone(first.pop())
 
 
+def test_a_worker_that_was_killed_is_an_error_and_replaced() -> None:
+    async def scenario() -> tuple[float, bool]:
+        pool = shared_pool()
+        pool.warm()
+        assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
+        assert len(pool._all) == 1  # the one that was warmed
+        for worker in pool._all:
+            os.kill(worker.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match="the worker of the math reward died"):
+            await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
+        return time.monotonic() - begin, await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
+
+    seconds, again = runtime.run(scenario(), timeout=60)
+    assert again and seconds < 5
+
+
 def test_workers_are_light_and_die_with_their_parent() -> None:
     script = (
         "import asyncio, time\n"

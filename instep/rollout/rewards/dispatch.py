@@ -158,6 +158,8 @@ async def _built_in(args: Any, sample: Sample) -> Any:
 async def _math(args: Any, sample: Sample, answer: str | None) -> float:
     """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    pool = shared_pool(args.reward_num_workers)
+    pool.warm()  # by the time that an answer needs algebra it is there
     if answer is None:
         return 0.0
     hard = []
@@ -170,7 +172,7 @@ async def _math(args: Any, sample: Sample, answer: str | None) -> float:
             hard.append(label)
     where = f"math reward: {name_of(sample)}"
     for label in hard:
-        if await shared_pool(args.reward_num_workers).equal(answer, label, timeout=args.reward_timeout, where=where):
+        if await pool.equal(answer, label, timeout=args.reward_timeout, where=where):
             return 1.0
     return 0.0
 

@@ -13,16 +13,27 @@ from instep.rollout import runtime
 
 NUM_THREADS = 8
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
+PATIENCE_SECONDS = 0.5  # before one more worker is started
 
 
 class RewardPool:
-    """At most `num_workers` worker processes, started when they are needed. Lives on one event loop."""
+    """At most `num_workers` worker processes. Lives on one event loop.
+
+    A worker takes seconds to start and milliseconds for most jobs: a job waits for whichever is free first, and only
+    when that takes long a further worker is started.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
-        self._free = asyncio.Semaphore(num_workers)
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._num_workers = num_workers
+        self._ready: asyncio.Queue[asyncio.subprocess.Process | OSError] = asyncio.Queue()
         self._all: set[asyncio.subprocess.Process] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+
+    def warm(self) -> None:
+        """Have a worker started, if there is none."""
+        if not self._all and not self._starting:
+            self._start()
 
     async def equal(self, answer: str, label: str, *, timeout: float, where: str) -> bool:
         """Whether two answers are equal as mathematics.
@@ -30,53 +41,64 @@ class RewardPool:
         Raises:
             RewardError: it took more than `timeout` seconds (the worker is killed), or the worker failed.
         """
-        async with self._free:
-            start_limit = timeout if self._idle else START_SECONDS
-            worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                result = await self._work(worker, {"answer": answer, "label": label}, start_limit, timeout)
-            except TimeoutError:
-                raise RewardError(
-                    f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
-                    where=where,
-                    remedy="raise --reward-timeout, or use a simpler label",
-                ) from None
-            finally:  # also when this task is cancelled: a worker with half a job is of no use
-                if worker not in self._idle:
-                    self._kill(worker)
+        self.warm()
+        try:
+            worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
+        except TimeoutError:
+            if not self._starting and len(self._all) < self._num_workers:
+                self._start()
+            worker = await self._ready.get()  # bounded: each job that is before this one is, and so is a start
+        if isinstance(worker, OSError):
+            raise RewardError(
+                f"a reward worker did not start: {worker}", where=where, remedy="see memory and processes"
+            )
+        result: dict[str, Any] = {}
+        try:
+            result = await asyncio.wait_for(_ask(worker, {"answer": answer, "label": label}), timeout)
+        except TimeoutError:
+            raise RewardError(
+                f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
+                where=where,
+                remedy="raise --reward-timeout, or use a simpler label",
+            ) from None
+        finally:
+            if result:
+                self._ready.put_nowait(worker)
+            else:  # also when this task is cancelled: a worker with half a job is of no use
+                self._kill(worker)
+                if self._ready.empty():  # nobody may wait for ever
+                    self.warm()
+        if not result:
+            raise RewardError("the worker of the math reward died", where=where, remedy="was it killed for its memory?")
         if "error" in result:
             remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
             raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
         return bool(result["equal"])
 
-    async def _work(
-        self, worker: asyncio.subprocess.Process, job: dict[str, Any], start_limit: float, timeout: float
-    ) -> dict[str, Any]:
-        assert worker.stdin is not None and worker.stdout is not None
-        try:
-            worker.stdin.write(json.dumps(job).encode() + b"\n")
-            await worker.stdin.drain()
-            result = json.loads(await asyncio.wait_for(worker.stdout.readline(), start_limit) or "{}")
-            if "started" in result:
-                result = json.loads(await asyncio.wait_for(worker.stdout.readline(), timeout) or "{}")
-        except (BrokenPipeError, ConnectionResetError):
-            result = {}
-        if not result:
-            return {"error": "the reward worker died"}
-        self._idle.append(worker)
-        return result
+    def _start(self) -> None:
+        task = asyncio.create_task(self._start_worker())
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "instep.rollout.rewards.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is the controller's to handle
-        )
+    async def _start_worker(self) -> None:
+        try:
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "instep.rollout.rewards.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is the controller's to handle
+            )
+        except OSError as error:
+            self._ready.put_nowait(error)
+            return
         self._all.add(worker)
-        return worker
+        try:
+            await asyncio.wait_for(_ask(worker, {"answer": "1", "label": "1"}), START_SECONDS)
+        except TimeoutError:
+            self._kill(worker)  # then the first job says that it died
+        self._ready.put_nowait(worker)
 
     def _kill(self, worker: asyncio.subprocess.Process) -> None:
         self._all.discard(worker)
@@ -84,10 +106,23 @@ class RewardPool:
             worker.kill()
 
     async def close(self) -> None:
+        for task in list(self._starting):
+            task.cancel()
         for worker in list(self._all):
             self._kill(worker)
             await worker.wait()
-        self._idle.clear()
+
+
+async def _ask(worker: asyncio.subprocess.Process, job: dict[str, Any]) -> dict[str, Any]:
+    """The worker's answer; empty if it has died."""
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        worker.stdin.write(json.dumps(job).encode() + b"\n")
+        await worker.stdin.drain()
+        answer: dict[str, Any] = json.loads(await worker.stdout.readline() or "{}")
+    except (BrokenPipeError, ConnectionResetError):
+        return {}
+    return answer
 
 
 _pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None

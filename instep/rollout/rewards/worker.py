@@ -1,4 +1,4 @@
-"""A reward worker: one JSON job per line of stdin, two lines of stdout per job (`started`, then the result).
+"""A reward worker: one JSON job per line of stdin, one line of stdout per job.
 
 Started as `python -m instep.rollout.rewards.worker`; it imports nothing heavy before a job needs it, and ends with
 its parent, whatever it is computing.
@@ -44,9 +44,6 @@ def main() -> None:
     while True:
         job: dict[str, Any] = json.loads(jobs.get())
         try:
-            import math_verify  # noqa: F401  # before the clock of the job starts
-
-            print(json.dumps({"started": True}), file=out)
             result: dict[str, Any] = {"equal": algebra_equal(job["answer"], job["label"])}
         except Exception as error:  # a process border: the parent names function and sample
             result = {"error": repr(error)}

@@ -1,0 +1,87 @@
+"""Puts the tables of `results/` into the documents, between their markers: python benchmarks/document.py"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table(*rows: list[str]) -> str:
+    """Of Markdown; the first row is the head."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def measured(found: dict[str, Any], more: str = "") -> str:
+    v = found["versions"]
+    where = f"{found['device']}{more}; Python {v['python']}, torch {v['torch']}, transformers {v['transformers']}"
+    return f"Measured on {found['date']}: {where}."
+
+
+def cpu_grpo() -> str:
+    found = result("cpu-grpo")
+    c = found["configuration"]
+    rows = [["lengths", "framework", "seconds a step", "response tokens/s", "mean length", "seconds by part"]]
+    for r in found["rows"]:
+        parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in r["breakdown"].items())
+        numbers = [f"{r['seconds_per_step']:.3f}", f"{r['response_tokens_per_second']:,.0f}"]
+        name = "TRL" if r["framework"] == "trl" else "instep"
+        rows.append([r["lengths"], name, *numbers, f"{r['response_length_mean']:.1f}", parts])
+    ratios = [["instep over TRL (more than 1: instep is faster)", ""]]
+    ratios += [[f"`{name}`", f"{value:.2f}"] for name, value in found["headline"].items()]
+    steps, skipped = c["steps"], c["skipped_steps"]
+    how = f"{c['repeats']} repeats, in turn; of each run's {steps} steps the first {skipped} do not count."
+    return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}", table(*rows), table(*ratios)])
+
+
+def embedded_engine() -> str:
+    found = result("embedded-engine-cpu")
+    rows = [["workload", "engine, tokens/s", "generate, tokens/s", "engine over generate"]]
+    for r in found["rows"]:
+        numbers = [f"{r[key]:,.0f}" for key in ("engine_tokens_per_s", "generate_tokens_per_s")]
+        rows.append([f"`{r['workload']}`", *numbers, f"{r['ratio']:.2f}"])
+    return measured(found, f", {found['workload']['threads']} threads each") + "\n\n" + table(*rows)
+
+
+def learning() -> str:
+    found = result("learning-cpu")
+    flags = found["workload"]["flags"]
+    rows = [["algorithm", "flags", "before", "after", "seconds"]]
+    for name, words in flags.items():
+        mine = [row for row in found["rows"] if row["algorithm"] == name]
+        cells = [", ".join(f"{row[key]:.3f}" for row in mine) for key in ("reward_before", "reward_after")]
+        rows.append([name, f"`{words}`", *cells, ", ".join(f"{row['seconds']:.0f}" for row in mine)])
+    w = found["workload"]
+    how = f", {w['jobs']} runs at a time with {w['threads']} thread each (of engine and trainer)"
+    return measured(found, how) + "\n\n" + table(*rows)
+
+
+SECTIONS: dict[str, list[Callable[[], str]]] = {
+    "docs/benchmarks.md": [cpu_grpo, embedded_engine],
+    "docs/algorithms.md": [learning],
+}
+
+
+def documented(path: str) -> str:
+    """The document with fresh tables."""
+    text = (ROOT / path).read_text()
+    for make in SECTIONS[path]:
+        name = make.__name__.replace("_", "-")
+        begin, end = f"<!-- results: {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        assert end in rest, f"{path} lacks the markers of {name}"
+        text = f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    for document in SECTIONS:
+        (ROOT / document).write_text(documented(document))
