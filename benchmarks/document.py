@@ -37,10 +37,9 @@ def cpu_grpo() -> str:
         rows.append([r["lengths"], name, *numbers, f"{r['response_length_mean']:.1f}", parts])
     ratios = [["instep over TRL (more than 1: instep is faster)", ""]]
     ratios += [[f"`{name}`", f"{value:.2f}"] for name, value in found["headline"].items()]
-    how = (
-        f"{c['repeats']} repeats, in turn; of each run's {c['steps']} steps the first {c['skipped_steps']} do not count"
-    )
-    return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}.", table(*rows), table(*ratios)])
+    steps, skipped = c["steps"], c["skipped_steps"]
+    how = f"{c['repeats']} repeats, in turn; of each run's {steps} steps the first {skipped} do not count."
+    return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}", table(*rows), table(*ratios)])
 
 
 def embedded_engine() -> str:

@@ -67,7 +67,7 @@ CLUSTER = Group(
             "--rollout-health-check-interval",
             "--rollout-health-check-timeout",
             "--rollout-health-check-first-wait",
-            instead="nothing: a dead engine ends the run within seconds, by name",
+            instead="nothing: one of several engines that dies is started anew, the last one ends the run by name",
         ),
         *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
     ),

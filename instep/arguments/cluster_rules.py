@@ -58,6 +58,11 @@ def engines(args: Args, given: set[str]) -> Iterator[Problem]:
         if not host or "/" in host or not port.isdigit():
             what = f"'{address}' is no HOST:PORT"
             yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
+        elif args.sync_way == "shm" and host not in ("127.0.0.1", "localhost") and args.command == "train":
+            remedy = "use --sync-way disk (through --run-dir, a folder that both hosts see)"
+            yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
+    if args.rollout_external_engine_addrs and args.colocate:
+        yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
 
 
 def placement(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -333,6 +333,8 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_function_path = given.get("rollout_function_path", rollout)
         if args.command == "dpo":
             args.input_key = given.get("input_key", "prompt")
+    elif args.rollout_external_engine_addrs:
+        args.rollout_num_gpus = 0  # of this run
     elif args.colocate:
         trainer = args.world_size + num_critic_gpus(args)
         if args.rollout_num_gpus not in (None, trainer):

@@ -26,7 +26,7 @@ from instep.cluster.placement import Plan, Slot, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
-from instep.engines.start import capabilities_of
+from instep.engines.start import capabilities_of, external_engines
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
 
@@ -63,6 +63,7 @@ class RayCluster:
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
         self.workers = self._start_ranks("actor", plan.actor, env)
         self.critic = self._start_ranks("critic", plan.critic, env)
+        self.engines = external_engines(args) if self._with_engines else []
         for index, slots in enumerate(plan.engines if self._with_engines else ()):
             host = self._hosts[slots[0].node]
             name = f"engine {index}"

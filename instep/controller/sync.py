@@ -171,7 +171,8 @@ class WeightSync:
         return manifests
 
     def _send_disk(self, deadline: float) -> list[BucketManifest]:
-        shared = self._args.run_dir if self._args.cluster == "ray" else None  # which all hosts see
+        elsewhere = self._args.cluster == "ray" or self._args.rollout_external_engine_addrs
+        shared = self._args.run_dir if elsewhere else None  # which all hosts see
         with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=shared) as root:
             path = Path(root).absolute() / "hf"
             self._workers.call("export_hf", path, timeout=_left(deadline))

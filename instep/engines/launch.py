@@ -147,16 +147,15 @@ class Engine:
             self.post("/start_weight_update", session, timeout=timeout)
             return
         announced = {"init_info": {"protocol": PROTOCOL, **session}}
-        self.post("/init_weight_transfer_engine", announced, timeout=timeout)
         try:
-            self.post("/start_weight_update", timeout=timeout)
-        except EngineRefusal as refusal:
-            if "already active" not in refusal.what:
-                raise
-            with contextlib.suppress(EngineRefusal):  # by raising in it: vLLM has no other way to end one
-                self.post("/update_weights", {"update_info": {"backend": "abandon"}}, timeout=timeout)
             self.post("/init_weight_transfer_engine", announced, timeout=timeout)
-            self.post("/start_weight_update", timeout=timeout)
+        except EngineRefusal as refusal:
+            if "a session is active" not in refusal.what:
+                raise
+            with contextlib.suppress(EngineRefusal):  # of a worker on which it is over already
+                self.post("/finish_weight_update", timeout=timeout)
+            self.post("/init_weight_transfer_engine", announced, timeout=timeout)
+        self.post("/start_weight_update", timeout=timeout)
 
     def update(self, info: dict[str, Any], *, timeout: float) -> None:
         """One bucket, or a checkpoint on disk: checked, then loaded."""

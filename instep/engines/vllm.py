@@ -71,17 +71,22 @@ def _check_cpu(model: Path) -> None:
 
 
 def vllm_flags(args: Any, version: str) -> list[str]:
-    """Arguments of vLLM's command line, but for host and port; `--vllm-*` win over what is only a default."""
+    """Arguments of vLLM's command line, but for host and port."""
+    layout = parallel(engine_words(args), args.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")
+    words = ["serve", str(args.hf_checkpoint), "--tensor-parallel-size", str(layout.tensor)]
+    words += [word for given in args.vllm_overrides.values() for word in given]
+    return words + launch_flags(args, version)
+
+
+def launch_flags(args: Any, version: str) -> list[str]:
+    """What instep adds to every engine, whatever it serves on how many GPUs; `--vllm-*` win over what is a default."""
 
     def default(field: str, *words: str) -> list[str]:
         return [] if field in args.vllm_overrides else list(words)
 
-    flags = ["serve", str(args.hf_checkpoint), "--dtype", engine_dtype(args)]
-    layout = parallel(engine_words(args), args.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")
-    flags += ["--tensor-parallel-size", str(layout.tensor)]
+    flags = ["--dtype", engine_dtype(args), "--seed", str(args.seed)]
     flags += ["--logprobs-mode", "processed_logprobs"]  # at the sampling temperature, as the trainer computes them
     flags += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
-    flags += ["--seed", str(args.seed)]
     flags += default("uvicorn_log_level", "--uvicorn-log-level", "warning")  # else a line per request
     if capabilities.release(version) >= (0, 32):
         flags += ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
@@ -91,12 +96,12 @@ def vllm_flags(args: Any, version: str) -> list[str]:
         flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
     if args.device == "cpu":
         flags += default("enforce_eager", "--enforce-eager")
+        flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
         # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
         flags += default("enable_chunked_prefill", "--no-enable-chunked-prefill")
-        flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
         if args.rollout_num_gpus_per_engine == 1:  # one process less, and half a gigabyte
             flags += default("distributed_executor_backend", "--distributed-executor-backend", "uni")
-    return flags + [word for words in args.vllm_overrides.values() for word in words]
+    return flags
 
 
 def vllm_env(args: Any, num_threads: int) -> dict[str, str]:

@@ -5,11 +5,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
+from instep.arguments import parse
+from instep.engines.launch import start_embedded
+from instep.engines.router import start_router
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run
+from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed here"
@@ -80,6 +85,52 @@ def test_vllm_and_the_trainer_agree(small, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     steps = steps_of(tmp_path)
     assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+
+
+@needs_router
+def test_engines_and_router_that_run_already(tiny, tmp_path):
+    """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
+    args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
+    args.device, args.precision = "cpu", "fp32"
+    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "theirs") for i in range(2)]
+    router = start_router(args, tmp_path / "theirs")
+    try:
+        for engine in engines:
+            engine.wait_ready(120)
+        router.wait_ready(30)
+        given = [*two_engines(tiny, tmp_path, "embedded"), "--rollout-external-engine-addrs"]
+        given += [engine.url.removeprefix("http://") for engine in engines]
+        given.remove("--rollout-num-gpus")
+        given.remove("2")
+        host, port = router.address
+        done = run([*given, "--vllm-router-ip", host, "--vllm-router-port", str(port)])
+        assert done.returncode == 0, done.stderr[-4000:]
+        steps = steps_of(tmp_path)
+        assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+        for engine in engines:
+            assert engine.healthy(5.0)
+            engine.post("/pause", timeout=5)  # it takes control calls, so nobody holds it
+        assert sorted((tmp_path / "logs").iterdir()) == [tmp_path / "logs" / "actor-rank0.log"]
+    finally:
+        router.stop()
+        for engine in engines:
+            engine.stop()
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_nothing_of_vllm_outlives_a_killed_controller(small, tmp_path):
+    process = start(two_engines(small, tmp_path, "vllm"))
+    controller = psutil.Process(process.pid)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    family = controller.children(recursive=True)
+    assert len(family) >= 6  # a worker, a router, two servers with a core each
+    controller.kill()
+    process.communicate(timeout=10)
+    assert not psutil.wait_procs(family, timeout=5)[1]
 
 
 def test_vllm_refuses_what_it_would_die_of(tiny, tmp_path):

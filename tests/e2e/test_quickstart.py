@@ -1,5 +1,6 @@
 """The quickstart reaches its figures, and the model that it exports is what plain transformers sees."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,3 +79,20 @@ def greedy_reward(hf: Path, data: Path) -> float:
     texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     right = [f"\\boxed{{{row['label']}}}" in text for row, text in zip(rows, texts, strict=True)]
     return sum(right) / len(right)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
+    reason="vLLM is not installed here (make install-vllm)",
+)
+def test_on_two_vllm_engines(tmp_path):
+    """`make quickstart-vllm`: the same commands, files and reward."""
+    environment = {k: v for k, v in ENVIRONMENT.items() if k != "OMP_NUM_THREADS"}
+    command = [sys.executable, str(ROOT / "examples" / "quickstart" / "run.py"), "--out", str(tmp_path)]
+    command += ["--rollout-backend", "vllm", "--num-engines", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_reward_after"] >= 0.9
+    test_its_files(tmp_path)
+    assert {"engine-0.log", "engine-1.log", "router.log"} <= {path.name for path in (tmp_path / "logs").iterdir()}

@@ -17,7 +17,7 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.sync import WeightSync
 from instep.data.batch import build_batch
 from instep.engines.launch import Engine, start_embedded
-from instep.errors import SyncError
+from instep.errors import EngineError, SyncError
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments
 
@@ -208,3 +208,24 @@ def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
 def test_the_deadline_is_kept(sync):
     with pytest.raises(SyncError, match="did not end within its time"):
         sync._transfer("shm", deadline=0.0)
+
+
+def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monkeypatch):
+    """The other one gets its weights and is proven; the last one's death would be an error."""
+    args, _, engine = stack
+    victim = start_embedded(args, 1, num_threads=1, log_dir=tmp_path)
+    victim.wait_ready(120)
+    sync.engines.append(victim)
+    post = Engine.post
+
+    def dies(self, path, body=None, **kwargs):
+        if self is victim and path == "/finish_weight_update":
+            victim.process.kill()
+        return post(self, path, body, **kwargs)
+
+    monkeypatch.setattr(Engine, "post", dies)
+    result = sync.run()
+    assert sync.engines == [engine] and result.probe_max_abs_diff <= 1e-5
+    sync.engines[:] = [victim]
+    with pytest.raises(EngineError, match="engine 1 died"):
+        sync.run()

@@ -90,7 +90,7 @@ SEEDS = """
 --tensor-parallel-size --tp-size --train-backend --trainer-rank --training-steps
 --use-rotary-position-embeddings --use-tis --use-wandb --value-clip --vllm-config --vllm-config-path
 --vllm-data-parallel-size --vllm-enable-expert-parallel --vllm-gpu-memory-utilization --vllm-max-model-len
---vllm-port --vllm-prefix --vllm-restart-interval --vllm-router-ip --vllm-router-port --vocab-size
+--vllm-port --vllm-restart-interval --vllm-router-ip --vllm-router-port --vocab-size
 --weight-bridge-mode --world-size
 """
 

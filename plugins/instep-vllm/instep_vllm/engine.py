@@ -8,9 +8,14 @@ A session, all of it over vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
-With several workers (TP, PP) each one reads, checks and loads for itself, and takes its own shard. A refusal ends the
-session; layers that had arrived whole by then keep their new weights, the others their old ones. So after a refusal
-only a later session mends the mixture: instep keeps the engine paused until one has succeeded.
+With several workers (TP, PP) each one reads, checks and loads for itself, and takes its own shard. What one refuses all
+refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
+the first failure; what the others say then would be taken for answers to the next call.) A refusal ends the session;
+layers that had arrived whole by then keep their new weights, the others their old ones. So after a refusal only a later
+session mends the mixture: instep keeps the engine paused until one has succeeded.
+
+vLLM counts a session as active on those workers that did not raise. So a session that is announced while one is active
+is refused with ACTIVE, and POST /finish_weight_update ends what there is.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -35,6 +41,7 @@ from instep_vllm import PROTOCOL
 from instep_vllm.bucket import Manifest, WeightMismatch, read
 
 logger = init_logger("vllm.instep")
+ACTIVE = "a session is active: POST /finish_weight_update ends it"
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Session(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """One step of a session; `backend` is shm (needs `manifest`), disk (`path`), complete (`names`) or abandon."""
+    """One step of a session; `backend` is shm (needs `manifest`), disk (`path`) or complete (`names`)."""
 
     backend: str
     manifest: dict[str, Any] = field(default_factory=dict)
@@ -63,58 +70,91 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         super().__init__(*args, **kwargs)
         self._session: Session | None = None
         self._delivered: set[str] = set()
-        self._complete = False
+        self._complete = self._active = False
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
 
-    def init_transfer_engine(self, init_info: Session) -> None:
-        if init_info.protocol != PROTOCOL:
-            raise RuntimeError(
-                f"instep speaks protocol {init_info.protocol}, this instep-vllm {PROTOCOL}: install the one that "
-                "belongs to it"
-            )
-        self._session = init_info
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return init_dict  # looked at below, where a fault is told in order
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        failure = None
+        try:
+            session = Session(**init_info)
+            if session.protocol != PROTOCOL:
+                failure = (
+                    f"instep speaks protocol {session.protocol}, this instep-vllm {PROTOCOL}: install the one that "
+                    "belongs to it"
+                )
+            elif self._active:
+                failure = ACTIVE
+            else:
+                self._session = session
+        except TypeError as error:
+            failure = f"the session is malformed: {error}"
+        self._agree(failure)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if self._session is None:
-            raise RuntimeError("no session was announced: POST /init_weight_transfer_engine first")
-        self._forget_partial_layers()  # of a session that was never finished
-        self._reset_reload()
+        self._active = True
         self._delivered, self._complete = set(), False
-        initialize_layerwise_reload(self.model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        failure = None
         try:
-            super().update_weights(update_info)
-        except BaseException:
-            self._session = None
-            self._forget_partial_layers()
-            self._reset_reload()  # what did not arrive whole keeps its old weights
+            with set_current_vllm_config(self.vllm_config):
+                self.receive_weights(Update(**update_info))
+            torch.accelerator.synchronize()
+        except Exception as error:  # the border to vLLM's workers
+            logger.exception("an update was refused")
+            failure = str(error) if isinstance(error, WeightMismatch) else f"WeightMismatch[]: {error!r}"
+        try:
+            self._agree(failure)
+        except RuntimeError:
+            self._active = False  # on this worker vLLM, too, will see that it raised
             raise
 
-    def receive_weights(self, update_info: Update) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            self._receive(update_info)
+    def _agree(self, failure: str | None) -> None:
+        """If any worker has failed, the session ends on all of them, and the last one raises."""
+        failures = [failure]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                gathered: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(gathered, failures, group=group.cpu_group)
+                failures = [f for part in gathered for f in part]
+        first = next((f for f in failures if f is not None), None)
+        if first is None:
+            return
+        if first != ACTIVE:
+            self._session = None
+        self._forget_partial_layers()
+        self._end_reload()  # what did not arrive whole keeps its old weights
+        if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+            raise RuntimeError(first)
 
-    def _receive(self, update: Update) -> None:
-        if update.backend == "shm":
-            self._load(self._checked(Manifest.from_json(update.manifest)))
-        elif update.backend == "disk":
-            self._load(self._checkpoint(Path(update.path)))
-        elif update.backend == "complete":
-            self._check_complete(update.names)
+    def receive_weights(self, update_info: Update) -> None:
+        if self._session is None:
+            raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
+        if update_info.backend == "shm":
+            self._load(self._checked(Manifest.from_json(update_info.manifest)))
+        elif update_info.backend == "disk":
+            self._load(self._checkpoint(Path(update_info.path)))
+        elif update_info.backend == "complete":
+            self._check_complete(update_info.names)
             self._complete = True
-        else:  # "abandon" among others: vLLM ends a session in which something was raised
-            raise WeightMismatch(f"the session ends here: {update.backend!r}")
+        else:
+            raise WeightMismatch(f"no such backend: {update_info.backend!r}")
 
     def finish_weight_update(self) -> None:
-        if not self._complete:
-            raise WeightMismatch("the session was not completed: POST /update_weights with backend 'complete' first")
-        self._reset_reload()
-        self._session = None
+        if not self._complete:  # refused, or left by a controller that died; instep completes its own
+            logger.warning("a session ends that was not complete")
+            self._forget_partial_layers()
+        self._end_reload()
+        self._session, self._active = None, False
 
     def shutdown(self) -> None:
         pass
@@ -190,7 +230,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             info = get_layerwise_info(layer)
             info.load_numel, info.loaded_weights = 0, []
 
-    def _reset_reload(self) -> None:
+    def _end_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

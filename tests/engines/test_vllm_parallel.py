@@ -1,0 +1,38 @@
+"""vLLM with tensor parallelism: each worker checks every byte of a sync and takes its own shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from instep.engines.vllm import start_vllm
+from tests.engines.conftest import Engine, make_checkpoint, needs_vllm, vllm_args
+from tests.engines.test_weights import PROMPT, Q1, disk_session, flip, gap, log_probs, perturbed, session
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
+    hf = make_checkpoint(tmp_path / "model", tied=tied)
+    args = vllm_args(tmp_path / "model")
+    args.rollout_num_gpus_per_engine = 2
+    started = start_vllm(args, 0, num_threads=1, log_dir=tmp_path)
+    try:
+        started.wait_ready(240)
+        engine = Engine("vllm", started.url, tmp_path / "model", hf, None)
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(hf, PROMPT)) < 1e-5
+        new = perturbed(hf)
+        assert session(engine, new, tmp_path / "bucket", "1") is None
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+        refusal = session(engine, new, tmp_path / "bucket", "2", flip)
+        assert refusal is not None and refusal.tensor == Q1
+        other = perturbed(hf, seed=5)
+        assert session(engine, other, tmp_path / "bucket", "3") is None
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(other, PROMPT)) < 1e-5
+        new.save_pretrained(tmp_path / "hf")
+        disk_session(engine, tmp_path / "hf", "4")
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+    finally:
+        started.stop()
