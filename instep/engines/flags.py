@@ -249,7 +249,8 @@ def _read(package: Package, path: Path, installed: str) -> FlagTable:
 def _extract(package: Package, version: str) -> Path:
     """Ask the installed package in a process of its own, and keep the answer for the next time."""
     print(f"reading the flags of {package} {version}, once (about 15 s) ...", file=sys.stderr, flush=True)
-    command = [sys.executable, str(Path(__file__).with_name("extract_flags.py")), package, version]
+    script = Path(__file__).with_name("extract_flags.py")  # -P: `import vllm` must not find the file beside it
+    command = [sys.executable, "-P", str(script), package, version]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=False)
     except subprocess.TimeoutExpired:

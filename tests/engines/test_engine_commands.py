@@ -32,7 +32,7 @@ AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 # Reads [[argv, ...], ...] and answers, for each, what the package's own parser makes of it.
 PARSE = """
 import argparse, json, sys
-sys.path.insert(0, {folder!r})
+sys.path.append({folder!r})
 import extract_flags
 out, sys.stdout, argvs = sys.stdout, sys.stderr, json.load(sys.stdin)
 sys.argv = ["vllm"]
@@ -204,7 +204,7 @@ def extracted(package: Package) -> tuple[EngineFlag, ...]:
     """What the installed package says today."""
     script = importlib.util.find_spec("instep.engines.extract_flags").origin
     done = subprocess.run(
-        [sys.executable, script, package, "1"], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-P", script, package, "1"], capture_output=True, text=True, timeout=300, check=True
     )
     rows = json.loads(done.stdout)["flags"]
     return tuple(EngineFlag(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)

@@ -51,13 +51,13 @@ def test_the_engines_own_tokenizer_is_accepted(engine):
 
 
 def test_a_sample_that_is_too_long_for_the_teacher_names_both(engine):
-    with pytest.raises(EngineError, match="the prompt has 1100 tokens") as error:
+    with pytest.raises(EngineError, match="prompt has 1100 tokens|length 1100") as error:
         ServedTeacher(engine.url, 60).log_probs(batch_of([(1000, 100)]))
     assert f"--opd-teacher-url {engine.url}" in error.value.where and error.value.remedy
 
 
 def test_tokens_outside_of_its_vocabulary_are_refused(engine):
-    with pytest.raises(EngineError, match="outside the vocabulary"):
+    with pytest.raises(EngineError, match="out(side the| of) vocabulary"):
         ServedTeacher(engine.url, 60).log_probs(batch_of([(5, 40)], longest=4000))
 
 
