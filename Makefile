@@ -30,7 +30,7 @@ quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
 
-test: venv  ## the tests (about 9 minutes on 4 cores)
+test: venv  ## the tests (a quarter of an hour on 4 cores)
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and not slow and alone' $(TESTS)
 
