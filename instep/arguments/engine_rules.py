@@ -12,7 +12,7 @@ from instep.engines.topology import parse, read
 from instep.errors import ConfigError
 
 # What only vLLM has: giving one of them chooses it.
-_VLLM_ONLY = ("vllm_overrides", "router_overrides", "vllm_config", "prefill_num_servers", "vllm_router_ip")
+_VLLM_ONLY = ("vllm_overrides", "vllm_config", "prefill_num_servers")  # a router stands before embedded engines, too
 
 
 def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:

@@ -130,7 +130,6 @@ WRONG = [
     ("--router-port 3000", "refused", "--vllm-router-ip"),
     ("--router-prefill x", "refused", "use --prefill-num-servers or --vllm-config"),
     ("--vllm-block-size 16 --rollout-backend embedded", "the embedded engine has no such thing", "backend vllm"),
-    ("--router-policy random --rollout-backend embedded", "--router-policy", "use --rollout-backend vllm"),
 ]
 
 
