@@ -63,11 +63,18 @@ class CallQueue:
     """The computing side. When the other process ends, this one does too.
 
     Args:
-        expected: exceptions of the functions that are answers; any other is a fault of ours, and also printed.
+        expected: exceptions of the functions that are answers.
+        failed: names any other, which is a fault of ours, for the caller; its stack is printed here.
     """
 
-    def __init__(self, pipe: Connection, functions: dict[str, Callable[..., Any]], expected: type[Exception]):
-        self._pipe, self._functions, self._expected = pipe, functions, expected
+    def __init__(
+        self,
+        pipe: Connection,
+        functions: dict[str, Callable[..., Any]],
+        expected: type[Exception],
+        failed: Callable[[str], Exception],
+    ):
+        self._pipe, self._functions, self._expected, self._failed = pipe, functions, expected, failed
         self._queue: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="calls", daemon=True).start()
 
@@ -92,7 +99,7 @@ class CallQueue:
                 answer = error
             except Exception as error:  # noqa: BLE001 - a process border: the caller gets it
                 traceback.print_exc()
-                answer = RuntimeError(f"{type(error).__name__}: {error}")
+                answer = self._failed(f"{name} failed: {type(error).__name__}: {error}")
             if number >= 0:
                 self.answer([(number, answer)])
 

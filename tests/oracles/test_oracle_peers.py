@@ -44,17 +44,17 @@ def ours(
     return loss.detach(), x.grad
 
 
-def agree(
+def agreed_gradient(
     batch: list[Response], config: PolicyLossConfig, per_token: bool, peer: Any, constant: int | None = None
-) -> None:
-    """`peer` maps padded log-probs to its loss."""
+) -> float:
+    """The largest entry of the gradient, when it and the loss agree; `peer` maps padded log-probs to its loss."""
     loss, gradient = ours(batch, config, per_token, constant)
     x = peers.padded(batch, "current").requires_grad_()
     theirs = peer(x)
     theirs.backward()
     torch.testing.assert_close(loss, theirs.detach().reshape(()).double(), **CLOSE)
     torch.testing.assert_close(gradient, peers.flat(x.grad, batch), **CLOSE)
-    assert gradient.abs().max() > 1e-3
+    return gradient.abs().max().item()
 
 
 # --- verl -----------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ VERL = {
 )  # verl's SAPO has the per-sample reduction only
 def test_oracle_verl_policy_losses(form: str, per_token: bool, seed: int):
     batch, (config, settings) = data(seed), VERL[form]
-    agree(batch, config, per_token, verl_loss(batch, per_token=per_token, **settings))
+    assert agreed_gradient(batch, config, per_token, verl_loss(batch, per_token=per_token, **settings)) > 1e-3
 
 
 @each_seed
@@ -137,7 +137,7 @@ def test_oracle_verl_importance_weights(level: str, mode: str, bounds: tuple[flo
     config, settings = VERL["gspo"]
     values = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_clip_low": bounds[0], "tis_clip": bounds[1]}
     config = PolicyLossConfig(**{**vars(config), **values})
-    agree(batch, config, False, verl_loss(batch, per_token=False, weights=theirs, **settings))
+    assert agreed_gradient(batch, config, False, verl_loss(batch, per_token=False, weights=theirs, **settings)) > 1e-3
 
 
 @each_seed
@@ -237,7 +237,7 @@ TRL = {
 @pytest.mark.parametrize("form", TRL)
 def test_oracle_trl_policy_losses(form: str, seed: int):
     batch, (config, per_token, settings) = data(seed), TRL[form]
-    agree(batch, config, per_token, trl_loss(batch, **settings))
+    assert agreed_gradient(batch, config, per_token, trl_loss(batch, **settings)) > 1e-3
 
 
 @each_seed
@@ -245,17 +245,30 @@ def test_oracle_dr_grpo_of_trl_and_verl_has_a_constant_length(seed: int):
     """Both harnesses take the longest response of the batch for the constant."""
     batch = data(seed, masked=True)
     longest, config = max(len(r.mask) for r in batch), PolicyLossConfig(eps_clip=0.2)
-    agree(batch, config, False, trl_loss(batch, loss_type="dr_grpo", epsilon=0.2, beta=0.0), longest)
+    assert (
+        agreed_gradient(batch, config, False, trl_loss(batch, loss_type="dr_grpo", epsilon=0.2, beta=0.0), longest)
+        > 1e-3
+    )
     batch = data(seed)  # verl does not count what is fully masked
     longest = max(len(r.mask) for r in batch)
     settings = {"mode": "vanilla", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9}
-    agree(batch, config, False, verl_loss(batch, aggregation="seq-mean-token-sum-norm", **settings), longest)
+    assert (
+        agreed_gradient(
+            batch, config, False, verl_loss(batch, aggregation="seq-mean-token-sum-norm", **settings), longest
+        )
+        > 1e-3
+    )
 
 
 @each_seed
 def test_oracle_trl_counts_a_fully_masked_response_in_the_mean_as_we_do(seed: int):
     batch = data(seed, masked=True)
-    agree(batch, PolicyLossConfig(eps_clip=0.2), False, trl_loss(batch, loss_type="grpo", epsilon=0.2, beta=0.0))
+    assert (
+        agreed_gradient(
+            batch, PolicyLossConfig(eps_clip=0.2), False, trl_loss(batch, loss_type="grpo", epsilon=0.2, beta=0.0)
+        )
+        > 1e-3
+    )
 
 
 @each_seed

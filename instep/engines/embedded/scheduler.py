@@ -24,7 +24,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.paused: str | None = None
-        self.queue = CallQueue(pipe, self.calls(), expected=HttpError)
+        self.queue = CallQueue(pipe, self.calls(), HttpError, partial(HttpError, "InternalServerError"))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The control routes, each of which gets its JSON body, and what else the routes need."""

@@ -32,11 +32,8 @@ class Server:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.routes: dict[str, Handler] = {c: partial(self._control, c) for c in calls if "/" in c}
         self.routes |= {"POST /inference/v1/generate": self.generate, "POST /v1/completions": self.completions}
-        self.routes |= {
-            "POST /v1/chat/completions": self.chat,
-            "GET /v1/models": self.models,
-            "POST /pause": self.pause,
-        }
+        self.routes |= {"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models}
+        self.routes["POST /pause"] = self.pause
 
     async def handle(self, http: web.Request) -> web.Response:
         """Any route: JSON in, JSON out, refusals in vLLM's form."""
@@ -53,7 +50,7 @@ class Server:
             refusal = HttpError("BadRequestError", f"the body is no JSON object: {error}")
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
-        status = protocol.STATUS[refusal.kind]
+        status = protocol.STATUS.get(refusal.kind, 500)
         error_body = {"message": str(refusal), "type": refusal.kind, "code": status, "tensor": refusal.tensor}
         return web.json_response({"error": error_body}, status=status)
 
