@@ -24,6 +24,7 @@ from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess
 WEIGHT_TRANSFER = "instep_shm"  # the plugin's name for its weight-transfer engine
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
+COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
 def start_vllm(
@@ -94,6 +95,11 @@ def launch_flags(args: Any, version: str) -> list[str]:
         flags += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
+    if args.device == "cuda":
+        if args.colocate:  # vLLM's own default is 0.9 of a GPU that it has for itself
+            flags += default("gpu_memory_utilization", "--gpu-memory-utilization", str(COLOCATED_FRACTION))
+        if engine_dtype(args) == "float32":  # the Triton backend, vLLM's choice, multiplies in TF32: 1e-3 off
+            flags += default("attention_backend", "--attention-backend", "FLEX_ATTENTION")
     if args.device == "cpu":
         flags += default("enforce_eager", "--enforce-eager")
         flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))

@@ -35,6 +35,8 @@ needs_vllm = pytest.mark.skipif(
 )
 ENGINE_KINDS = {"embedded": [], "vllm": [needs_vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
+VLLM_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the oracle of log-probs stays on the CPU
+TOLERANCE = 1e-5  # of log-probs in float32
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -95,8 +97,9 @@ def vllm_args(model: Path) -> Any:
     """What `start_vllm` reads of a run's arguments."""
     return SimpleNamespace(
         hf_checkpoint=str(model),
-        device="cpu",
+        device=VLLM_DEVICE,
         precision="fp32",
+        colocate=False,
         seed=0,
         deterministic_mode=False,
         heartbeat_timeout=60.0,
@@ -104,7 +107,10 @@ def vllm_args(model: Path) -> Any:
         vllm_dtype="auto",
         vllm_max_model_len=MAX_MODEL_LEN,
         vllm_max_num_seqs=64,
-        vllm_overrides={"kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)]},
+        vllm_overrides={
+            "kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)],
+            **({"gpu_memory_utilization": ["--gpu-memory-utilization", "0.05"]} if VLLM_DEVICE == "cuda" else {}),
+        },
     )
 
 
