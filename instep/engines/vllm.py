@@ -95,11 +95,8 @@ def launch_flags(args: Any, version: str) -> list[str]:
         flags += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    if args.device == "cuda":
-        if args.colocate:  # vLLM's own default is 0.9 of a GPU that it has for itself
-            flags += default("gpu_memory_utilization", "--gpu-memory-utilization", str(COLOCATED_FRACTION))
-        if engine_dtype(args) == "float32":  # the Triton backend, vLLM's choice, multiplies in TF32: 1e-3 off
-            flags += default("attention_backend", "--attention-backend", "FLEX_ATTENTION")
+    if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+        flags += default("gpu_memory_utilization", "--gpu-memory-utilization", str(COLOCATED_FRACTION))
     if args.device == "cpu":
         flags += default("enforce_eager", "--enforce-eager")
         flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
@@ -126,4 +123,6 @@ def vllm_env(args: Any, num_threads: int) -> dict[str, str]:
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }
+    elif engine_dtype(args) == "float32":
+        env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
