@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
 from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env, vllm_flags
+from instep.rollout.client import FINAL_ONLY
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
@@ -171,9 +172,13 @@ class Engine:
 
     def generate(self, token_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
         """The first choice of `/inference/v1/generate`."""
-        return self.ok("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling_params})[
-            "choices"
-        ][0]
+        (choice,) = self.choices(token_ids, **sampling_params)
+        return choice
+
+    def choices(self, token_ids: list[int], **sampling_params: Any) -> list[dict[str, Any]]:
+        """All of them, asked for as the client does."""
+        body = {"token_ids": token_ids, "sampling_params": {"output_kind": FINAL_ONLY, **sampling_params}}
+        return self.ok("/inference/v1/generate", body)["choices"]
 
     def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
         return self.pool.submit(self.generate, token_ids, **sampling_params)

@@ -120,9 +120,9 @@ def test_tokens_follow_the_distribution(engine: Engine) -> None:
     probs = oracle(engine, PROMPT)[-1].softmax(-1)
     counts = torch.zeros_like(probs)
     for start in range(0, 1024, 64):
-        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "n": 64, "seed": 1000 + start}}
-        for choice in engine.ok("/inference/v1/generate", body)["choices"]:
+        for choice in engine.choices(PROMPT, max_tokens=1, n=64, seed=1000 + start):
             counts[choice["token_ids"][0]] += 1
+    assert counts.sum() == 1024
     likely = probs * 1024 > 5
     want, got = probs[likely] * 1024, counts[likely]
     degrees = int(likely.sum())
@@ -133,14 +133,13 @@ def test_tokens_follow_the_distribution(engine: Engine) -> None:
 
 
 def test_eos_is_kept_and_default_length_fills_the_context(engine: Engine) -> None:
-    body = {"token_ids": PROMPT, "sampling_params": {"n": 32, "seed": 1, "temperature": 1.5}}
-    reply = engine.ok("/inference/v1/generate", body)
-    stopped = [c for c in reply["choices"] if c["finish_reason"] == "stop"]
+    choices = engine.choices(PROMPT, n=32, seed=1, temperature=1.5)
+    stopped = [c for c in choices if c["finish_reason"] == "stop"]
     assert stopped
     for choice in stopped:
         assert choice["token_ids"].index(EOS) == len(choice["token_ids"]) - 1
         assert ending(engine, choice, None)
-    for choice in reply["choices"]:
+    for choice in choices:
         if choice["finish_reason"] == "length":
             assert len(choice["token_ids"]) == MAX_MODEL_LEN - len(PROMPT) and EOS not in choice["token_ids"]
 
@@ -192,11 +191,10 @@ def test_min_tokens(engine: Engine) -> None:
 
 
 def test_n_responses_of_one_prompt(engine: Engine) -> None:
-    body = {"token_ids": PROMPT, "sampling_params": {"n": 6, "max_tokens": 20, "seed": 9}}
-    first, second = (engine.ok("/inference/v1/generate", body) for _ in range(2))
-    tokens = [c["token_ids"] for c in first["choices"]]
-    assert [c["index"] for c in first["choices"]] == list(range(6)) and len(set(map(tuple, tokens))) == 6
-    assert tokens == [c["token_ids"] for c in second["choices"]]
+    first, second = (engine.choices(PROMPT, n=6, max_tokens=20, seed=9) for _ in range(2))
+    tokens = [c["token_ids"] for c in first]
+    assert [c["index"] for c in first] == list(range(6)) and len(set(map(tuple, tokens))) == 6
+    assert tokens == [c["token_ids"] for c in second]
     alone = [engine.generate(PROMPT, max_tokens=20, seed=9 + i)["token_ids"] for i in range(6)]
     assert tokens == alone  # what the client relies on when it asks for a group at once
 
