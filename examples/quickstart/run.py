@@ -43,7 +43,10 @@ def settings(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
     parser.add_argument("--grpo-flags", default="", help="more flags for GRPO, such as '--vllm-max-num-seqs 64'")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and args.num_engines > 1:
+        parser.error("--device cuda: the trainer and one engine share a GPU")
+    return args
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from instep.engines.embedded.sampling import uniforms
+from instep.rollout.tokens import stop_string
 from tests.engines.conftest import (
     MAX_MODEL_LEN,
     TOLERANCE,
@@ -171,6 +172,8 @@ def test_stop_strings_stay_in_the_tokens_and_leave_the_text(engine: Engine) -> N
     kept = choice["token_ids"]
     assert ending(engine, choice, stop)
     assert kept == free[: len(kept)] and stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
+    texts = tokenizer.decode(kept), tokenizer.decode(kept[:-1])
+    assert stop_string(*texts, [stop, "never to be seen"]) == stop  # as the client finds it where the engine is silent
     body = {"prompt": PROMPT, "stop": stop, "return_token_ids": True, **params}
     completion = engine.ok("/v1/completions", body)["choices"][0]
     assert completion["token_ids"] == kept
