@@ -64,9 +64,30 @@ def learning() -> str:
     return measured(found, how) + "\n\n" + table(*rows)
 
 
+def bf16_gap() -> str:
+    rows = [["device, vLLM", "model", "syncs", "tokens", "mean gap after them", "loaded from disk", "ratio"]]
+    for device in ("cuda", "cpu"):
+        found = result(f"bf16-gap-{device}")
+        h = found["headline"]
+        gaps = [f"{h[key]:.2e}" for key in ("gap_mean_after_syncs", "gap_mean_loaded_from_disk")]
+        where = f"{found['device'].partition(',')[0]}, {found['versions']['vllm']}"
+        rows.append(
+            [
+                where,
+                found["workload"]["model"],
+                str(h["num_syncs"]),
+                f"{h['num_tokens']:,}",
+                *gaps,
+                f"{h['gap_ratio']:.4f}",
+            ]
+        )
+    return table(*rows)
+
+
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
+    "docs/engines.md": [bf16_gap],
 }
 
 

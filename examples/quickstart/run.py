@@ -32,11 +32,21 @@ def settings(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cluster", choices=("local", "ray"), default="local", help="what starts the processes")
-    parser.add_argument("--rollout-backend", choices=("embedded", "vllm"), default="embedded", help="what generates")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on a GPU")
+    parser.add_argument(
+        "--rollout-backend",
+        choices=("auto", "embedded", "vllm"),
+        default="embedded",
+        help="what generates; auto: vllm beside a GPU",
+    )
     parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
-    return parser.parse_args(argv)
+    parser.add_argument("--grpo-flags", default="", help="more flags for GRPO, such as '--vllm-max-num-seqs 64'")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and args.num_engines > 1:
+        parser.error("--device cuda: the trainer and one engine share a GPU")
+    return args
 
 
 def main() -> int:
@@ -57,7 +67,7 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     out, task = args.out, args.out / "task"
     instep = [sys.executable, "-m", "instep.cli"]
     common = ["--train-backend", args.backend, "--device", args.device, "--seed", str(args.seed)]
-    common += ["--cluster", args.cluster]
+    common += ["--cluster", args.cluster, "--precision", args.precision]
     common += ["--actor-num-gpus-per-node", "1", "--rollout-seed", str(args.seed)]
     common += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
     common += ADAM
@@ -68,7 +78,8 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     grpo = ["train", "--hf-checkpoint", out / "sft" / "hf", "--prompt-data", task / "train.jsonl"]
     grpo += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
     grpo += ["--eval-prompt-data", "held-out", task / "eval.jsonl", *GRPO]
-    grpo += ["--rollout-backend", args.rollout_backend, "--rollout-num-gpus", args.num_engines, "--use-tensorboard"]
+    grpo += ["--rollout-backend", args.rollout_backend, "--use-tensorboard", *shlex.split(args.grpo_flags)]
+    grpo += ["--colocate"] if args.device == "cuda" else ["--rollout-num-gpus", args.num_engines]  # one GPU for both
     grpo += ["--run-dir", out, "--save-hf", out / "hf", *common]
     return [
         (

@@ -5,6 +5,8 @@ What an engine lacks is done another, stated way, or refused:
 - `version_spans`: answers say under which weights each token was made. Without (vLLM 0.26) the client writes the
   version down, which is exact because no request is under way when it changes (`rollout/admission.py`); `keep`, which
   mixes versions in an answer, is refused.
+- `stop_reasons`: answers say which stop token or string ended a response. Without (vLLM 0.26) the client finds the stop
+  string that the last token completed (`rollout/tokens.py`).
 - `digests`: `/weight_checker` digests every weight under its Hugging Face name. vLLM's own covers neither those names
   nor packed weights; there a failed proof names no tensors.
 - `strict_requests`: a parameter that it does not know is an error. vLLM passes over it, so the client checks the names.
@@ -27,6 +29,7 @@ class Capabilities:
     kind: str
     version: str = ""
     version_spans: bool = True
+    stop_reasons: bool = True
     digests: bool = False
     strict_requests: bool = False
     serves_nothing_unproven: bool = False
@@ -63,7 +66,8 @@ def of_vllm(version: str) -> Capabilities:
             where="--rollout-backend vllm",
             remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
         )
-    return Capabilities("vllm", version, version_spans=number >= (0, 32))
+    told = number >= (0, 32)
+    return Capabilities("vllm", version, version_spans=told, stop_reasons=told)
 
 
 def release(version: str) -> tuple[int, int]:

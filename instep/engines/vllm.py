@@ -24,6 +24,7 @@ from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess
 WEIGHT_TRANSFER = "instep_shm"  # the plugin's name for its weight-transfer engine
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
+COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
 def start_vllm(
@@ -94,6 +95,8 @@ def launch_flags(args: Any, version: str) -> list[str]:
         flags += ["--max-model-len", str(args.vllm_max_model_len)]
     if args.vllm_max_num_seqs:
         flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
+    if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+        flags += default("gpu_memory_utilization", "--gpu-memory-utilization", str(COLOCATED_FRACTION))
     if args.device == "cpu":
         flags += default("enforce_eager", "--enforce-eager")
         flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
@@ -120,4 +123,6 @@ def vllm_env(args: Any, num_threads: int) -> dict[str, str]:
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }
+    elif engine_dtype(args) == "float32":
+        env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})

@@ -14,6 +14,7 @@ from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
+FINAL_ONLY = 2  # vLLM's `output_kind`: only the whole responses matter; 0.26 loses all but one of n without it
 MAX_RETRIES = 8  # 23 seconds, where other engines can take over what was on a dead one
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -115,9 +116,8 @@ async def complete_n(
         EngineError: refused, unreachable, or an answer whose parts do not fit each other.
     """
     payload: dict[str, Any] = {"model": model, "token_ids": list(token_ids)}
-    payload["sampling_params"] = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), **sampling_params}
-    if n > 1:
-        payload["sampling_params"]["n"] = n
+    own = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), "output_kind": FINAL_ONLY}
+    payload["sampling_params"] = own | sampling_params | ({"n": n} if n > 1 else {})
     headers = {SESSION_HEADER: session} if session else None
     async with admission.admitted():
         answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)

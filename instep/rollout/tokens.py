@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -81,6 +82,18 @@ async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str
     if len(ids) <= MAX_TOKENS_INLINE:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
+
+
+def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:
+    """Which of `stops` the last token of a response completed, for an engine that does not say.
+
+    Args:
+        text: of the whole response; `before_last`: of all its tokens but the last.
+    """
+    for stop in [stops] if isinstance(stops, str) else stops:
+        if (at := text.rfind(stop)) >= 0 and at + len(stop) > len(before_last):
+            return stop
+    return None
 
 
 def trim_stop(text: str, stop: str, start: int = 0) -> str:

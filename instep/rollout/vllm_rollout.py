@@ -15,7 +15,7 @@ from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import FilterOutput, as_filter_output
 from instep.rollout.outputs import flatten
-from instep.rollout.tokens import decode, prompt_ids, trim_stop
+from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
@@ -97,7 +97,11 @@ async def _append(args: Any, group: Group, params: dict[str, Any]) -> None:
         if sample.response_length:
             ids = sample.tokens[-sample.response_length :]
             sample.response = await decode(args, ids, skip_special_tokens=skip)
-            if isinstance(stop := out.stop_reason, str):
+            stop = out.stop_reason
+            if stop is None and params.get("stop") and out.finish_reason == "stop":
+                before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
+                stop = stop_string(sample.response, before_last, params["stop"])
+            if isinstance(stop, str):
                 former = await decode(args, ids[:before], skip_special_tokens=skip)
                 sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
 

@@ -34,7 +34,8 @@ async def reward(args: Any, sample: Any) -> float:
 def _process_at(url: str) -> psutil.Process:
     """The engine's own process, or, where KILL_CORE is set, the one of vLLM that computes."""
     port = str(urlsplit(url).port)
-    for process in psutil.Process(os.getpid()).children():
+    family = psutil.Process(os.getpid())
+    for process in [*family.children(), *family.parent().children()]:  # an engine that the test runs is a sibling
         words = process.cmdline()
         if "--port" in words and words[words.index("--port") + 1] == port:
             if os.environ.get("KILL_CORE"):

@@ -10,10 +10,12 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from instep.arguments import parse
 from instep.engines.launch import start_embedded
 from instep.engines.router import start_router
+from instep.engines.vllm import start_vllm
 from instep.rollout import runtime
 from instep.rollout.client import GENERATE, complete
 from tests.assets import make_checkpoint
@@ -48,6 +50,11 @@ def kill_one(tiny, run_dir, backend, **env):
     done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "engine 1 died" in done.stdout and "engine 1 serves again" in done.stdout, done.stdout[-4000:]
+    return nothing_lost(run_dir)
+
+
+def nothing_lost(run_dir):
+    """The steps of a run whose ledger lacks no group, and whose log-probs agree."""
     ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
     assert ledger["num_consumed"] == 4 * NUM_ROLLOUT and not ledger["dropped"], ledger
     steps = steps_of(run_dir)
@@ -90,6 +97,41 @@ def test_vllm_and_the_trainer_agree(small, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     steps = steps_of(tmp_path)
     assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
+    """Two engines on the CPU, or on one GPU with a part of its memory each; the test starts the killed one again."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = two_engines(small, tmp_path, "vllm", "--device", device, "--precision", "fp32")
+    part = ["--vllm-gpu-memory-utilization", "0.1"] if device == "cuda" else []
+    args = parse([*given[1:], *part, "--vllm-kv-cache-memory-bytes", str(128 << 20)], "train")
+    logs = tmp_path / "theirs"
+    engines = [start_vllm(args, i, num_threads=1, log_dir=logs) for i in range(2)]
+    try:
+        for engine in engines:
+            engine.wait_ready(240)
+        hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
+        at = given.index("--rollout-num-gpus")
+        command = [sys.executable, "-m", "instep.cli", *given[:at], *given[at + 2 :], *hooks]
+        command += ["--rollout-external-engine-addrs", *(e.url.removeprefix("http://") for e in engines)]
+        with open(tmp_path / "out.txt", "w") as out:
+            process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 480
+        while process.poll() is None and time.monotonic() < deadline:
+            if not engines[1].process.alive():
+                port = int(engines[1].url.rpartition(":")[2])
+                engines[1] = start_vllm(args, 1, num_threads=1, log_dir=logs, port=port)
+            time.sleep(0.2)
+        process.kill()
+    finally:
+        for engine in engines:
+            engine.stop()
+    said = (tmp_path / "out.txt").read_text()
+    assert process.wait() == 0 and "engine 1 serves again" in said, said[-4000:]
+    steps = nothing_lost(tmp_path)
+    assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
 @needs_router

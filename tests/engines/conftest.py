@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
 from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env, vllm_flags
+from instep.rollout.client import FINAL_ONLY
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
@@ -35,6 +36,8 @@ needs_vllm = pytest.mark.skipif(
 )
 ENGINE_KINDS = {"embedded": [], "vllm": [needs_vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
+VLLM_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the oracle of log-probs stays on the CPU
+TOLERANCE = 1e-5  # of log-probs in float32
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -95,8 +98,9 @@ def vllm_args(model: Path) -> Any:
     """What `start_vllm` reads of a run's arguments."""
     return SimpleNamespace(
         hf_checkpoint=str(model),
-        device="cpu",
+        device=VLLM_DEVICE,
         precision="fp32",
+        colocate=False,
         seed=0,
         deterministic_mode=False,
         heartbeat_timeout=60.0,
@@ -104,7 +108,10 @@ def vllm_args(model: Path) -> Any:
         vllm_dtype="auto",
         vllm_max_model_len=MAX_MODEL_LEN,
         vllm_max_num_seqs=64,
-        vllm_overrides={"kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)]},
+        vllm_overrides={
+            "kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)],
+            **({"gpu_memory_utilization": ["--gpu-memory-utilization", "0.05"]} if VLLM_DEVICE == "cuda" else {}),
+        },
     )
 
 
@@ -165,9 +172,13 @@ class Engine:
 
     def generate(self, token_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
         """The first choice of `/inference/v1/generate`."""
-        return self.ok("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling_params})[
-            "choices"
-        ][0]
+        (choice,) = self.choices(token_ids, **sampling_params)
+        return choice
+
+    def choices(self, token_ids: list[int], **sampling_params: Any) -> list[dict[str, Any]]:
+        """All of them, asked for as the client does."""
+        body = {"token_ids": token_ids, "sampling_params": {"output_kind": FINAL_ONLY, **sampling_params}}
+        return self.ok("/inference/v1/generate", body)["choices"]
 
     def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
         return self.pool.submit(self.generate, token_ids, **sampling_params)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from instep.engines.vllm import start_vllm
-from tests.engines.conftest import Engine, make_checkpoint, needs_vllm, vllm_args
+from tests.engines.conftest import TOLERANCE, Engine, make_checkpoint, needs_vllm, vllm_args
 from tests.engines.test_weights import PROMPT, Q1, disk_session, flip, gap, log_probs, perturbed, session
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -22,17 +22,17 @@ def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
     try:
         started.wait_ready(240)
         engine = Engine("vllm", started.url, tmp_path / "model", hf, None)
-        assert gap(engine.prompt_log_probs(PROMPT), log_probs(hf, PROMPT)) < 1e-5
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(hf, PROMPT)) < TOLERANCE
         new = perturbed(hf)
         assert session(engine, new, tmp_path / "bucket", "1") is None
-        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < TOLERANCE
         refusal = session(engine, new, tmp_path / "bucket", "2", flip)
         assert refusal is not None and refusal.tensor == Q1
         other = perturbed(hf, seed=5)
         assert session(engine, other, tmp_path / "bucket", "3") is None
-        assert gap(engine.prompt_log_probs(PROMPT), log_probs(other, PROMPT)) < 1e-5
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(other, PROMPT)) < TOLERANCE
         new.save_pretrained(tmp_path / "hf")
         disk_session(engine, tmp_path / "hf", "4")
-        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < 1e-5
+        assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < TOLERANCE
     finally:
         started.stop()

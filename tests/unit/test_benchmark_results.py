@@ -60,11 +60,20 @@ def test_the_docs_quote_them():
     assert RESULT["device"] in docs and RESULT["date"] in docs
 
 
-@pytest.mark.parametrize("path", ["docs/benchmarks.md", "docs/algorithms.md"])
+@pytest.mark.parametrize("path", ["docs/benchmarks.md", "docs/algorithms.md", "docs/engines.md"])
 def test_tables_of_results_are_up_to_date(path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     document = importlib.import_module("document")
     assert (ROOT / path).read_text() == document.documented(path), "run python benchmarks/document.py"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_in_bf16_syncs_widen_no_gap(device):
+    found = json.loads((ROOT / "benchmarks" / "results" / f"bf16-gap-{device}.json").read_text())
+    headline = found["headline"]
+    ratio = headline["gap_mean_after_syncs"] / headline["gap_mean_loaded_from_disk"]
+    assert found["device"] and headline["gap_ratio"] == pytest.approx(ratio) and ratio <= 1.2
+    assert headline["num_syncs"] == found["workload"]["steps"] + 1 == len(found["rows"]) + 1
 
 
 def test_every_algorithm_learnt():

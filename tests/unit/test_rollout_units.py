@@ -22,7 +22,7 @@ from instep.rollout.client import complete, get_model_url, to_vllm
 from instep.rollout.execute import sampling_seed
 from instep.rollout.filters import as_filter_output, check_reward_nonzero_std
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.tokens import trim_stop
+from instep.rollout.tokens import stop_string, trim_stop
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
 from tests.assets import make_checkpoint
 
@@ -312,6 +312,14 @@ def test_stop_strings_are_trimmed_at_their_first_place() -> None:
     assert trim_stop("abc", "x") == "abc"
     assert trim_stop("a END b END c", "END", 6) == "a END b "
     assert trim_stop("END", "END", -3) == ""
+
+
+def test_the_stop_string_that_the_last_token_completed() -> None:
+    assert stop_string("a END", "a EN", ["x", "END"]) == "END"
+    assert stop_string("a END.", "a E", "END") == "END"  # a token may end beyond it
+    assert stop_string("a END b", "a END", ["END"]) is None  # one that min_tokens passed over
+    assert stop_string("a END", "a END", ["END"]) is None  # the end-of-sequence token, which has no text
+    assert stop_string("a", "", ["x"]) is None
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------

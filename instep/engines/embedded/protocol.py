@@ -55,6 +55,7 @@ _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_token
 # vLLM's parameters that change nothing at this value or null; any other value is refused.
 _NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0)
 _NEUTRAL |= dict(stream=False, echo=False, include_stop_str_in_output=False, spaces_between_special_tokens=True)
+_NEUTRAL |= dict(output_kind=2)  # whole responses, which is what it answers with
 _NEUTRAL |= dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "user"))
 
 

@@ -1,0 +1,31 @@
+"""What instep adds to the command line and the environment of vLLM, by device."""
+
+import pytest
+
+from instep.arguments import parse
+from instep.engines.vllm import launch_flags, vllm_env
+
+
+def resolved(device, precision, *more):
+    words = ["--hf-checkpoint", "MODEL", "--actor-num-gpus-per-node", "1", "--rollout-backend", "vllm"]
+    return parse([*words, "--device", device, "--precision", precision, *more], "plan")
+
+
+def fraction(args):
+    words = launch_flags(args, "0.26.0")
+    return words[words.index("--gpu-memory-utilization") + 1] if "--gpu-memory-utilization" in words else None
+
+
+def test_a_gpu_that_is_shared_with_the_trainer_is_not_taken_whole():
+    assert fraction(resolved("cuda", "bf16", "--colocate")) == "0.4"
+    assert fraction(resolved("cuda", "bf16")) is None  # vLLM's own default
+    assert (
+        fraction(resolved("cuda", "bf16", "--colocate", "--vllm-gpu-memory-utilization", "0.2")) is None
+    )  # the user's
+    assert fraction(resolved("cpu", "bf16", "--colocate")) is None
+
+
+@pytest.mark.parametrize(("precision", "value"), [("fp32", "ieee"), ("bf16", None)])
+def test_float32_on_a_gpu_is_float32(precision, value):
+    assert vllm_env(resolved("cuda", precision), 1).get("TRITON_F32_DEFAULT") == value
+    assert "TRITON_F32_DEFAULT" not in vllm_env(resolved("cpu", precision), 1)
