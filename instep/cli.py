@@ -1,4 +1,4 @@
-"""`instep train | sft | dpo | serve | plan | report ...`. Imports nothing heavy before a command line has been found right."""
+"""`instep train | sft | serve | plan ...`. Imports nothing heavy before a command line has been found right."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ _INTRO = {
     "sft": "Supervised fine-tuning through the same trainer; needs no engine. --rollout-batch-size counts samples.",
     "dpo": "Direct preference optimization of pairs (prompt, chosen, rejected) through the same trainer; needs no "
     "engine. Batch sizes count pairs; the reference is --ref-load, by default --hf-checkpoint.",
-    "serve": "Serve a checkpoint as a run would, without a trainer: engines, behind a router where there are several or\n"
-    "vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/inference/v1/generate). Prints the address\n"
-    "when it is ready, starts an engine that dies anew, and ends with Ctrl-C or SIGTERM, exit code 0. Logs and nothing\n"
-    "else are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine engines are started; on a CPU\n"
-    "these count processes.",
+    "serve": """Serve a checkpoint as a run would, without a trainer: engines, behind a router where there are several
+or vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/inference/v1/generate). The address is printed
+when it is ready; an engine that dies is started anew; Ctrl-C and SIGTERM end it, with exit code 0. Logs, and nothing
+else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine engines are started; on a CPU these
+count processes.""",
 }
 _SEEDS = {
     "V": "vime's guide",
