@@ -89,7 +89,9 @@ class LocalCluster:
 
     def _start_engine(self, index: int, port: int | None) -> Engine:
         args = self._args
-        threads = max(1, args.num_threads // args.rollout_num_engines)
+        # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
+        cores = args.num_threads - (args.num_threads > 2)
+        threads = max(1, cores // args.rollout_num_engines)
         env = self._devices(index) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
         return start_engine(args, index, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
