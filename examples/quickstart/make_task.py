@@ -119,9 +119,7 @@ def demonstration(task: Task, problem: list[Any], rng: random.Random) -> tuple[s
     return writer, worked(task, problem, lambda: task.guess(rng) if rng.random() < slip_rate else None)
 
 
-def train_tokenizer(
-    texts: Iterable[str], pieces: str = PIECES, vocab_size: int = 384
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], pieces: str = PIECES, vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """A byte-level BPE (any text can be written) with ChatML as its template; `<|im_end|>` ends a turn."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

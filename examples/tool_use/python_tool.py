@@ -2,9 +2,9 @@
 
     --custom-generate-function-path python_tool.generate     (with this folder on PYTHONPATH)
 
-The model ends a turn with `<python>EXPRESSION</python>`; a process of its own evaluates it, and what it says becomes the
-next message, `tool`. The tokens of the tool are not trained on. Nothing is tokenized twice: what the engine has sampled
-is what the next turn begins with, and what the trainer sees.
+The model ends a turn with `<python>EXPRESSION</python>`; a process of its own evaluates it, and what it says becomes
+the next message, `tool`. The tokens of the tool are not trained on. Nothing is tokenized twice: what the engine has
+sampled is what the next turn begins with, and what the trainer sees.
 """
 
 from __future__ import annotations
@@ -43,26 +43,20 @@ _slots = asyncio.Semaphore(num_usable_cpus())
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Turns until one asks for nothing. `max_new_tokens` bounds all of them together with the tool's answers."""
-    for _ in range(MAX_TURNS):
+    tokenizer = tokenizer_of(args)
+    while True:
         # instep's own: it goes on after the tokens that are there, on the engine that has them in its cache.
         await generate_turn(args, sample, sampling_params)
         if sample.status is not Status.COMPLETED:
             return sample  # out of tokens; or aborted, to be continued here in the next rollout
-        call = CALL.search(last_turn(args, sample))
-        if call is None:
+        turns = sample.metadata.get("turns", [0])  # where each begins in the response; read after an abort, too
+        text = tokenizer.decode(sample.tokens[sample.prompt_length + turns[-1] :], skip_special_tokens=True)
+        call = CALL.search(text)
+        if call is None or len(turns) == MAX_TURNS:
             return sample
         answer = await evaluate(call[1])
         sample.append_response_tokens(next_turn_ids(args, [{"role": "tool", "content": answer}]), trainable=False)
-    sample.status = Status.TRUNCATED
-    return sample
-
-
-def last_turn(args: Any, sample: Sample) -> str:
-    """What the model has written since the tool's last answer."""
-    mask = sample.loss_mask or [1] * sample.response_length
-    start = max((i + 1 for i, trained in enumerate(mask) if not trained), default=0)
-    ids = sample.tokens[sample.prompt_length + start :]
-    return str(tokenizer_of(args).decode(ids, skip_special_tokens=True))
+        sample.metadata = {**sample.metadata, "turns": [*turns, sample.response_length]}
 
 
 async def evaluate(expression: str) -> str:

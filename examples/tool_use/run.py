@@ -19,8 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-SFT = "--rollout-batch-size 1280 --global-batch-size 32 --rollout-shuffle --calculate-per-token-loss --lr 2e-3 --min-lr 1e-4"
+SFT = "--rollout-batch-size 1280 --global-batch-size 32 --rollout-shuffle --calculate-per-token-loss --lr 3e-3"
+SFT += " --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05"
 GRPO = "--n-samples-per-prompt 8 --rollout-shuffle --rollout-max-response-len 96 --eval-interval 100 --lr 5e-4"
+GRPO += " --lr-decay-style constant --lr-warmup-iters 3"
+COMMON = "--use-dynamic-batch-size --max-tokens-per-gpu 8192 --weight-decay 0 --adam-beta2 0.98"
 console = Console(highlight=False)
 
 
@@ -32,10 +35,11 @@ def main() -> int:
     parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
-    parser.add_argument("--num-sft", type=int, default=8, help="rounds of 1280 demonstrations")
-    parser.add_argument("--num-rollout", type=int, default=15, help="steps of GRPO")
+    parser.add_argument("--num-sft", type=int, default=10, help="rounds of 1280 demonstrations")
+    parser.add_argument("--num-rollout", type=int, default=20, help="steps of GRPO")
     parser.add_argument("--rollout-batch-size", type=int, default=32, help="prompts of a step, with 8 samples each")
-    parser.add_argument("--max-items", type=int, default=3, help="items of the longest bill")
+    parser.add_argument("--num-eval", type=int, default=256, help="held-out prompts")
+    parser.add_argument("--num-terms", type=int, default=3, help="numbers of a problem")
     args = parser.parse_args()
     started = time.monotonic()
     path = os.pathsep.join(filter(None, [str(HERE.absolute()), os.environ.get("PYTHONPATH")]))  # for python_tool
@@ -61,21 +65,21 @@ def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     instep = [sys.executable, "-m", "instep.cli"]
     common = ["--train-backend", args.backend, "--device", "cpu", "--seed", str(args.seed)]
     common += ["--actor-num-gpus-per-node", "1", "--rollout-seed", str(args.seed)]
-    common += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192", "--weight-decay", "0", "--adam-beta2", "0.98"]
+    common += COMMON.split()
     if args.num_threads:
         common += ["--num-threads", str(args.num_threads)]
-    make = [sys.executable, str(HERE / "make_bills_task.py"), "--out", task, "--seed", args.seed]
-    make += ["--num-sft", 1280 * args.num_sft, "--max-items", args.max_items]
+    make = [sys.executable, str(HERE / "make_sums_task.py"), "--out", task, "--seed", args.seed]
+    make += ["--num-sft", 1280 * args.num_sft, "--num-eval", args.num_eval, "--num-terms", args.num_terms]
     sft = ["sft", "--hf-checkpoint", task / "hf", "--prompt-data", task / "sft.jsonl", "--input-key", "messages"]
-    sft += [*SFT.split(), "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.05", "--num-rollout", args.num_sft]
+    sft += [*SFT.split(), "--num-rollout", args.num_sft]
     sft += ["--run-dir", out / "sft", "--save-hf", out / "sft" / "hf", *common]
     grpo = ["train", "--hf-checkpoint", out / "sft" / "hf", "--prompt-data", task / "train.jsonl"]
     grpo += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
     grpo += ["--custom-generate-function-path", "python_tool.generate"]
     grpo += ["--eval-prompt-data", "held-out", task / "eval.jsonl", *GRPO.split()]
-    grpo += ["--lr-decay-style", "constant", "--lr-warmup-iters", 3, "--num-rollout", args.num_rollout]
-    grpo += ["--rollout-batch-size", args.rollout_batch_size, "--rollout-backend", args.rollout_backend]
-    grpo += ["--rollout-num-gpus", args.num_engines, "--run-dir", out, "--save-hf", out / "hf", *common]
+    grpo += ["--num-rollout", args.num_rollout, "--rollout-batch-size", args.rollout_batch_size]
+    grpo += ["--rollout-backend", args.rollout_backend, "--rollout-num-gpus", args.num_engines]
+    grpo += ["--run-dir", out, "--save-hf", out / "hf", *common]
     return [
         ("1/3  a tiny model and a task", [*map(str, make)]),
         ("2/3  supervised fine-tuning on uneven demonstrations", [*instep, *map(str, sft)]),

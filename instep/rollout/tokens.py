@@ -61,10 +61,10 @@ def _encode(path: str, text: str) -> tuple[int, ...]:
 
 
 def next_turn_ids(args: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids of what stands between two turns of the model: `messages` (a tool's answer, a user's words) and what the
-    chat template writes around them, from behind the end-of-turn token that the model has sampled to where its next turn
-    begins. `sample.append_response_tokens(ids, trainable=False)` makes the next prompt of them, and nothing is tokenized
-    again. Names of special tokens in a content are left out: they would become these tokens.
+    """Token ids of what stands between two turns of the model: `messages` (a tool's answer, a user's words) and what
+    the chat template writes around them, from behind the end-of-turn token that the model has sampled to where its
+    next turn begins. `sample.append_response_tokens(ids, trainable=False)` makes the next prompt of them, and nothing
+    is tokenized again. Names of special tokens in a content are left out: they would become these tokens.
 
     Raises:
         DataError: the template refuses the messages, or ends a turn with no special token.
