@@ -1,8 +1,8 @@
 """The task of the tool-use example: sums that the model cannot do by itself, with demonstrations by uneven writers.
 
-A problem is "Compute 47*86-12". A careful writer asks Python, `<python>47*86-12</python>`, reads the answer, a message of
-the tool, and writes `\\boxed{4030}`; a sloppy one asks for something else; a hasty one writes `\\boxed{57}` at once, out
-of the air. Imitating them all gives their mixture. Reinforcement learning finds out that asking pays.
+A problem is "Compute 47*86-12". A careful writer asks Python, `<python>47*86-12</python>`, reads the answer, a message
+of the tool, and writes `\\boxed{4030}`; a sloppy one asks for something else; a hasty one writes `\\boxed{57}` at
+once, out of the air. Imitating them all gives their mixture. Reinforcement learning finds out that asking pays.
 
     python examples/tool_use/make_sums_task.py --out DIR --seed S
 
