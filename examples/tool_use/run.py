@@ -27,7 +27,7 @@ COMMON = "--use-dynamic-batch-size --max-tokens-per-gpu 8192 --weight-decay 0 --
 console = Console(highlight=False)
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tool-use"), help="everything is written below it")
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
@@ -40,7 +40,11 @@ def main() -> int:
     parser.add_argument("--rollout-batch-size", type=int, default=32, help="prompts of a step, with 8 samples each")
     parser.add_argument("--num-eval", type=int, default=256, help="held-out prompts")
     parser.add_argument("--num-terms", type=int, default=3, help="numbers of a problem")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = arguments().parse_args()
     started = time.monotonic()
     path = os.pathsep.join(filter(None, [str(HERE.absolute()), os.environ.get("PYTHONPATH")]))  # for python_tool
     for title, command in stages(args):
