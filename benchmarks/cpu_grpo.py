@@ -68,10 +68,8 @@ def main() -> None:
         scratch = Path(folder)
         if args.quickstart is None:
             args.quickstart = scratch / "quickstart"
-            arguments = argparse.Namespace(
-                out=args.quickstart, backend="hf", device="cpu", cluster="local", seed=0, num_threads=args.threads
-            )
-            for _, command in quickstart.stages(arguments)[:2]:
+            words = ["--out", str(args.quickstart), "--num-threads", str(args.threads)]
+            for _, command in quickstart.stages(quickstart.settings(words))[:2]:
                 execute(command, cores, scratch)
         args.quickstart = args.quickstart.resolve()
         for repeat in range(args.repeats):
@@ -232,7 +230,7 @@ def report(
         "configuration": {
             "cores": len(cores),
             "threads": {
-                "instep": f"{args.threads} in the engine and {args.threads} in the worker, which take turns; "
+                "instep": f"{args.threads} in the worker and, in turn with it, one less in the engine (if over 2); "
                 "controller and reward workers besides; all pinned to these cores",
                 "trl": f"{args.threads} in the one process, pinned to the same cores",
             },
