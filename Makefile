@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm test test-full test-peers test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-peers test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -29,6 +29,9 @@ quickstart: venv  ## train a tiny model to a better policy in five minutes [BACK
 quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm-router, on a CPU [BACKEND= SEED=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
+
+tool-use: venv  ## train a tiny model to ask a Python tool before it answers (minutes) [BACKEND= SEED=]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED)
 
 test: venv  ## the tests (a quarter of an hour on 4 cores)
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)

@@ -1,4 +1,4 @@
-"""`instep train | sft | dpo | plan | report ...`. Imports nothing heavy before a command line has been found right."""
+"""`instep train | sft | serve | plan ...`. Imports nothing heavy before a command line has been found right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from instep.errors import ConfigError, InstepError
 LATER = {
     "train-async": "asynchronous training",
     "convert": "the conversion of checkpoints",
-    "serve": "the generation server",
 }
 
 HELP = """\
@@ -27,6 +26,7 @@ usage: instep COMMAND ...
   train     reinforcement learning: rollout, reward, step, weight sync
   sft       supervised fine-tuning through the same trainer
   dpo       direct preference optimization of pairs of responses, through the same trainer
+  serve     a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
   plan      where the flags of `train` or `sft` would put ranks and engines; starts nothing
   report    RUN_DIR: write the run's report.html
   samples   RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
@@ -61,6 +61,8 @@ def _run(words: list[str]) -> int:
         print(f"instep {__version__}")
     elif command in ("train", "sft", "dpo"):
         _train(command, rest)
+    elif command == "serve":
+        _serve(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":
@@ -81,12 +83,7 @@ def _run(words: list[str]) -> int:
 
 
 def _train(command: str, words: list[str]) -> None:
-    if "-h" in words or "--help" in words:
-        from instep.arguments.engine_help import TOPICS, format_engine_help
-        from instep.arguments.help import format_help
-
-        topic = next((word for word in words if word in TOPICS), None)
-        print(format_help(command) if topic is None else format_engine_help(TOPICS[topic]))
+    if _helps(command, words):
         return
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
@@ -105,6 +102,32 @@ def _train(command: str, words: list[str]) -> None:
         from instep.train import train
 
         train(args)
+
+
+def _helps(command: str, words: list[str]) -> bool:
+    """Whether help was asked for; it is printed then."""
+    if "-h" not in words and "--help" not in words:
+        return False
+    from instep.arguments.engine_help import TOPICS, format_engine_help
+    from instep.arguments.help import format_help
+
+    topic = next((word for word in words if word in TOPICS), None)
+    print(format_help(command) if topic is None else format_engine_help(TOPICS[topic]))
+    return True
+
+
+def _serve(words: list[str]) -> None:
+    if _helps("serve", words):
+        return
+    from instep.arguments import parse
+
+    args = parse(words, "serve")
+    from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
+    from instep.serve import serve
+
+    check_hf_checkpoint(args.hf_checkpoint)
+    check_files(args.hf_checkpoint, needs_chat_template=False)
+    serve(args)
 
 
 def _plan(words: list[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist.
-SHARED = {"bad", "cluster", "computed", "dumped", "engine", "finished", "golden", "run_ranks", "stack", "trained"}
+SHARED = set("bad cluster computed dumped engine finished golden run_ranks served stack trained".split())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -119,15 +119,15 @@ def demonstration(task: Task, problem: list[Any], rng: random.Random) -> tuple[s
     return writer, worked(task, problem, lambda: task.guess(rng) if rng.random() < slip_rate else None)
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], pieces: str = PIECES, vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """A byte-level BPE (any text can be written) with ChatML as its template; `<|im_end|>` ends a turn."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(pieces), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=384,
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -85,7 +85,7 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem(error.what, error.where, error.remedy)
         return
-    if args.command == "train":
+    if args.command in ("train", "serve"):
         yield from _planned_only(args, planned)
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]

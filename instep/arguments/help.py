@@ -10,8 +10,16 @@ from typing import Any
 
 from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
+from instep.arguments.serving import SERVED
 from instep.arguments.table import GROUPS, own_flags, passed_through
 
+SERVE_EXAMPLE = """\
+Example: two engines behind the router, then a request from another terminal
+  instep serve --hf-checkpoint models/tiny --rollout-num-gpus 2 --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "models/tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+Any OpenAI client works: docs/engines.md, "OpenAI clients".
+"""
 EXAMPLE = """\
 Example: GRPO on a CPU, with a built-in reward
   instep train --hf-checkpoint models/tiny --prompt-data train.jsonl --input-key prompt --label-key label \\
@@ -25,6 +33,11 @@ _INTRO = {
     "sft": "Supervised fine-tuning through the same trainer; needs no engine. --rollout-batch-size counts samples.",
     "dpo": "Direct preference optimization of pairs (prompt, chosen, rejected) through the same trainer; needs no "
     "engine. Batch sizes count pairs; the reference is --ref-load, by default --hf-checkpoint.",
+    "serve": """Serve a checkpoint as a run would, without a trainer: engines, behind a router where there are several
+or vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/inference/v1/generate). The address is printed
+when it is ready; an engine that dies is started anew; Ctrl-C and SIGTERM end it, with exit code 0. Logs, and nothing
+else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine engines are started; on a CPU these
+count processes.""",
 }
 _SEEDS = {
     "V": "vime's guide",
@@ -46,12 +59,14 @@ def default_text(flag: Flag) -> str:
 
 
 def format_help(command: str = "train") -> str:
-    """The help of a command: every flag that acts, by group, and an example."""
+    """The help of a command: every flag that acts in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", _INTRO[command], ""]
     for group in GROUPS:
-        acting = [f for f in group.flags if f.status == "acts"]
+        acting = [f for f in group.flags if f.status == "acts" and _acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
+    if command == "serve":
+        return "\n".join([*lines, summary("vllm"), summary("vllm-router"), "", SERVE_EXAMPLE])
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
         summary("vllm"),
@@ -64,6 +79,10 @@ def format_help(command: str = "train") -> str:
         EXAMPLE,
     ]
     return "\n".join(lines)
+
+
+def _acts_in(command: str, flag: Flag) -> bool:
+    return flag.name in SERVED if command == "serve" else flag.name != "--port"
 
 
 def _entry(flag: Flag) -> list[str]:

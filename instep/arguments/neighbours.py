@@ -3,7 +3,7 @@
 from instep.arguments.flag import Group, later, refused
 
 ATROPOS = "a flag of Atropos' example trainer, whose weight bridges come later"
-SERVER = "a flag of a generation server, which comes later as `instep serve`"
+SERVER = "a flag of a generation server: `instep serve --help` lists those of instep's"
 
 NEIGHBOURS = Group(
     "Neighbours",
@@ -17,7 +17,6 @@ NEIGHBOURS = Group(
         *refused(ATROPOS, "A", "--save-path", instead="--save and --save-hf"),
         *refused(ATROPOS, "A", "--trainer-rank", "--world-size", instead="--actor-num-gpus-per-node"),
         *refused(SERVER, "AT", "--model", instead="--hf-checkpoint"),
-        *refused(SERVER, "AT", "--port", instead="--engine-port"),
         *refused(SERVER, "T", "--host", instead="nothing: everything binds to loopback"),
         *refused(SERVER, "AT", "--dtype", instead="--precision and --vllm-dtype"),
         *refused(
@@ -27,7 +26,9 @@ NEIGHBOURS = Group(
             instead="--tensor-model-parallel-size (the trainer's) or --rollout-num-gpus-per-engine",
         ),
         *refused(SERVER, "A", "--pipeline-parallel-size", instead="--pipeline-model-parallel-size"),
-        *later(SERVER, "AT", "--enforce-eager"),
-        *later(SERVER, "T", "--enable-prefix-caching", "--revision", "--log-level"),
+        *refused(SERVER, "AT", "--enforce-eager", instead="--vllm-enforce-eager"),
+        *refused(SERVER, "T", "--enable-prefix-caching", instead="--vllm-enable-prefix-caching"),
+        *refused(SERVER, "T", "--revision", instead="the folder of that revision as --hf-checkpoint"),
+        *refused(SERVER, "T", "--log-level", instead="--vllm-uvicorn-log-level or --router-log-level"),
     ),
 )

@@ -17,6 +17,7 @@ from instep.arguments.engine_rules import derive_backend, topology
 from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import http_address
 from instep.arguments.parser import Problem, Scan
+from instep.arguments.serving import derive_serving, serving
 from instep.arguments.table import own_flags
 from instep.cluster.placement import OFFLINE, num_critic_gpus
 from instep.engines.topology import served_models
@@ -38,7 +39,7 @@ def validate(args: Args, scan: Scan) -> list[Problem]:
     """All problems of `args`, which is completed on the way (`derive` and the eval data sets)."""
     problems: list[Problem] = []
     given = set(scan.given)
-    for rule, reads in PLAN_RULES if args.command == "plan" else RULES:
+    for rule, reads in {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES):
         if not scan.broken.intersection(reads.split()):
             problems += rule(args, given)
     return problems
@@ -260,8 +261,18 @@ PLAN_RULES: tuple[tuple[Rule, str], ...] = (
         "prefill_num_servers engine_port",
     ),
 )
+SERVE_RULES: tuple[tuple[Rule, str], ...] = (
+    (missing, "hf_checkpoint"),
+    (serving, ""),
+    (saving, "run_dir"),
+    (paths, ""),
+    (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
+    *PLAN_RULES,
+    (precision, "precision"),
+)
 RULES: tuple[tuple[Rule, str], ...] = (
     (missing, "hf_checkpoint"),
+    (serving, ""),
     (missing_data, "prompt_data data_source_path num_rollout"),
     (missing_batch, "rollout_batch_size num_rollout"),
     (length, "num_rollout num_epoch"),
@@ -345,6 +356,7 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = trainer
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+    derive_serving(args)
     derive_debug(args)
     derive_backend(args)
     models = served_models(args) if args.command not in OFFLINE else ()

@@ -54,7 +54,7 @@ from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.observability.samples import spread
 from instep.observability.versions import versions
-from instep.processes import Process, lock_folders, num_usable_cpus
+from instep.processes import Process, lock_folders
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import token_texts, tokenizer_of
@@ -70,8 +70,6 @@ class Controller:
         self.run_dir = Path(args.run_dir)
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         resolve_device(args, with_engines=with_engines)
-        if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
-            args.num_threads = args.num_threads or num_usable_cpus()
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         self._runtime: dict[str, Any] = {}
         self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets

@@ -26,12 +26,18 @@ HEALTH_FAILURES = 3  # in a row: then it counts as dead
 State = Literal["serving", "starting", "ready", "lost"]
 
 
+def is_routed(args: Any, num_engines: int) -> bool:
+    """Whether a router stands before the engines."""
+    return num_engines > 1 or args.vllm_router_ip is not None or args.rollout_backend == "vllm"
+
+
 class Fleet:
     """All engines of a run.
 
     Args:
         engines: started, not ready yet; without any the fleet does nothing.
         restart: starts engine `index` anew at its address; None: a dead engine stays away.
+        last_comes_back: nobody but clients waits for an answer, so that the last engine is started anew, too.
         status: tells the user what happened.
     """
 
@@ -43,14 +49,17 @@ class Fleet:
         restart: Callable[[int], None] | None,
         log_dir: Path,
         status: Callable[[str], None],
+        last_comes_back: bool = False,
     ):
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
+        self._log_dir = log_dir
+        self._last_comes_back = last_comes_back
         self._states: dict[str, State] = {engine.url: "ready" for engine in self.engines}
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        routed = len(self.engines) > 1 or args.vllm_router_ip is not None or args.rollout_backend == "vllm"
-        self.router: Router | None = start_router(args, log_dir) if self.engines and routed else None
+        routed = self.engines and is_routed(args, len(self.engines))
+        self.router: Router | None = start_router(args, log_dir) if routed else None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -106,6 +115,8 @@ class Fleet:
                 state = self._states[engine.url]
                 if state in ("serving", "ready") and engine.process is not None and engine.process.fault() is not None:
                     self._lose(engine, str(engine.process.fault()))
+            if self._last_comes_back and set(self._states.values()) == {"lost"}:
+                raise EngineError("no engine is left", where=str(self._log_dir), remedy="the engines' logs say why")
 
     def close(self) -> None:
         self._closed.set()
@@ -116,10 +127,10 @@ class Fleet:
 
     def _lose(self, engine: Engine, fault: str) -> None:
         others = [e for e in self.engines if e is not engine and self._states[e.url] in ("serving", "ready")]
-        if not others:  # nobody could answer in its place
+        comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
+        if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
             raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine")
-        comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         self._states[engine.url] = "starting" if comes_back else "lost"
         what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
         self._status(f"{engine.name} {fault}: {what if comes_back else 'the run goes on without it'}")

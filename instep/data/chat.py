@@ -150,7 +150,7 @@ def _turn_span(messages: list[Message], turn: int, text: str, context: _Context)
         start = len(before)
     if end is None:
         end = len(text) - len(after)
-        marker = next((t for t in _special_tokens(context[0]) if after.startswith(t)), "")
+        marker = next((t for t in special_tokens(context[0]) if after.startswith(t)), "")
         end += len(marker)
     return start, end
 
@@ -165,7 +165,8 @@ def _prefix_length(messages: list[Message], text: str, context: _Context, *, gen
     return len(prefix) if text.startswith(prefix) else None
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of all of them, the longest first."""
     added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
     return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 

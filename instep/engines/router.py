@@ -121,7 +121,8 @@ class Router:
 
 
 def start_router(args: Any, log_dir: Path, name: str = "router") -> Router:
-    """The router that `--vllm-router-ip/-port` name, or a vllm-router of our own on loopback; not ready yet.
+    """The router that `--vllm-router-ip/-port` name, or a vllm-router of our own on loopback, at `--port` of `instep
+    serve` or any free one; not ready yet.
 
     Raises:
         ConfigError: vllm-router is not installed.
@@ -134,7 +135,7 @@ def start_router(args: Any, log_dir: Path, name: str = "router") -> Router:
             where="--rollout-backend vllm",
             remedy="pip install vllm-router (make install-vllm does so on a CPU), or name one with --vllm-router-ip",
         )
-    port = free_port()
+    port = args.port or free_port()
     command = [sys.executable, "-m", "instep.engines.router_main", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port())]
     for field, words in {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}.items():

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from instep.data.chat import render
+from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.errors import CheckpointError, DataError
 from instep.types import Sample
 
+_TURN = "\ue001"  # private use: stands for a turn of the model
 MAX_TOKENS_INLINE = 256  # to hand over to a thread and back takes longer than to decode as many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
@@ -58,6 +59,37 @@ def prompt_ids(args: Any, sample: Sample) -> list[int]:
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
 def _encode(path: str, text: str) -> tuple[int, ...]:
     return tuple(load_tokenizer(path)(text, add_special_tokens=False)["input_ids"])
+
+
+def next_turn_ids(args: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of what stands between two turns of the model: `messages` (a tool's answer, a user's words) and what
+    the chat template writes around them, from behind the end-of-turn token that the model has sampled to where its
+    next turn begins. `sample.append_response_tokens(ids, trainable=False)` makes the next prompt of them, and nothing
+    is tokenized again. Names of special tokens in a content are left out: they would become these tokens.
+
+    Raises:
+        DataError: the template refuses the messages, or ends a turn with no special token.
+    """
+    tokenizer, kwargs = tokenizer_of(args), args.apply_chat_template_kwargs or {}
+    special = special_tokens(tokenizer)
+    messages = [{**message, "content": _without(special, str(message["content"]))} for message in messages]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
+    text = render(turns, tokenizer, None, kwargs, generation_prompt=True, where="next_turn_ids").partition(_TURN)[2]
+    end = next((token for token in special if text.startswith(token)), None)
+    if end is None:
+        raise DataError(
+            f"the chat template ends a turn of the model with no special token, but with {text[:20]!r}",
+            where="next_turn_ids",
+            remedy="make the tokens between two turns yourself, as the model's template writes them",
+        )
+    return list(_encode(str(args.hf_checkpoint), text.removeprefix(end)))
+
+
+def _without(names: list[str], text: str) -> str:
+    while any(name in text for name in names):  # what is left of one and another may be a third
+        for name in names:
+            text = text.replace(name, "")
+    return text
 
 
 def token_texts(args: Any, ids: list[int]) -> list[str]:

@@ -11,7 +11,9 @@ import pytest
 
 from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
 from instep.arguments.help import format_help
+from instep.arguments.serving import SERVED
 from instep.arguments.table import nearest, own_flags, passed_through
+from instep.cluster.placement import Slot, make_plan
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
@@ -285,7 +287,8 @@ def test_no_torch_for_a_command_line():
 def test_help_shows_every_flag_that_acts():
     text = format_help()
     for flag in own_flags().values():
-        assert (f"  {flag.name} " in text or f"  {flag.name}\n" in text) == (flag.status == "acts"), flag.name
+        acts = flag.status == "acts" and flag.name != "--port"  # which is of `instep serve`
+        assert (f"  {flag.name} " in text or f"  {flag.name}\n" in text) == acts, flag.name
     assert "Example:" in text and max(map(len, text.splitlines())) <= 120
     example = text[text.index("instep train --hf-checkpoint") :].replace("\\\n", " ").split()[2:]
     for name in ("models/tiny", "train.jsonl", "eval.jsonl"):
@@ -294,3 +297,25 @@ def test_help_shows_every_flag_that_acts():
     Path("models/tiny/config.json").write_text(json.dumps(CONFIG))
     Path("models/tiny/model.safetensors").write_bytes(b"0")
     assert parse(example).num_rollout == 50  # the example that help shows is right
+
+
+def test_serve_takes_the_flags_of_engines_and_no_other():
+    text = format_help("serve")
+    shown = {name for name in own_flags() if f"  {name} " in text or f"  {name}\n" in text}
+    assert shown == SERVED and max(map(len, text.splitlines())) <= 120
+    args = parse(["--hf-checkpoint", "model", "--rollout-num-gpus", "2", "--vllm-max-num-seqs", "8"], "serve")
+    assert (args.port, args.rollout_num_engines, args.run_dir) == (8000, 2, "runs/serve")
+    plan = make_plan(args)
+    assert not plan.actor and plan.engines == ((Slot(0, 0),), (Slot(0, 1),))  # no trainer takes a place
+    assert parse(["--hf-checkpoint", "model", "--vllm-block-size", "16"], "serve").rollout_backend == "vllm"
+    for extra, wanted in (
+        ("--lr 1e-3", "--lr"),
+        ("--swiglu", "--swiglu"),
+        ("--cluster ray", "--cluster"),
+        ("--port 9000 --vllm-router-ip 127.0.0.1 --vllm-router-port 80", "--port and --vllm-router-ip"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(["--hf-checkpoint", "model", *extra.split()], "serve")
+        assert caught.value.where == wanted, caught.value
+    assert "--hf-checkpoint" in refusal(without="--hf-checkpoint", command="serve")
+    assert "acts in `instep serve` only" in refusal("--port 9000")

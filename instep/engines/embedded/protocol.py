@@ -39,6 +39,7 @@ class Request:
     skip_special_tokens: bool
     wants_text: bool
     text: str = ""
+    token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_scores: list[float] | None = None  # log-probs from the second token on
@@ -55,7 +56,9 @@ _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_token
 # vLLM's parameters that change nothing at this value or null; any other value is refused.
 _NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0)
 _NEUTRAL |= dict(stream=False, echo=False, include_stop_str_in_output=False, spaces_between_special_tokens=True)
-_NEUTRAL |= dict(output_kind=2)  # whole responses, which is what it answers with
+# vllm-router writes these into every chat or completion that it passes on.
+_NEUTRAL |= dict(no_stop_trim=False, continue_final_message=False, separate_reasoning=True, stream_reasoning=True)
+_NEUTRAL |= dict(include_reasoning=True, return_hidden_states=False, top_logprobs=0, output_kind=2)
 _NEUTRAL |= dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "user"))
 
 

@@ -182,5 +182,7 @@ class Engine:
             request.finish_reason = reason or request.finish_reason
             if request.wants_text:
                 request.text = self.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+                if request.logprobs is not None:
+                    request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
         error = HttpError("Unavailable", self.weights.failure) if reason == "error" else None
         self.queue.answer((r.number, error or r) for r in requests)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ Body = dict[str, Any]
 Handler = Callable[[web.Request, Body], Awaitable[Body]]
 TIMEOUT = 1800  # seconds, for every request and control call
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
+_OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion"}
 
 
 class Server:
@@ -72,6 +74,7 @@ class Server:
             raise HttpError("BadRequestError", "messages must be a non-empty list")
         prompt = await self.engine.call("chat", messages, body.get("chat_template_kwargs") or {})
         given = body | {"logprobs": 0 if body.get("logprobs") else None}
+        given["max_tokens"] = given.pop("max_completion_tokens", None) or body.get("max_tokens")  # OpenAI's newer name
         return await self._run("chatcmpl", http, [prompt], body, given, f"{_OWN} messages chat_template_kwargs")
 
     async def _run(self, kind: str, http: web.Request, prompts: list[Any], body: Body, given: Any, own: str) -> Body:
@@ -104,6 +107,11 @@ class Server:
         choices: list[Body] = [{"index": i} | self._choice(kind, r) for i, r in enumerate(requests)]
         key = "request_id" if kind == "generate-tokens" else "id"
         reply: Body = {key: name, "model": self.name, "choices": choices}
+        if kind in _OBJECTS:
+            sizes = sum(len(p) for p in prompts), sum(len(r.tokens) for r in requests)
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            reply |= {"object": _OBJECTS[kind], "created": int(time.time())}
+            reply["usage"] = dict(zip(names, (*sizes, sum(sizes)), strict=True))
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
@@ -117,8 +125,14 @@ class Server:
         choice: Body = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason, "logprobs": None}
         if request.logprobs is not None:
             scores = [max(-9999.0, p) for p in request.log_probs]  # in this order also for NaN, which JSON lacks
-            content = [{"token_id": t, "logprob": p} for t, p in zip(request.tokens, scores, strict=True)]
-            choice["logprobs"] = {"token_logprobs": scores} if kind == "cmpl" else {"content": content}
+            choice["logprobs"] = {"tokens": request.token_texts, "token_logprobs": scores}
+            if kind != "cmpl":
+                content: list[Body] = [
+                    {"token_id": t, "logprob": p} for t, p in zip(request.tokens, scores, strict=True)
+                ]
+                for entry, text in zip(content, request.token_texts, strict=False):  # none of them without text
+                    entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
+                choice["logprobs"] = {"content": content}
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             return choice | {"token_ids": request.tokens, "weight_versions": spans}

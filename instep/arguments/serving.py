@@ -1,0 +1,40 @@
+"""`instep serve`: the flags of a run's engines, and where the front answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.parser import Problem
+from instep.arguments.table import own_flags, passed_through
+
+DEFAULT_PORT = 8000  # vLLM's own
+
+# The flags of `instep train` that act here; those of vLLM and its router do, too.
+SERVED = frozenset(
+    "--hf-checkpoint --rollout-backend --rollout-num-gpus --rollout-num-gpus-per-engine --port --device --precision "
+    "--bf16 --num-threads --run-dir --deterministic-mode --seed --vllm-max-model-len --vllm-max-num-seqs --vllm-dtype "
+    "--vllm-config --vllm-router-ip --vllm-router-port --prefill-num-servers --engine-start-timeout --rollout-timeout "
+    "--heartbeat-timeout".split()
+)
+
+
+def derive_serving(args: Args) -> None:
+    """No trainer takes a place in the plan."""
+    if args.command == "serve":
+        args.debug_rollout_only = True
+        args.port = args.port or DEFAULT_PORT
+
+
+def serving(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Flags that have no meaning for the command."""
+    if args.command != "serve":
+        if "port" in given:
+            yield Problem("acts in `instep serve` only", "--port", "leave it out, or give --engine-port")
+        return
+    for flag in {flag.attribute: flag for flag in (*passed_through().values(), *own_flags().values())}.values():
+        if flag.attribute in given and flag.name not in SERVED:
+            remedy = "leave it out; `instep serve --help` lists what it takes"
+            yield Problem("has no meaning for `instep serve`", flag.name, remedy)
+    if "port" in given and args.vllm_router_ip is not None:
+        yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")

@@ -1,0 +1,99 @@
+"""`instep serve`: the engines of a run, and the router before them, without a trainer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from instep.cluster.launch import make_cluster
+from instep.controller.device import resolve_device
+from instep.controller.fleet import Fleet, is_routed
+from instep.errors import ConfigError
+from instep.processes import lock_folders, port_is_free
+
+LOOK_SECONDS = 0.2  # between two looks at the processes
+
+_console = Console(highlight=False)
+
+
+def serve(args: Any) -> None:
+    """Serve until SIGINT or SIGTERM; every process that was started has ended then.
+
+    Raises:
+        ConfigError: the port or the folder is taken, or an engine is not installed.
+        EngineError: an engine did not start, none is left, or the router has died.
+    """
+    logs = Path(args.run_dir) / "logs"
+    resolve_device(args, with_engines=True)
+    if args.vllm_router_ip is None and not port_is_free(args.port):
+        raise ConfigError(f"port {args.port} is taken", where="--port", remedy="name a free one")
+    if not is_routed(args, args.rollout_num_engines):
+        args.engine_port = args.port
+    locks = lock_folders({"--run-dir": args.run_dir})
+    cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
+    fleet = None
+    try:
+        cluster.start()
+        fleet = Fleet(
+            args, cluster.engines, restart=cluster.restart_engine, log_dir=logs, status=_say, last_comes_back=True
+        )
+        count = len(fleet.engines)
+        _say(f"starting {count} {args.rollout_backend} engine{'s' if count > 1 else ''}, logs in {logs}")
+        fleet.wait_ready(args.engine_start_timeout)
+        fleet.admit(fleet.engines)
+        _console.print(*describe(args, fleet, logs), sep="\n", markup=False, soft_wrap=True)
+        _watch(fleet)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds, and a second Ctrl-C cannot speed it
+            signal.signal(number, signal.SIG_IGN)
+        if fleet is not None:
+            fleet.close()
+        cluster.close()
+        for lock in locks:
+            lock.release()
+
+
+def _watch(fleet: Fleet) -> None:
+    try:
+        while True:
+            fleet.check()
+            for engine in fleet.waiting():
+                fleet.admit([engine])
+                _say(f"{engine.name} serves again")
+            time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        _say("ending")
+
+
+def describe(args: Any, fleet: Fleet, logs: Path) -> tuple[Table, str]:
+    """What is served where, and how to ask it."""
+    host, port = fleet.address
+    url = f"http://{host}:{port}"
+    table = Table(title="instep serve", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("address", f"{url}/v1 (OpenAI), {url}/inference/v1/generate")
+    table.add_row("model", str(args.hf_checkpoint))
+    for engine in fleet.engines:
+        version = f" {engine.capabilities.version}" if engine.capabilities.version else ""
+        table.add_row(engine.name, f"{engine.capabilities.kind}{version} on {args.device}, {engine.url}")
+    table.add_row("logs", str(logs))
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": str(args.hf_checkpoint), "messages": messages, "max_tokens": 32})
+    return table, (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+        f'python: openai.OpenAI(base_url="{url}/v1", api_key="-").chat.completions.create('
+        f'model="{args.hf_checkpoint}", messages={json.dumps(messages)}, max_tokens=32)\n'
+        "Ctrl-C ends it."
+    )
+
+
+def _say(text: str) -> None:
+    _console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False, soft_wrap=True)

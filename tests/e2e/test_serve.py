@@ -1,0 +1,264 @@
+"""`instep serve`: engines behind a router, asked with the openai package, killed, and ended."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import openai
+import psutil
+import pytest
+
+from instep.processes import free_port
+from tests.assets import make_checkpoint
+from tests.e2e.commands import ENVIRONMENT, run
+from tests.e2e.test_engines import needs_router, needs_vllm
+
+HELLO = [{"role": "user", "content": "12+30=?"}]
+
+
+class Server:
+    """A running `instep serve` and its client."""
+
+    def __init__(self, root, *more):
+        self.model, self.port, self.run_dir = str(root / "hf"), free_port(), root / f"serve-{free_port()}"
+        command = [sys.executable, "-m", "instep.cli", "serve", "--hf-checkpoint", self.model]
+        command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--device", "cpu", "--num-threads", "2"]
+        self.output = root / f"{self.run_dir.name}.out"
+        with open(self.output, "w") as out:
+            self.process = subprocess.Popen([*command, *more], env=ENVIRONMENT, stdout=out, stderr=out)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=8)
+
+    @property
+    def text(self):
+        return self.output.read_text()
+
+    def wait_for(self, text, seconds=240.0):
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+        return self
+
+    def family(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engine(self, index):
+        """The process of an engine, found by the address in the table."""
+        port = re.search(rf"engine {index}.*?http://127.0.0.1:(\d+)", self.text, re.DOTALL)[1]
+        words = [(p, p.cmdline()) for p in psutil.Process(self.process.pid).children()]
+        return next(p for p, w in words if "--port" in w and w[w.index("--port") + 1] == port and "router" not in w[2])
+
+    def ask(self, **more):
+        return self.client.chat.completions.create(model=self.model, messages=HELLO, max_tokens=8, **more)
+
+    def end(self, number=signal.SIGINT):
+        """Exit code; whatever it had started has ended, too."""
+        family = self.family()
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        assert not psutil.wait_procs(family, timeout=5)[1]
+        return code
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with `hf/`, whose heads vLLM has on a CPU."""
+    root = tmp_path_factory.mktemp("served")
+    make_checkpoint(root / "hf", head_dim=32)
+    return root
+
+
+VLLM = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(["--rollout-backend", "embedded", "--rollout-num-gpus", "2"], id="embedded", marks=needs_router),
+        pytest.param(VLLM, id="vllm", marks=[needs_vllm, pytest.mark.slow]),
+    ],
+)
+def served(request, root):
+    with Server(root, *request.param) as server:
+        yield server.wait_for("Ctrl-C ends it")
+        assert server.end() == 0, server.text
+
+
+def test_it_says_what_it_serves(served):
+    backend = "vllm" if "vllm" in served.text else "embedded"
+    assert f"http://127.0.0.1:{served.port}/v1" in served.text and str(served.run_dir / "logs")[:20] in served.text
+    assert f"curl http://127.0.0.1:{served.port}/v1/chat/completions" in served.text and backend in served.text
+    assert {"engine-0.log", "router.log"} <= {path.name for path in (served.run_dir / "logs").iterdir()}
+    command = re.search(r"^curl .*$", served.text, re.MULTILINE)[0]
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert '"content"' in done.stdout, done
+
+
+def test_models(served):
+    (model,) = served.client.models.list().data
+    assert model.id == served.model and model.object == "model"
+
+
+def test_chat(served):
+    answer = served.ask(logprobs=True, n=3, seed=5, temperature=1.0)
+    assert answer.object == "chat.completion" and answer.model == served.model and answer.created > 0
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.prompt_tokens + answer.usage.completion_tokens == answer.usage.total_tokens
+    contents = {choice.message.content for choice in answer.choices}
+    assert len(contents) > 1 and {choice.message.role for choice in answer.choices} == {"assistant"}
+    for choice in answer.choices:
+        entries = choice.logprobs.content
+        assert 1 <= len(entries) <= 8 and all(entry.logprob <= 0 for entry in entries)
+        written = "".join(entry.token for entry in entries)
+        assert re.sub(r"<\|?\w+\|?>", "", written) == choice.message.content, written  # special tokens are left out
+        assert choice.finish_reason == ("length" if len(entries) == 8 else "stop")
+    if "vllm" in served.text:
+        (first, *_) = served.ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert 2 <= len(first.top_logprobs) <= 3
+    else:
+        with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported"):
+            served.ask(logprobs=True, top_logprobs=2)
+    newer = served.client.chat.completions.create(model=served.model, messages=HELLO, max_completion_tokens=3)
+    assert newer.usage.completion_tokens <= 3
+
+
+def test_greedy_is_the_same_in_both_routes_and_as_transformers(served):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(served.model)
+    model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    out = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+    text = tokenizer.decode(out, skip_special_tokens=True)
+    assert served.ask(temperature=0).choices[0].message.content == text
+    answer = served.client.completions.create(
+        model=served.model, prompt=prompt, max_tokens=8, temperature=0, logprobs=0
+    )
+    assert answer.object == "text_completion" and answer.choices[0].text == text
+    scores = torch.log_softmax(model(torch.cat([ids[0], out])[None]).logits[0].float(), -1)
+    expected = [scores[ids.shape[1] + i - 1, token].item() for i, token in enumerate(out)]
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+    assert len(answer.choices[0].logprobs.tokens) == len(out)
+
+
+def test_stop(served):
+    text = served.ask(temperature=0).choices[0].message.content
+    stopped = served.ask(temperature=0, stop=[text[2]]).choices[0]
+    assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(text[2])]
+
+
+def test_a_mistake_is_a_bad_request_with_its_reason(served):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        served.ask(temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="500 tokens|128"):
+        served.client.completions.create(model=served.model, prompt="1" * 500, max_tokens=1)
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        served.client.completions.create(model="no-such-model", prompt="1", max_tokens=1)
+
+
+def test_streaming(served):
+    if "vllm" not in served.text:
+        with pytest.raises(openai.BadRequestError, match="stream=True is not supported"):
+            served.ask(stream=True)
+        return
+    chunks = list(served.ask(stream=True, temperature=0))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(chunks) > 2 and text == served.ask(temperature=0).choices[0].message.content
+
+
+def kill_one(server, index):
+    """Clients notice nothing of it that their own retries do not mend."""
+    before = server.ask(temperature=0).choices[0].message.content
+    server.engine(index).kill()
+    for _ in range(20):
+        assert server.ask(temperature=0).choices[0].message.content == before
+    server.wait_for(f"engine {index} serves again")
+    assert server.ask(temperature=0).choices[0].message.content == before
+    assert f"engine {index} died (SIGKILL): it is started anew" in server.text
+
+
+@needs_router
+def test_a_killed_engine_comes_back(root):
+    with Server(root, "--rollout-backend", "embedded", "--rollout-num-gpus", "2") as server:
+        server.wait_for("Ctrl-C ends it")
+        kill_one(server, 1)
+        assert server.end(signal.SIGTERM) == 0, server.text
+
+
+def test_the_only_engine_comes_back(root):
+    """Without a router; while it is away a client waits for it."""
+    with Server(root, "--rollout-backend", "embedded") as server:
+        server.wait_for("Ctrl-C ends it")
+        assert "router.log" not in os.listdir(server.run_dir / "logs")
+        kill_one(server, 0)
+        assert server.end() == 0, server.text
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_killed_vllm_comes_back(root):
+    with Server(root, *VLLM) as server:
+        server.wait_for("Ctrl-C ends it")
+        kill_one(server, 0)
+        assert server.end() == 0, server.text
+
+
+def test_nothing_outlives_a_killed_server(root):
+    with Server(root, "--rollout-backend", "embedded") as server:
+        server.wait_for("Ctrl-C ends it")
+        family = server.family()
+        assert len(family) == 2  # the engine's two processes
+        server.process.kill()
+        assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+def test_an_interrupt_before_it_is_ready(root):
+    with Server(root, "--rollout-backend", "embedded") as server:
+        server.wait_for("starting 1 embedded engine")
+        assert server.end() == 130 and "interrupted" in server.text and "Traceback" not in server.text
+
+
+def refusal(root, run_dir, *more, model="hf"):
+    given = ["serve", "--hf-checkpoint", str(root / model), "--run-dir", str(run_dir), "--device", "cpu"]
+    done = run([*given, *more])
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_an_engine_that_cannot_start_is_one_error(root, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    code, error = refusal(tmp_path, tmp_path / "run", "--rollout-backend", "embedded", "--port", str(free_port()))
+    assert code == 1 and error.startswith("EngineError: engine 0 ended before it was ready"), error
+    assert "the checkpoint lacks ['model.norm.weight']" in error and "engine-0.log" in error
+
+
+def test_what_is_wrong_is_said_before_anything_starts(root, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = refusal(root, tmp_path, "--rollout-backend", "embedded", "--port", str(port))
+        assert code == 2 and f"port {port} is taken" in error and "where:  --port" in error
+    code, error = refusal(root, tmp_path, "--lr", "1e-3", "--prompt-data", "x.jsonl", "--megatron-flag")
+    assert code == 2 and "--lr: has no meaning for `instep serve`" in error and "--prompt-data" in error
+    code, error = refusal(root, tmp_path, model="nowhere")
+    assert code == 2 and "no folder" in error
+    assert not list(tmp_path.glob("logs/*"))
