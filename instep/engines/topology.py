@@ -115,6 +115,14 @@ def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
     return next((model for model in models if model.update_weights), models[0])
 
 
+def model_path(args: Any, model: ServedModel) -> str:
+    """The folder that its engines serve. The trained model is named as requests name it."""
+    trained = str(args.hf_checkpoint or "MODEL")
+    if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):
+        return trained
+    return model.path
+
+
 def read(path: str) -> Any:
     """The YAML of `--vllm-config`.
 
