@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from instep.arguments import parse
-from instep.engines.launch import start_embedded
-from instep.engines.router import start_router
+from instep.cluster.engine_plan import plan_engines, plan_routers
+from instep.cluster.engine_start import start_engine, start_router
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
@@ -94,8 +94,9 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
     args.device, args.precision = "cpu", "fp32"
-    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "theirs") for i in range(2)]
-    router = start_router(args, tmp_path / "theirs")
+    specs, logs = plan_engines(args), tmp_path / "theirs"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
+    router = start_router(plan_routers(args, specs)[0], engines, logs)
     try:
         for engine in engines:
             engine.wait_ready(120)
