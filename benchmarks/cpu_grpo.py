@@ -68,10 +68,8 @@ def main() -> None:
         scratch = Path(folder)
         if args.quickstart is None:
             args.quickstart = scratch / "quickstart"
-            arguments = argparse.Namespace(
-                out=args.quickstart, backend="hf", device="cpu", cluster="local", seed=0, num_threads=args.threads
-            )
-            for _, command in quickstart.stages(arguments)[:2]:
+            words = ["--out", str(args.quickstart), "--num-threads", str(args.threads)]
+            for _, command in quickstart.stages(quickstart.settings(words))[:2]:
                 execute(command, cores, scratch)
         args.quickstart = args.quickstart.resolve()
         for repeat in range(args.repeats):

@@ -104,10 +104,8 @@ def main() -> int:
 
 def stages(args: argparse.Namespace, seed: int, out: Path) -> list[list[str]]:
     """The quickstart's three commands."""
-    words = argparse.Namespace(
-        out=out, backend=args.backend, device="cpu", cluster="local", seed=seed, num_threads=args.threads
-    )
-    return [command for _, command in quickstart.stages(words)]
+    words = ["--out", str(out), "--backend", args.backend, "--seed", str(seed), "--num-threads", str(args.threads)]
+    return [command for _, command in quickstart.stages(quickstart.settings(words))]
 
 
 def warm_up(args: argparse.Namespace, seed: int, folder: Path) -> None:

@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 console = Console(highlight=False)
 
 
-def main() -> int:
+def settings(argv: list[str] | None = None) -> argparse.Namespace:
+    """What `stages` needs, of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="everything is written below it")
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
@@ -35,8 +36,11 @@ def main() -> int:
     parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
-    args = parser.parse_args()
-    started = time.monotonic()
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args, started = settings(), time.monotonic()
     with PssSampler() as memory:
         for title, command in stages(args):
             console.rule(f"[bold]{title}")

@@ -92,7 +92,9 @@ class LocalCluster:
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
-        threads = max(1, args.num_threads // len(self._specs))
+        # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
+        cores = args.num_threads - (args.num_threads > 2)
+        threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 

@@ -83,19 +83,28 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def complete(
+    url: str, model: str, token_ids: Sequence[int], sampling_params: dict[str, Any], **options: Any
+) -> Completion:
+    """One response to `token_ids`; see `complete_n`."""
+    return (await complete_n(url, model, token_ids, sampling_params, 1, **options))[0]
+
+
+async def complete_n(
     url: str,
     model: str,
     token_ids: Sequence[int],
     sampling_params: dict[str, Any],
+    n: int,
     *,
     timeout: float = 3600.0,
     max_retries: int = 4,
     session: str = "",
-) -> Completion:
-    """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
+) -> list[Completion]:
+    """`n` responses to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
 
-    The engine makes text of the tokens only where it has to look for stop strings. A request that is lost with its
-    engine is made again, and the router gives it to another one.
+    Response i draws with the seed `seed + i`, as if it had been asked for alone. The engine makes text of the tokens
+    only where it has to look for stop strings. A request that is lost with its engine is made again, and the router
+    gives it to another one.
 
     Args:
         max_retries: as in `post`.
@@ -106,18 +115,26 @@ async def complete(
     """
     payload: dict[str, Any] = {"model": model, "token_ids": list(token_ids)}
     payload["sampling_params"] = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), **sampling_params}
+    if n > 1:
+        payload["sampling_params"]["n"] = n
     headers = {SESSION_HEADER: session} if session else None
     answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != n:
+        raise EngineError(f"an answer of another form than {n} choices; it has {sorted(answer)}", where=url)
+    return [_completion(choice, url) for choice in choices]
+
+
+def _completion(choice: dict[str, Any], url: str) -> Completion:
     try:
-        choice = answer["choices"][0]
         ids = [int(i) for i in choice.get("token_ids") or []]
         content = (choice.get("logprobs") or {}).get("content")
         log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
         spans = [
             VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
         ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise EngineError(f"an answer of another form: {error!r}; it has {sorted(answer)}", where=url) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"a choice of another form: {error!r}; {choice!r:.200}", where=url) from error
     if log_probs is not None and len(log_probs) != len(ids):
         raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url)
     if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:

@@ -10,7 +10,7 @@ from typing import Any
 from instep.errors import EngineError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
-from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm
+from instep.rollout.client import MAX_RETRIES, abort_all, complete_n, get_model_url, to_vllm
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import FilterOutput, as_filter_output
@@ -20,6 +20,7 @@ from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sampl
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
+MAX_TOGETHER = 64  # responses of one request
 ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
 MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away before it is an error
 
@@ -48,32 +49,59 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
+    await _append(args, [sample], params)
+    return sample
+
+
+async def generate_together(args: Any, group: Group, sampling_params: dict[str, Any]) -> None:
+    """`generate` for samples that have one prompt and no response yet, in one request: sample i draws with `seed + i`.
+
+    An engine then parses, prefills and answers once instead of `len(group)` times.
+    """
+    ids = prompt_ids(args, group[0])
+    for sample in group:
+        sample.tokens = list(ids)
+    params = to_vllm(sampling_params)
+    at_once = min(MAX_TOGETHER, args.vllm_max_num_seqs or MAX_TOGETHER)  # vLLM refuses more than it runs at once
+    parts = [group[i : i + at_once] for i in range(0, len(group), at_once)]
+    seeds = [{"seed": params["seed"] + i} for i in range(0, len(group), at_once)]
+    await runtime.gather([_append(args, part, params | seed) for part, seed in zip(parts, seeds, strict=True)])
+
+
+async def _append(args: Any, group: Group, params: dict[str, Any]) -> None:
+    """One request for what follows the tokens of `group`, which are the same for all; each gets a response of its own.
+
+    Args:
+        params: in vLLM's names.
+    """
+    first = group[0]
     try:
-        out = await complete(
+        answers = await complete_n(
             get_model_url(args),
             str(args.hf_checkpoint),
-            sample.tokens,
+            first.tokens,
             params,
+            len(group),
             timeout=args.rollout_timeout,
             max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
-            session=f"group-{sample.group_index}",
+            session=f"group-{first.group_index}",
         )
     except EngineError as error:
-        error.where += f", for the prompt of {sample.extra['where']}" if "where" in sample.extra else ""
+        error.where += f", for the prompt of {first.extra['where']}" if "where" in first.extra else ""
         raise
-    spans = out.weight_versions
-    if out.token_ids and not spans and args.rollout_weight_version is not None:  # the engine cannot say
-        spans = [VersionSpan(args.rollout_weight_version, 0, len(out.token_ids))]
-    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=spans)
-    sample.status = out.status
-    if sample.response_length:
-        skip = bool(params.get("skip_special_tokens", True))
-        ids = sample.tokens[-sample.response_length :]
-        sample.response = await decode(args, ids, skip_special_tokens=skip)
-        if isinstance(stop := out.stop_reason, str):
-            former = await decode(args, ids[:before], skip_special_tokens=skip)
-            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
-    return sample
+    skip = bool(params.get("skip_special_tokens", True))
+    for sample, out in zip(group, answers, strict=True):
+        before, spans = sample.response_length, out.weight_versions
+        if out.token_ids and not spans and args.rollout_weight_version is not None:  # the engine cannot say
+            spans = [VersionSpan(args.rollout_weight_version, 0, len(out.token_ids))]
+        sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=spans)
+        sample.status = out.status
+        if sample.response_length:
+            ids = sample.tokens[-sample.response_length :]
+            sample.response = await decode(args, ids, skip_special_tokens=skip)
+            if isinstance(stop := out.stop_reason, str):
+                former = await decode(args, ids[:before], skip_special_tokens=skip)
+                sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
 
 
 def generate_rollout(

@@ -190,6 +190,8 @@ def test_n_responses_of_one_prompt(engine: Engine) -> None:
     assert [c["index"] for c in first["choices"]] == list(range(6)) and len(set(map(tuple, tokens))) == 6
     assert tokens == [c["token_ids"] for c in second["choices"]]
     assert first["prompt_token_ids"] == PROMPT
+    alone = [engine.generate(PROMPT, max_tokens=20, seed=9 + i)["token_ids"] for i in range(6)]
+    assert tokens == alone  # what the client relies on when it asks for a group at once
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:

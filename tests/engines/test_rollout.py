@@ -22,8 +22,8 @@ from instep.data.source import RolloutDataSourceWithBuffer
 from instep.engines.launch import Engine
 from instep.errors import EngineError, RewardError, RolloutError
 from instep.processes import SupervisedProcess, free_port
-from instep.rollout import runtime
-from instep.rollout.client import to_vllm
+from instep.rollout import runtime, vllm_rollout
+from instep.rollout.client import complete_n, to_vllm
 from instep.rollout.http import post
 from instep.rollout.outputs import as_train_output
 from instep.rollout.vllm_rollout import generate, generate_rollout
@@ -424,6 +424,40 @@ def test_a_bad_generate_function_is_named(make_args: Callable[..., Any], name: s
     with pytest.raises(RolloutError, match=message) as caught:
         generate_rollout(args, 0, source_of(args))
     assert name in str(caught.value) and "group 0, sample 0" in caught.value.where
+
+
+# ---- one request for a group ---------------------------------------------------------------------------------------
+
+
+async def alone(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """A generate function of a user's own is called for each sample."""
+    calls.append(sample.index)
+    return await generate(args, sample, sampling_params)
+
+
+@pytest.mark.parametrize("num_slots", [None, "2"])
+def test_a_group_in_one_request_gets_what_its_samples_get_alone(
+    make_args: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_slots: str | None
+) -> None:
+    requests = []
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        requests.append(args[4])
+        return await complete_n(*args, **options)
+
+    monkeypatch.setattr(vllm_rollout, "complete_n", counted)
+    more = ["--n-samples-per-prompt", "5", *(["--vllm-max-num-seqs", num_slots] if num_slots else [])]
+    together = rollout(make_args(*more)).samples
+    assert sorted(requests) == ([1] * 4 + [2] * 8 if num_slots else [5] * 4)
+    one_by_one = rollout(make_args(*more, "--custom-generate-function-path", f"{ME}.alone")).samples
+    assert len(calls) == 20 and requests[-20:] == [1] * 20
+    for ours, theirs in zip(together, one_by_one, strict=True):
+        assert [s.tokens for s in ours] == [s.tokens for s in theirs]
+        assert len({tuple(s.tokens) for s in ours}) > 1
+        assert [s.sampling_params for s in ours] == [s.sampling_params for s in theirs]
+        assert [(s.status, s.response, s.reward) for s in ours] == [(s.status, s.response, s.reward) for s in theirs]
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.rollout_log_probs == pytest.approx(b.rollout_log_probs, abs=1e-4)
 
 
 # ---- one request ----------------------------------------------------------------------------------------------------
