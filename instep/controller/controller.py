@@ -204,7 +204,7 @@ class Controller:
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (reference := served_reference(args, self.hook_args)) is not None:
-            reference.check(tokenizer_of(args))
+            reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url)
         if self._engines:
             self._trial.with_engine()
 

@@ -33,16 +33,20 @@ class ServedScorer:
     def __init__(self, name: str, where: str, url: str, timeout: float, instead: str):
         self.name, self.where, self.url, self.timeout, self.instead = name, where, url, timeout, instead
 
-    def check(self, tokenizer: Any) -> None:
+    def check(self, tokenizer: Any, engine_url: str | None = None) -> None:
         """Whether it answers, and has the policy's vocabulary: the same ids for a text that is spread all over it.
+
+        Args:
+            engine_url: one of the engines behind a router, which would change a request that is text.
 
         Raises:
             EngineError: it does not, or has not.
         """
+        url = f"{engine_url or self.url}/v1/completions"
         text = _spread_text(tokenizer)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
         request = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
-        answer = self._run(post(f"{self.url}/v1/completions", request, timeout=CHECK_SECONDS), CHECK_SECONDS)
+        answer = self._run(post(url, request, timeout=CHECK_SECONDS), CHECK_SECONDS)
         try:
             theirs = [int(i) for i in answer["choices"][0]["prompt_token_ids"]]
         except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import urllib.request
 from typing import Any
 
 import psutil
@@ -25,7 +27,14 @@ async def reward(args: Any, sample: Any) -> float:
     request = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     first, second = [(await post(get_model_url(args, name), request))["prompt_logprobs"] for name in ("actor", "ref")]
     assert abs(first[2]["7"]["logprob"] - second[2]["7"]["logprob"]) > 1e-3
+    versions = [await asyncio.to_thread(_weight_version, url) for url in args.rollout_engine_urls]
+    assert versions[0].isdigit() and versions[1] == "default"
     return await observed.reward(args, sample)
+
+
+def _weight_version(url: str) -> str:
+    with urllib.request.urlopen(url + "/weight_info", timeout=10) as answer:
+        return str(json.load(answer)["weight_version"])
 
 
 async def reward_that_kills_a_reference(args: Any, sample: Any) -> float:
