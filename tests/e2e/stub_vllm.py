@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def main():
 @dataclass
 class Stub:
     folder: Path
+
+    def wait_started(self, count: int) -> list[dict[str, Any]]:
+        """`started`, when there are so many."""
+        deadline = time.monotonic() + 60
+        while len(entries := self.started()) < count:
+            assert time.monotonic() < deadline, entries
+            time.sleep(0.05)
+        return entries
 
     def started(self) -> list[dict[str, Any]]:
         """Of each process that was started: `argv` after the program, `env`, `pid`, `port` (0: it serves none)."""

@@ -37,10 +37,10 @@ def steps_of(run_dir):
     return [row for row in rows if "train/loss" in row]
 
 
-def kill_one(tiny, run_dir, backend, **env):
+def kill_one(tiny, run_dir, backend, *more, **env):
     """The steps of a run whose engine 1 was killed and came back, with a ledger that lacks nothing."""
-    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300"]
-    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, "--no-hook-trial")]
+    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
+    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, *more)]
     out = subprocess.PIPE
     done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:]
