@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from instep.arguments import parse
-from instep.engines.launch import start_embedded
-from instep.engines.router import start_router
+from instep.cluster.engine_plan import plan_engines, plan_routers
+from instep.cluster.engine_start import start_engine, start_router
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
@@ -37,10 +37,10 @@ def steps_of(run_dir):
     return [row for row in rows if "train/loss" in row]
 
 
-def kill_one(tiny, run_dir, backend, **env):
+def kill_one(tiny, run_dir, backend, *more, **env):
     """The steps of a run whose engine 1 was killed and came back, with a ledger that lacks nothing."""
-    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300"]
-    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, "--no-hook-trial")]
+    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
+    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, *more)]
     out = subprocess.PIPE
     done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -94,8 +94,9 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
     args.device, args.precision = "cpu", "fp32"
-    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "theirs") for i in range(2)]
-    router = start_router(args, tmp_path / "theirs")
+    specs, logs = plan_engines(args), tmp_path / "theirs"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
+    router = start_router(plan_routers(args, specs)[0], engines, logs)
     try:
         for engine in engines:
             engine.wait_ready(120)
