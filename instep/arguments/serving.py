@@ -34,6 +34,7 @@ def serving(args: Args, given: set[str]) -> Iterator[Problem]:
         return
     for flag in {flag.attribute: flag for flag in (*passed_through().values(), *own_flags().values())}.values():
         if flag.attribute in given and flag.name not in SERVED:
-            yield Problem("has no meaning for `instep serve`, which trains nothing", flag.name, "leave it out")
+            remedy = "leave it out; `instep serve --help` lists what it takes"
+            yield Problem("has no meaning for `instep serve`", flag.name, remedy)
     if "port" in given and args.vllm_router_ip is not None:
         yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")

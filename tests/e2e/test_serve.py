@@ -126,6 +126,12 @@ def test_chat(served):
         written = "".join(entry.token for entry in entries)
         assert re.sub(r"<\|?\w+\|?>", "", written) == choice.message.content, written  # special tokens are left out
         assert choice.finish_reason == ("length" if len(entries) == 8 else "stop")
+    if "vllm" in served.text:
+        (first, *_) = served.ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert 2 <= len(first.top_logprobs) <= 3
+    else:
+        with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported"):
+            served.ask(logprobs=True, top_logprobs=2)
     newer = served.client.chat.completions.create(model=served.model, messages=HELLO, max_completion_tokens=3)
     assert newer.usage.completion_tokens <= 3
 
