@@ -358,6 +358,15 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of so many free ports in a row; 0 for none."""
+    while count:
+        first = free_port(host)
+        if first + count <= 65536 and all(port_is_free(first + i, host) for i in range(1, count)):
+            return first
+    return 0
+
+
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from instep.cluster.launch import make_cluster
 from instep.controller.device import resolve_device
-from instep.controller.fleet import Fleet, is_routed
+from instep.controller.fleet import Fleet
+from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.processes import lock_folders, port_is_free
 
@@ -32,9 +33,12 @@ def serve(args: Any) -> None:
     """
     logs = Path(args.run_dir) / "logs"
     resolve_device(args, with_engines=True)
-    if args.vllm_router_ip is None and not port_is_free(args.port):
-        raise ConfigError(f"port {args.port} is taken", where="--port", remedy="name a free one")
-    if not is_routed(args, args.rollout_num_engines):
+    num_models = len(served_models(args))
+    for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
+        if not port_is_free(port):
+            raise ConfigError(f"port {port} is taken", where="--port", remedy="name a free one")
+    routed = args.vllm_router_ip is not None or args.rollout_backend == "vllm"
+    if not routed and args.rollout_num_engines == num_models:  # each model's only engine answers by itself
         args.engine_port = args.port
     locks = lock_folders({"--run-dir": args.run_dir})
     cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
@@ -74,23 +78,27 @@ def _watch(fleet: Fleet) -> None:
 
 def describe(args: Any, fleet: Fleet, logs: Path) -> tuple[Table, str]:
     """What is served where, and how to ask it."""
-    host, port = fleet.address
-    url = f"http://{host}:{port}"
+    models = served_models(args)
+    default, addresses = policy_model(models), fleet.hook_attributes()["vllm_model_routers"]
     table = Table(title="instep serve", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("address", f"{url}/v1 (OpenAI), {url}/inference/v1/generate")
-    table.add_row("model", str(args.hf_checkpoint))
-    for engine in fleet.engines:
-        version = f" {engine.capabilities.version}" if engine.capabilities.version else ""
-        table.add_row(engine.name, f"{engine.capabilities.kind}{version} on {args.device}, {engine.url}")
+    for model in models:
+        if model.name in addresses:  # not a placeholder
+            table.add_row("model", model_path(args, model))
+            table.add_row("  address", "http://{}:{}/v1".format(*addresses[model.name]))
+            for engine in fleet.of_model(model.name):
+                offers, role = engine.capabilities, "" if engine.role == "regular" else f"{engine.role}, "
+                version = f" {offers.version}" if offers.version else ""
+                table.add_row(f"  {engine.name}", f"{role}{offers.kind}{version} on {args.device}, {engine.url}")
     table.add_row("logs", str(logs))
+    url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
     messages = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": str(args.hf_checkpoint), "messages": messages, "max_tokens": 32})
+    body = json.dumps({"model": path, "messages": messages, "max_tokens": 32})
     return table, (
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
         f'python: openai.OpenAI(base_url="{url}/v1", api_key="-").chat.completions.create('
-        f'model="{args.hf_checkpoint}", messages={json.dumps(messages)}, max_tokens=32)\n'
+        f'model="{path}", messages={json.dumps(messages)}, max_tokens=32)\n'
         "Ctrl-C ends it."
     )
 

@@ -78,6 +78,11 @@ ALGORITHM = Group(
             seeds="C",
         ),
         switch("--use-unbiased-kl", "weigh the KL with the ratio to the old policy", "C"),
+        Flag(
+            "--ref-served-model",
+            help="name of a model of --vllm-config that keeps its weights: the reference of the KL; default: a copy of "
+            "--ref-load in the trainer",
+        ),
         Flag("--ref-update-interval", COUNT, None, "copy the actor to the reference every so many rollouts", seeds="C"),
         Flag("--entropy-coef", FLOAT, 0.0, "weight of the entropy bonus", seeds="C"),
         switch("--calculate-per-token-loss", "mean over all tokens, not over each sample's mean", "VSCM"),

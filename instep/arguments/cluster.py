@@ -1,6 +1,6 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, VLLM, Flag, Group, Number, later, refused, switch
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, Group, Number, later, refused, switch
 
 RAY = "messages travel in one way"
 OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
@@ -60,8 +60,8 @@ CLUSTER = Group(
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
         *later(HARDENING, "C", "--release-train"),
         *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),
-        *later(
-            VLLM,
+        *refused(
+            "the engines of every run are watched",
             "C",
             "--use-fault-tolerance",
             "--rollout-health-check-interval",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
-from instep.cluster.engine_plan import EngineSpec, plan_engines
+from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import OFFLINE, make_plan, num_critic_gpus
 from instep.errors import ConfigError
 
@@ -50,7 +50,7 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
 def engines(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command in OFFLINE:
         return
-    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
+    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1 and args.vllm_topology is None:
         what = f"{args.rollout_num_gpus_per_engine} GPUs, but the embedded engine uses one"
         yield Problem(what, "--rollout-num-gpus-per-engine", "use 1, or --rollout-backend vllm")
     for address in args.rollout_external_engine_addrs or ():
@@ -85,8 +85,6 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem(error.what, error.where, error.remedy)
         return
-    if args.command in ("train", "serve"):
-        yield from _planned_only(args, planned)
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
     if homes and away and args.command == "train" and args.sync_way == "shm":
@@ -96,15 +94,3 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
             "--sync-way shm with --cluster ray",
             "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
         )
-
-
-def _planned_only(args: Args, planned: list[EngineSpec]) -> Iterator[Problem]:
-    """What `instep plan` shows and a run does not start yet."""
-    wide = next((engine for engine in planned if len(engine.nodes) > 1), None)
-    for flag, given, what in (
-        ("--vllm-config", args.vllm_config is not None, "several models and groups of engines are"),
-        ("--prefill-num-servers", args.prefill_num_servers is not None, "prefill and decode engines are"),
-        ("--rollout-num-gpus-per-engine", wide is not None, "an engine of several nodes is"),
-    ):
-        if given:
-            yield Problem(f"later: {what} planned, but not started yet", flag, "`instep plan` shows the plan")

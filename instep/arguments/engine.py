@@ -14,7 +14,13 @@ ENGINE = Group(
             help="auto: vLLM beside a GPU, the embedded engine on a CPU",
         ),
         Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),
-        Flag("--port", PORT, None, "where `instep serve` answers, on loopback; default: 8000", seeds="AT"),
+        Flag(
+            "--port",
+            PORT,
+            None,
+            "where `instep serve` answers, on loopback; further models follow; default: 8000",
+            seeds="AT",
+        ),
         Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", seeds="V"),
         Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
         Flag(

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem, Scan
 from instep.cluster.placement import OFFLINE
-from instep.engines.topology import parse, read
+from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
 
-# What only vLLM has: giving one of them chooses it.
-_VLLM_ONLY = ("vllm_overrides", "vllm_config", "prefill_num_servers")  # a router stands before embedded engines, too
+# What only vLLM has. Giving one of them chooses it, and so does --vllm-config; a router stands before embedded engines,
+# too.
+_VLLM_ONLY = ("vllm_overrides", "prefill_num_servers")
+_NOT_EMBEDDED = "use --rollout-backend vllm"
+_EMBEDDED_FIELDS = ("max_model_len", "max_num_seqs", "dtype")
+_EMBEDDED_DTYPES = ("float32", "bfloat16")
 
 
 def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
@@ -35,7 +39,7 @@ def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
 
 def derive_backend(args: Args) -> None:
     """`--rollout-backend auto` is vLLM where a flag is given that only vLLM has."""
-    if args.rollout_backend == "auto" and any(getattr(args, name) for name in _VLLM_ONLY):
+    if args.rollout_backend == "auto" and any(getattr(args, name) for name in (*_VLLM_ONLY, "vllm_config")):
         args.rollout_backend = "vllm"
 
 
@@ -47,7 +51,8 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
         for name in _VLLM_ONLY:
             if getattr(args, name):
                 flags = _spelled(args, name)
-                yield Problem("the embedded engine has no such thing", flags, "use --rollout-backend vllm")
+                yield Problem("the embedded engine has no such thing", flags, _NOT_EMBEDDED)
+        yield from _embedded_groups(args)
     if args.vllm_config is not None and args.prefill_num_servers is not None:
         what = "the file says which engines prefill"
         yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
@@ -62,6 +67,12 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
     if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
         yield Problem("one without the other", "--vllm-router-ip and --vllm-router-port", "give both")
+    disaggregated = [model for model in served_models(args) if model.disaggregated]
+    if args.vllm_router_ip is not None and disaggregated:
+        what = "a router takes prefill and decode engines only when it starts"
+        yield Problem(what, "--vllm-router-ip", "leave it out: instep starts it")
+    if args.ref_served_model is not None and args.command == "train":
+        yield from _served_reference(args)
     if args.vllm_topology is None:
         return
     models = args.vllm_topology["vllm"]
@@ -92,6 +103,39 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
             f"--vllm-config {args.vllm_config}",
             "let one have update_weights: true",
         )
+
+
+def _served_reference(args: Args) -> Iterator[Problem]:
+    """That the reference is a model which is served, and stays as it is."""
+    found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
+    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model)
+    if args.debug_train_only or args.debug_rollout_only:
+        yield Problem("there is no engine, or no trainer, in a part of a run", flag, "leave it out")
+    elif model is None:
+        frozen = [name for name, model in found.items() if not model.update_weights]
+        names = f"name one of {', '.join(frozen)}" if frozen else "add one with update_weights: false"
+        yield Problem("no such model is served", flag, f"{names} (--vllm-config)")
+    elif model.update_weights:
+        yield Problem("gets the trainer's weights, so it is no reference", flag, "let it have update_weights: false")
+
+
+def _embedded_groups(args: Args) -> Iterator[Problem]:
+    """What groups of `--vllm-config` ask for and the embedded engine has not."""
+    for model in served_models(args) if args.vllm_topology is not None else ():
+        for i, group in enumerate(model.groups):
+            where = f"{model.where}.server_groups[{i}]"
+            if group.role in ("prefill", "decode"):
+                yield Problem("the embedded engine prefills and decodes", f"{where}.worker_type", _NOT_EMBEDDED)
+            elif group.role == "regular" and group.num_gpus_per_engine > 1:
+                what = f"{group.num_gpus_per_engine} GPUs, but the embedded engine uses one"
+                yield Problem(what, f"{where}.num_gpus_per_engine", f"use 1, or {_NOT_EMBEDDED[4:]}")
+            for name, words in group.overrides.items():
+                if name not in _EMBEDDED_FIELDS:
+                    what = f"the embedded engine has no such thing, only {', '.join(_EMBEDDED_FIELDS)}"
+                    yield Problem(what, f"{where}.overrides.{name}", _NOT_EMBEDDED)
+                elif not (words[-1] in _EMBEDDED_DTYPES if name == "dtype" else words[-1].isdigit()):
+                    takes = " or ".join(_EMBEDDED_DTYPES) if name == "dtype" else "a whole number"
+                    yield Problem(f"the embedded engine takes {takes}", f"{where}.overrides.{name}", _NOT_EMBEDDED)
 
 
 def _spelled(args: Args, name: str) -> str:

@@ -22,7 +22,6 @@ Status = Literal["acts", "later", "refused"]
 # Why a flag has to wait; one phrase per body of work.
 HARDENING = "comes with the debugging and fault-tolerance work"
 ALGORITHMS = "comes with the other algorithms; today there are GRPO and SFT"
-VLLM = "comes with the vLLM backend; today there is the embedded engine"
 ASYNC = "comes with asynchronous training"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"

@@ -1,26 +1,29 @@
 """Which engines and routers a run starts, where, and with which flags: a pure function of the arguments.
 
-`EngineSpec.arguments` is the command line of `vllm serve` once hosts and ports are known; nothing here starts anything.
+`EngineSpec.arguments` is the command line of `vllm serve` once hosts and ports are known; nothing here starts anything
+(`engine_start.py` does).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from instep.cluster.placement import OFFLINE, Slot, make_plan, node_size
-from instep.engines.flags import router_arguments
+from instep.engines.router import router_words
 from instep.engines.topology import (
     Parallel,
     Role,
     group_words,
+    model_path,
     parallel,
     policy_model,
     served_models,
 )
+from instep.engines.vllm import launch_words
 from instep.errors import ConfigError
 
 _CONNECTOR = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
@@ -63,7 +66,8 @@ class EngineSpec:
         role: regular, prefill or decode.
         slots: its GPUs, node after node.
         parallel: how they share the work; their product is `num_gpus`.
-        words: what `vllm serve` is told, by field, without TP and what has to do with addresses and nodes.
+        words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds to them. Without
+            TP and what has to do with addresses and nodes.
         port: of its HTTP server where `--engine-port` says it; None: a free one.
         update_weights: whether it gets the trainer's weights.
     """
@@ -75,6 +79,7 @@ class EngineSpec:
     slots: tuple[Slot, ...]
     parallel: Parallel
     words: Mapping[str, list[str]] = field(default_factory=dict)
+    own: Mapping[str, list[str]] = field(default_factory=dict)
     port: int | None = None
     update_weights: bool = True
 
@@ -88,8 +93,14 @@ class EngineSpec:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """`words` as they are written."""
-        return tuple(word for words in self.words.values() for word in words)
+        """`words` and `own` as they are written."""
+        return tuple(word for words in (*self.words.values(), *self.own.values()) for word in words)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt + response, where a number says it."""
+        text = self.words.get("max_model_len", [""])[-1]
+        return int(text) if text.isdigit() else None
 
     @property
     def nodes(self) -> tuple[tuple[Slot, ...], ...]:
@@ -129,12 +140,11 @@ class EngineSpec:
 
     def environment(self, at: Addresses, node_host: str) -> dict[str, str]:
         """What the environment of the process on `node_host` must hold for these flags."""
-        if not self.num_side_channel_ports:
-            return {}
-        return {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": node_host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(at.side_channel_port),
-        }
+        env = {"VLLM_HOST_IP": node_host} if len(self.nodes) > 1 else {}
+        if self.num_side_channel_ports:
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = node_host
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(at.side_channel_port)
+        return env
 
 
 @dataclass(frozen=True)
@@ -142,10 +152,11 @@ class RouterSpec:
     """The router in front of a model's engines.
 
     Attributes:
-        engines: the indices of its engines.
+        engines: the indices of its engines; none where they run already.
         disaggregated: prefill and decode have engines of their own.
         external: (ip, port) of one that somebody else runs (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
+        port: where it listens (`--port` of `instep serve`); None: anywhere.
     """
 
     model: str
@@ -155,17 +166,21 @@ class RouterSpec:
     kv_connector: str = ""
     external: tuple[str, int] | None = None
     default: bool = False
-    roles: dict[int, Role] = field(default_factory=dict)
+    port: int | None = None
 
-    def arguments(self, host: str, port: int | str, prometheus_port: int | str, urls: dict[int, str]) -> list[str]:
-        """What follows `vllm-router`. `urls`: of each engine, by index."""
+    def arguments(
+        self, host: str, port: int | str, prometheus_port: int | str, members: Iterable[tuple[Role, str]] = ()
+    ) -> list[str]:
+        """What follows `vllm-router`.
+
+        Args:
+            members: role and URL of each engine that serves, of prefill and decode engines; others join while it runs.
+        """
         words = ["--host", host, "--port", str(port), "--prometheus-port", str(prometheus_port), *self.flags]
-        if not self.disaggregated:
-            return [*words, "--worker-urls", *(urls[i] for i in self.engines)]
-        words += ["--vllm-pd-disaggregation"]
-        words += ["--kv-connector", self.kv_connector] if self.kv_connector else []
-        for index in self.engines:
-            words += ["--" + self.roles[index], urls[index]]
+        if self.disaggregated:
+            words += ["--vllm-pd-disaggregation"]
+            words += ["--kv-connector", self.kv_connector] if self.kv_connector else []
+            words += [word for role, url in members for word in ("--" + role, url)]
         return words
 
 
@@ -189,13 +204,22 @@ def plan_engines(args: Any) -> list[EngineSpec]:
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
             _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
+            own = _own_words(args, words, group.num_gpus_per_engine, model.update_weights)
             for _ in range(group.num_engines):
-                port = None if args.engine_port is None else args.engine_port + len(out)
-                path = model.path or str(args.hf_checkpoint or "MODEL")
-                spec = EngineSpec(
-                    len(out), model.name, path, group.role, next(slots), layout, words, port, model.update_weights
+                out.append(
+                    EngineSpec(
+                        len(out),
+                        model.name,
+                        model_path(args, model),
+                        group.role,
+                        next(slots),
+                        layout,
+                        words,
+                        own,
+                        None if args.engine_port is None else args.engine_port + len(out),
+                        model.update_weights,
+                    )
                 )
-                out.append(spec)
             if group.role != "regular" and not out[-1].kv_connector:
                 raise ConfigError(
                     f"kv_transfer_config names no connector that the router knows: {', '.join(_CONNECTORS)}",
@@ -203,6 +227,13 @@ def plan_engines(args: Any) -> list[EngineSpec]:
                     remedy="leave it out for NixlConnector",
                 )
     return out
+
+
+def _own_words(args: Any, words: Mapping[str, list[str]], num_gpus: int, update_weights: bool) -> dict[str, list[str]]:
+    if args.rollout_backend == "embedded":
+        return {}
+    own = launch_words(args, num_gpus=num_gpus, update_weights=update_weights)
+    return {name: given for name, given in own.items() if name not in words}
 
 
 def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> None:
@@ -216,25 +247,33 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
         )
 
 
+def longest(args: Any) -> int | None:
+    """Most tokens of prompt + response that every engine with the trainer's weights takes; None: the model's."""
+    found = [engine.max_model_len for engine in plan_engines(args) if engine.update_weights]
+    found.append(args.vllm_max_model_len)
+    return min((length for length in found if length is not None), default=None)
+
+
 def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
-    """One router per model, in front of its `engines`."""
-    if not engines:
+    """One router per model, in front of its `engines`, or of those that run already."""
+    if not engines and not args.rollout_external_engine_addrs:
         return []
     models = served_models(args)
     default = policy_model(models)
+    ports = [None] * len(models) if args.port is None else range(args.port, args.port + len(models))
     out = []
-    for model in models:
+    for model, port in zip(models, ports, strict=True):
         mine = [engine for engine in engines if engine.model == model.name]
         out.append(
             RouterSpec(
                 model.name,
                 tuple(engine.index for engine in mine),
-                tuple(router_arguments(args)),
+                tuple(router_words(args)),
                 model.disaggregated,
                 next((engine.kv_connector for engine in mine if engine.kv_connector), ""),
                 (args.vllm_router_ip, args.vllm_router_port) if args.vllm_router_ip is not None else None,
                 model is default,
-                {engine.index: engine.role for engine in mine},
+                port,
             )
         )
     return out
@@ -255,14 +294,14 @@ def describe_engines(args: Any) -> Iterator[str]:
             one = alike[0]
             at = Addresses("HOST", one.port or "PORT", "MASTER", "MASTER_PORT", "RPC_PORT", "SIDE_CHANNEL_PORT")
             for rank in range(len(one.nodes)):
-                name = f"node {rank} of it: " if len(one.nodes) > 1 else ""
-                env = "".join(f"{k}={v} " for k, v in one.environment(at, "HOST").items())
+                name, host = (f"node {rank} of it: ", f"HOST_{rank}") if len(one.nodes) > 1 else ("", "HOST")
+                env = "".join(f"{k}={v} " for k, v in one.environment(at, host).items())
                 yield f"    {name}{env}vllm serve {shlex.join(one.arguments(at, rank))}"
         if router.external is not None:
             yield f"  router: {router.external[0]}:{router.external[1]}, which is not instep's"
         else:
-            urls = {engine.index: f"URL_{engine.index}" for engine in mine}
-            yield f"  router: vllm-router {shlex.join(router.arguments('HOST', 'PORT', 'PORT', urls))}"
+            members = [(engine.role, f"URL_{engine.index}") for engine in mine]
+            yield f"  router: vllm-router {shlex.join(router.arguments('HOST', 'PORT', 'PORT', members))}"
 
 
 def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:

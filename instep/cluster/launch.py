@@ -9,10 +9,12 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from instep.arguments.roles import args_of_role
+from instep.cluster.engine_plan import EngineSpec, plan_engines
+from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
-from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.cluster.placement import num_critic_gpus
 from instep.engines.launch import Engine
-from instep.engines.start import external_engines, start_engine
+from instep.engines.start import external_engines
 from instep.errors import ConfigError
 from instep.processes import Process, stop_all
 
@@ -84,25 +86,26 @@ class LocalCluster:
         self.critic = WorkerGroup("critic", num_ranks.get("critic", 0), logs, env, args.heartbeat_timeout)
         if self._with_engines:
             self.engines = external_engines(args)
-            for index in range(0 if self.engines else args.rollout_num_engines):
-                self.engines.append(self._start_engine(index, args.engine_port and args.engine_port + index))
+            self._specs = plan_engines(args)
+            for spec in self._specs:
+                self.engines.append(self._start_engine(spec))
 
-    def _start_engine(self, index: int, port: int | None) -> Engine:
+    def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
         # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
         cores = args.num_threads - (args.num_threads > 2)
-        threads = max(1, cores // args.rollout_num_engines)
-        env = self._devices(index) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
-        return start_engine(args, index, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
+        threads = max(1, cores // len(self._specs))
+        env = self._devices(spec) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
+        return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
-    def _devices(self, index: int) -> dict[str, str]:
+    def _devices(self, spec: EngineSpec) -> dict[str, str]:
         """What makes exactly the GPUs visible that the plan gives an engine."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         here = visible.split(",") if visible else [str(i) for i in range(num_gpus())]
-        wanted = [slot.gpu for slot in make_plan(self._args).engines[index]]
+        wanted = [slot.gpu for slot in spec.slots]
         if max(wanted) >= len(here):
             raise ConfigError(
-                f"engine {index} is planned on GPU {max(wanted)}, but this host has {len(here)}",
+                f"{spec.name} is planned on GPU {max(wanted)}, but this host has {len(here)}",
                 where="--rollout-num-gpus and --actor-num-gpus-per-node",
                 remedy="use fewer, or let trainer and engines share GPUs with --colocate (see `instep plan`)",
             )
@@ -111,7 +114,7 @@ class LocalCluster:
     def restart_engine(self, index: int) -> None:
         engine = self.engines[index]
         engine.stop()
-        engine.process = self._start_engine(index, urlsplit(engine.url).port).process
+        engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
 
     def close(self) -> None:
         engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]

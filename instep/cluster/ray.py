@@ -18,17 +18,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from instep.arguments.args import SECRETS, Args
 from instep.arguments.roles import args_of_role
+from instep.cluster.engine_plan import Addresses, EngineSpec, plan_engines
+from instep.cluster.engine_start import (
+    LOOPBACK,
+    RESTART_SECONDS,
+    check_engine,
+    engine_at,
+    engine_command,
+    engine_env,
+    log_name,
+)
+from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import Plan, Slot, make_plan
 from instep.cluster.ray_host import Host
-from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
+from instep.cluster.ray_remote import HOST_SECONDS, POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines.launch import Engine
-from instep.engines.start import capabilities_of, external_engines
-from instep.errors import ConfigError, EngineError
-from instep.processes import SupervisedProcess, num_usable_cpus, stop_all
+from instep.engines.start import external_engines
+from instep.errors import ConfigError, EngineError, InstepError
+from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
@@ -47,6 +59,8 @@ class RayCluster:
         self._log_dir, self._status = log_dir, status
         self._plan = make_plan(args)
         self._with_engines = with_engines
+        self._specs = plan_engines(args) if with_engines else []
+        self._env: dict[str, str] = {}  # of all processes
         self._ray = Ray(args.ray_address)
         self._hosts: list[HostHandle] = []
         self._processes: list[RemoteProcess] = []
@@ -63,17 +77,35 @@ class RayCluster:
         env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
         self.workers = self._start_ranks("actor", plan.actor, env)
         self.critic = self._start_ranks("critic", plan.critic, env)
+        self._env = env
         self.engines = external_engines(args) if self._with_engines else []
-        for index, slots in enumerate(plan.engines if self._with_engines else ()):
-            host = self._hosts[slots[0].node]
-            name = f"engine {index}"
-            address = "127.0.0.1" if self._ray.is_here(host) else host.info.address
-            more = self._devices([slot.gpu for slot in slots], slots[0].node)
-            host.add(name, self._log_dir / f"engine-{index}.log", self._processes)
-            process = self._processes[-1]
-            env_there = {**env, **more}
-            url, process.pid = host.ask("start_engine", args, index, str(self._log_dir), address, env_there)
-            self.engines.append(Engine(name, url, process, capabilities_of(args)))
+        self.engines += [self._start_engine(spec) for spec in self._specs]
+
+    def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
+        """One process on each of its nodes. `port`: where it has been before."""
+        args = self._args
+        check_engine(args, spec)
+        hosts = [self._hosts[slots[0].node] for slots in spec.nodes]
+        head = hosts[0]
+        address = LOOPBACK if self._ray.is_here(head) else head.info.address
+        wanted = (port or spec.port, address, RESTART_SECONDS if port else 0.0, spec.num_side_channel_ports)
+        chosen, *others = head.ask("choose_ports", *wanted)
+        at = Addresses(address, chosen, head.info.address, *others)
+        parts: list[RemoteProcess] = []
+        try:
+            for rank, (host, slots) in enumerate(zip(hosts, spec.nodes, strict=True)):
+                name = f"{spec.name} node {rank}" if rank else spec.name
+                log, threads = self._log_dir / log_name(spec, rank), args.num_threads or host.info.num_cpus
+                env = {**self._env, **engine_env(args, spec, at, host.info.address, threads)}
+                env |= self._devices([slot.gpu for slot in slots], slots[0].node)
+                words = engine_command(args, spec, at, rank)
+                host.add(name, log, parts)
+                parts[-1].pid = host.ask("start_engine", name, words, str(log), env, args.heartbeat_timeout)
+        except InstepError:
+            stop_all(parts)
+            raise
+        self._processes += parts
+        return engine_at(args, spec, at, JointProcess(parts) if len(parts) > 1 else parts[0])
 
     def _start_ranks(self, role: str, slots: Sequence[Slot], env: Mapping[str, str]) -> RayWorkerGroup:
         args, trainer = self._args, (*self._plan.actor, *self._plan.critic)
@@ -107,7 +139,8 @@ class RayCluster:
         """Shared folders, and a way of the weight sync that reaches every engine."""
         args, here = self._args, self._ray.is_here
         if self._with_engines and self._plan.actor and args.sync_way == "shm":
-            needed = {self._plan.actor[0].node, *(slots[0].node for slots in self._plan.engines)}
+            fed = [spec for spec in self._specs if spec.update_weights]
+            needed = {self._plan.actor[0].node, *(slot.node for spec in fed for slot in spec.slots)}
             for host in (self._hosts[node] for node in sorted(needed)):
                 if not here(host):
                     raise ConfigError(
@@ -134,8 +167,13 @@ class RayCluster:
             probe.unlink()
 
     def restart_engine(self, index: int) -> None:
-        name = self.engines[index].name
-        raise EngineError(f"{name} is on a Ray cluster, where engines are not started anew yet")
+        engine = self.engines[index]
+        assert engine.process is not None
+        engine.stop()
+        parts: list[Process] = engine.process.parts if isinstance(engine.process, JointProcess) else [engine.process]
+        if not all(part.died_within(HOST_SECONDS) for part in parts):  # its name is free when its end was told
+            raise EngineError(f"{engine.name} does not end", where=engine.process.describe())
+        engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
 
     def close(self) -> None:
         stop_all(self._processes, grace=2.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,9 @@ from typing import Any
 import psutil
 
 from instep.cluster.local import start_rank
-from instep.engines.start import start_engine
+from instep.engines.launch import choose_port
 from instep.errors import ConfigError
-from instep.processes import SupervisedProcess, num_usable_cpus
+from instep.processes import SupervisedProcess, free_port, free_ports, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
 
@@ -136,15 +137,23 @@ class Host:
             listener.close()  # it is the rank's now
         return process.pid
 
-    def start_engine(self, args: Any, index: int, log_dir: str, host: str, env: Mapping[str, str]) -> tuple[str, int]:
-        """Start an engine that listens on `host`; its URL and pid."""
-        threads = args.num_threads or num_usable_cpus()
-        port = None if args.engine_port is None else args.engine_port + index
-        engine = start_engine(args, index, num_threads=threads, log_dir=Path(log_dir), port=port, host=host, env=env)
-        assert isinstance(engine.process, SupervisedProcess)
+    def choose_ports(
+        self, port: int | None, host: str, patience: float, num_side_channel_ports: int
+    ) -> tuple[int, int, int, int]:
+        """For an engine that begins on this node: of its server on `host`, see `launch.choose_port`, of its ranks'
+        meeting, of its replicas' meeting, and the first of those for handing over KV caches. Raises ConfigError."""
+        chosen = choose_port(port, host, patience)
+        mine = self._address
+        return chosen, free_port(mine), free_port(mine), free_ports(num_side_channel_ports, mine)
+
+    def start_engine(self, name: str, words: Sequence[str], log: str, env: Mapping[str, str], heartbeat: float) -> int:
+        """Start the process of an engine on this node, whose command line is Python's with `words`; its pid."""
+        if "VLLM_HOST_IP" in env and "GLOO_SOCKET_IFNAME" not in env:  # one of several that find each other
+            env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
+        process = SupervisedProcess(name, [sys.executable, *words], Path(log), env, heartbeat=heartbeat)
         with self._lock:
-            self._children[engine.name] = _Child(engine.process)
-        return engine.url, engine.process.pid
+            self._children[name] = _Child(process)
+        return process.pid
 
     # ---- talking -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from instep.arguments.table import own_hooks
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller import debug
@@ -44,7 +45,7 @@ from instep.controller.run_state import (
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import SyncResult, WeightSync
 from instep.controller.trainer import start_trainer
-from instep.controller.training import TrainingRound, served_teacher
+from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.controller.weights import load_reference, load_teacher, save_critic, save_roles
@@ -149,9 +150,7 @@ class Controller:
             lock.release()
 
     def _processes(self) -> list[Process]:
-        engines = [e.process for e in self._engines if e.process is not None]
-        if self._fleet is not None and self._fleet.router is not None and self._fleet.router.process is not None:
-            engines.append(self._fleet.router.process)
+        engines = self._fleet.processes if self._fleet is not None else []
         return [*engines, *(p for group in self._trainer_groups() for p in group.processes)]
 
     def _trainer_groups(self) -> list[WorkerGroup]:
@@ -194,22 +193,15 @@ class Controller:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
         self._fleet.wait_ready(args.engine_start_timeout)
-        host, port = self._fleet.address
-        self._runtime.update(
-            {
-                "vllm_router_ip": host,
-                "vllm_router_port": port,
-                "vllm_model_routers": {"actor": (host, port)},
-                "rollout_engine_urls": [e.url for e in self._engines],
-                "num_rollout": self.num_rollout,
-            }
-        )
+        self._runtime.update({**self._fleet.hook_attributes(), "num_rollout": self.num_rollout})
         if self._engines and self._workers.num_ranks:
-            max_len = args.vllm_max_model_len or int(self._hf_config.get("max_position_embeddings", 128))
-            vocab_size = int(self._hf_config["vocab_size"])
-            self._sync = WeightSync(args, self._workers, self._engines, vocab_size=vocab_size, max_len=max_len)
+            max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
+            fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
+            self._sync = WeightSync(args, self._workers, fed, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
+        if (reference := served_reference(args, self.hook_args)) is not None:
+            reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url)
         if self._engines:
             self._trial.with_engine()
 
@@ -403,7 +395,7 @@ class Controller:
         self._check_processes()
         fleet = self._require_fleet()
         for engine in fleet.waiting():
-            if self._sync is not None:
+            if self._sync is not None and engine.update_weights:
                 self._sync.rejoin(engine)
             fleet.admit([engine])
             self.log.progress.line(f"{engine.name} serves again")

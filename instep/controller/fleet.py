@@ -1,8 +1,9 @@
-"""The engines of a run and the router before them: who serves, who died, who comes back.
+"""The engines of a run and the routers before them, one for each model: who serves, who died, who comes back.
 
 An engine serves while it holds proven weights and its process (or, if somebody else runs it, its `/health`) is well.
-When it dies it leaves the router at once, so that requests that were on it are made again elsewhere; it is started anew
-beside the run, and serves again after a session has brought it the current weights. The death of the last one ends the
+When it dies it leaves its router at once, so that requests that were on it are made again elsewhere; it is started anew
+beside the run, and serves again after a session has brought it the current weights, or as soon as it is ready if its
+model keeps its weights. The death of the last engine of a model, or of the last one that prefills or decodes, ends the
 run.
 """
 
@@ -16,19 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from instep.cluster.engine_plan import plan_engines, plan_routers
+from instep.cluster.engine_start import start_router
 from instep.engines.launch import Engine
-from instep.engines.router import Router, start_router
+from instep.engines.router import Router
+from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
+from instep.processes import Process
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 HEALTH_SECONDS = 1.0  # between two looks at an engine that somebody else runs
 HEALTH_FAILURES = 3  # in a row: then it counts as dead
 State = Literal["serving", "starting", "ready", "lost"]
-
-
-def is_routed(args: Any, num_engines: int) -> bool:
-    """Whether a router stands before the engines."""
-    return num_engines > 1 or args.vllm_router_ip is not None or args.rollout_backend == "vllm"
 
 
 class Fleet:
@@ -58,26 +58,48 @@ class Fleet:
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        routed = self.engines and is_routed(args, len(self.engines))
-        self.router: Router | None = start_router(args, log_dir) if routed else None
+        self._default = policy_model(served_models(args)).name if self.engines else ""
+        self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
+        specs = plan_routers(args, plan_engines(args)) if self.engines else []
+        for spec in specs:
+            mine = self.of_model(spec.model)
+            if len(mine) > 1 or spec.external is not None or args.rollout_backend == "vllm":
+                name = "router" if len(specs) == 1 else f"router-{spec.model}"
+                self.routers[spec.model] = start_router(spec, mine, log_dir, name)
+
+    def of_model(self, model: str) -> list[Engine]:
+        return [engine for engine in self.engines if engine.model == model]
+
+    def hook_attributes(self) -> dict[str, Any]:
+        """What hooks see of it, by attribute of `args`: where requests for each model go, and the engines."""
+        addresses = {}
+        for engine in self.engines:
+            router = self.routers.get(engine.model)
+            url = urlsplit(router.url if router is not None else engine.url)
+            addresses[engine.model] = (str(url.hostname), int(url.port or 0))
+        host, port = addresses.get(self._default, ("127.0.0.1", 0))
+        return {
+            "vllm_router_ip": host,
+            "vllm_router_port": port,
+            "vllm_model_routers": addresses,
+            "rollout_engine_urls": [engine.url for engine in self.engines],
+        }
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Where generation goes: the router, or the one engine."""
-        if self.router is not None:
-            return self.router.address
-        url = urlsplit(self.engines[0].url if self.engines else "http://127.0.0.1:0")
-        return str(url.hostname), int(url.port or 0)
+    def processes(self) -> list[Process]:
+        """Of the engines and routers that run here."""
+        owners: list[Engine | Router] = [*self.engines, *self.routers.values()]
+        return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
-        """Until every engine and the router answer; of several failures the first engine's is raised."""
+        """Until every engine and its router answer; of several failures the first engine's is raised."""
         if not self.engines:
             return
         with ThreadPoolExecutor(len(self.engines)) as pool:
             for outcome in [pool.submit(engine.wait_ready, timeout) for engine in self.engines]:
                 outcome.result()
-        if self.router is not None:
-            self.router.wait_ready(timeout)
+        for router in self.routers.values():
+            router.wait_ready(timeout)
         outside = [engine for engine in self.engines if engine.process is None]
         for engine in outside:
             engine.identify()
@@ -85,32 +107,33 @@ class Fleet:
             threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
 
     def available(self) -> list[Engine]:
-        """Those that take part in the next session: all that are well."""
-        return [e for e in self.engines if self._states[e.url] in ("serving", "ready")]
+        """Those that take part in the next session: all that are well and get weights."""
+        return [e for e in self.engines if e.update_weights and self._states[e.url] in ("serving", "ready")]
 
     def waiting(self) -> list[Engine]:
         """Those that could serve, if they had the current weights."""
         return [e for e in self.engines if self._states[e.url] == "ready"]
 
     def admit(self, engines: Iterable[Engine]) -> None:
-        """These hold the current weights: they serve from now on."""
+        """These hold the weights that they should: they serve from now on."""
         with self._lock:
             for engine in engines:
                 if self._states[engine.url] == "ready":
                     self._states[engine.url] = "serving"
-            self._tell_router()
+            for model in self.routers:
+                self._tell_router(model)
 
     def check(self) -> None:
         """Notice who has died.
 
         Raises:
-            EngineError: no engine is left that serves, or the router has died.
+            EngineError: no engine of a model is left that serves, or a router has died.
         """
         if self._closed.is_set():
             return
         with self._lock:
-            if self.router is not None:
-                self.router.check_alive()
+            for router in self.routers.values():
+                router.check_alive()
             for engine in self.engines:
                 state = self._states[engine.url]
                 if state in ("serving", "ready") and engine.process is not None and engine.process.fault() is not None:
@@ -120,21 +143,22 @@ class Fleet:
 
     def close(self) -> None:
         self._closed.set()
-        if self.router is not None:
-            self.router.stop()
+        for router in self.routers.values():
+            router.stop()
 
     # ---- death and return ----------------------------------------------------------------------------------------
 
     def _lose(self, engine: Engine, fault: str) -> None:
-        others = [e for e in self.engines if e is not engine and self._states[e.url] in ("serving", "ready")]
+        alike = [e for e in self.of_model(engine.model) if e.role == engine.role and e is not engine]
+        others = any(self._states[e.url] in ("serving", "ready") for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
-            raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine")
+            raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine of its kind")
         self._states[engine.url] = "starting" if comes_back else "lost"
         what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
         self._status(f"{engine.name} {fault}: {what if comes_back else 'the run goes on without it'}")
-        self._tell_router()
+        self._tell_router(engine.model)
         if comes_back and engine.process is not None:
             self._restarts[engine.url] += 1
             threading.Thread(
@@ -149,14 +173,17 @@ class Fleet:
                 engine.stop()
                 return
             engine.wait_ready(self._args.engine_start_timeout)
+            with self._lock:
+                self._states[engine.url] = "ready"
+                if not engine.update_weights and not self._closed.is_set():
+                    self.admit([engine])
+                    self._status(f"{engine.name} serves again")
         except InstepError as error:
             with self._lock:
                 self._states[engine.url] = "lost"
             if not self._closed.is_set():
                 self._status(f"{engine.name} did not come back, the run goes on without it: {error.what}")
             return
-        with self._lock:
-            self._states[engine.url] = "ready"
         self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
 
     def _watch_health(self, engines: Sequence[Engine]) -> None:
@@ -174,14 +201,14 @@ class Fleet:
                         except EngineError:
                             self._states[engine.url] = "lost"  # requests to it fail, and say so
 
-    def _tell_router(self) -> None:
-        if self.router is None:
+    def _tell_router(self, model: str) -> None:
+        if model not in self.routers:
             return
-        urls = [e.url for e in self.engines if self._states[e.url] == "serving"]
+        urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
         deadline = time.monotonic() + 5.0
         while True:
             try:
-                self.router.set_members(urls)
+                self.routers[model].set_members(urls)
                 return
             except EngineError:
                 if time.monotonic() > deadline:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from instep.algorithms.reductions import loss_scales, loss_weights
+from instep.cluster.local import LOOK_SECONDS
 from instep.controller.advantages import add_advantages
 from instep.controller.metrics import critic_metrics
 from instep.controller.role import Metrics, RoleTrainer
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
+from instep.rollout.client import get_model_url
 from instep.rollout.outputs import flatten
+from instep.rollout.scorer import ServedScorer
 from instep.rollout.teacher import ServedTeacher
 from instep.types import Group, TokenBatch
 
@@ -49,6 +54,15 @@ def served_teacher(args: Any) -> ServedTeacher | None:
     return ServedTeacher(args.opd_teacher_url, args.rollout_timeout)
 
 
+def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
+    """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
+    if args.ref_served_model is None:
+        return None
+    url = get_model_url(hook_args, args.ref_served_model, "")
+    where = f"--ref-served-model {args.ref_served_model}, at {url}"
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out")
+
+
 class TrainingRound:
     """Drives the workers of the actor, and of PPO's critic, through the optimizer steps of one rollout.
 
@@ -62,7 +76,7 @@ class TrainingRound:
         self._has_rewards = args.loss_type not in ("sft_loss", "dpo_loss")
         kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
         self._teacher = served_teacher(args)
-        self.uses_reference = kl or args.loss_type == "dpo_loss"
+        self.uses_reference = (kl or args.loss_type == "dpo_loss") and args.ref_served_model is None  # in the workers
 
     def run(
         self,
@@ -101,12 +115,15 @@ class TrainingRound:
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
         out = TrainedRollout([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
-        names = self._scored_names(0 if critic_only else len(schedule))
+        wanted = self._scored_names(0 if critic_only else len(schedule))
+        names = wanted if self.uses_reference else [name for name in wanted if name != "ref_log_probs"]
         scores = [self._actor.score(batch, schedule, names)] if names else []
         if self._critic is not None:
             scores.append(self._critic.score(batch, critic_schedule, ["values"]))
         if self._teacher is not None:  # while the workers score
-            batch.token_columns["teacher_log_probs"] = self._teacher.log_probs(batch)
+            batch.token_columns["teacher_log_probs"] = self._ask(self._teacher, batch)
+        if "ref_log_probs" in wanted and (reference := served_reference(args, self._hook_args)) is not None:
+            batch.token_columns["ref_log_probs"] = self._ask(reference, batch)
         for finish in scores:
             finish()
         if self._has_rewards:
@@ -129,8 +146,23 @@ class TrainingRound:
             out.metrics |= critic_metrics(steps, batch)
         return out
 
+    def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
+        """Its log-probs, while the processes of the run are watched: of an engine that dies its name is told."""
+        answer: Future[torch.Tensor] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(scorer.log_probs(batch))
+            except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name=f"asks {scorer.name}", daemon=True).start()
+        while not wait([answer], LOOK_SECONDS).done:
+            self._actor.workers.watch()
+        return answer.result()
+
     def _scored_names(self, num_steps: int) -> list[str]:
-        """Which forward passes are needed. With one on-policy step the old policy is the current one."""
+        """Which log-probs are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         if not self._has_rewards:
             return ["ref_log_probs"] if self.uses_reference else []

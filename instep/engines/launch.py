@@ -1,4 +1,4 @@
-"""Starting an inference engine as a supervised process, and the control calls that go to each engine directly."""
+"""A running engine and the control calls that go to it directly; the command line of the embedded one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import contextlib
 import http.client
 import json
 import re
-import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any
 
 from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
+from instep.engines.topology import POLICY, Role
 from instep.errors import ConfigError, EngineError
 from instep.processes import (
     DETERMINISTIC_ENV,
     OPENMP_ENV,
     Process,
-    SupervisedProcess,
     free_port,
     port_is_free,
     stop_all,
@@ -35,10 +33,26 @@ PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as 
 
 
 class Engine:
-    """One running engine: its address, its process (None for one that somebody else runs) and its control calls."""
+    """One running engine: its address, its process (None for one that somebody else runs) and its control calls.
 
-    def __init__(self, name: str, url: str, process: Process | None = None, capabilities: Capabilities = EMBEDDED):
+    Args:
+        model: the name of the model that it serves; role: regular, prefill or decode.
+        update_weights: whether it gets the trainer's weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        process: Process | None = None,
+        capabilities: Capabilities = EMBEDDED,
+        *,
+        model: str = POLICY,
+        role: Role = "regular",
+        update_weights: bool = True,
+    ):
         self.name, self.url, self.process, self.capabilities = name, url, process, capabilities
+        self.model, self.role, self.update_weights = model, role, update_weights
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
 
     def check_alive(self) -> None:
@@ -191,48 +205,35 @@ class EngineRefusal(EngineError):
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor)
 
 
-def start_embedded(
-    args: Any,
-    index: int,
-    *,
-    num_threads: int,
-    log_dir: Path,
-    port: int | None = None,
-    host: str = "127.0.0.1",
-    env: Mapping[str, str] | None = None,
-) -> Engine:
-    """Start an embedded engine that listens on `host` only; it is not ready yet when this returns.
+def embedded_command(args: Any, path: str, words: Sequence[str], host: str, port: int | str) -> list[str]:
+    """What follows the interpreter, for an embedded engine that serves `path` on `host` only.
 
-    Raises:
-        ConfigError: the wanted port is taken.
+    Args:
+        words: of `--max-model-len`, `--max-num-seqs` and `--dtype` those that are set.
     """
-    port = choose_port(port, host)
-    command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(args.hf_checkpoint)]
-    command += ["--host", host, "--port", str(port), "--device", args.device]
-    command += ["--dtype", engine_dtype(args)]
-    if args.vllm_max_model_len:
-        command += ["--max-model-len", str(args.vllm_max_model_len)]
-    if args.vllm_max_num_seqs:
-        command += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    if args.deterministic_mode:
-        command.append("--batch-invariant")
-    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV, **(env or {})}
-    env |= DETERMINISTIC_ENV if args.deterministic_mode else {}
-    log_path = log_dir / f"engine-{index}.log"
-    process = SupervisedProcess(f"engine {index}", command, log_path, env, heartbeat=args.heartbeat_timeout)
-    return Engine(f"engine {index}", f"http://{host}:{port}", process)
+    command = ["-m", "instep.engines.embedded", "--model", path, "--host", host, "--port", str(port)]
+    command += ["--device", args.device, *([] if "--dtype" in words else ["--dtype", engine_dtype(args)]), *words]
+    return [*command, "--batch-invariant"] if args.deterministic_mode else command
 
 
-def choose_port(port: int | None, host: str) -> int:
-    """`port` if it is free, a free one for None. Raises ConfigError."""
-    if port is not None and not port_is_free(port, host):
-        raise ConfigError(
-            f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
-        )
+def embedded_env(args: Any, num_threads: int) -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
+    return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+
+def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:
+    """`port` if it is free within `patience` seconds, a free one for None. Raises ConfigError."""
+    deadline = time.monotonic() + patience
+    while port is not None and not port_is_free(port, host):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
+            )
+        time.sleep(0.05)
     return port or free_port(host)
 
 
 def engine_dtype(args: Any) -> str:
-    """`--vllm-dtype`, in torch's names; auto: the trainer's."""
-    dtypes = {"auto": "bfloat16" if args.precision == "bf16" else "float32", "half": "float16", "float": "float32"}
-    return dtypes.get(args.vllm_dtype, args.vllm_dtype)
+    """Of an engine's weights where `--vllm-dtype` does not say it: the trainer's. `auto` of a plan is a GPU's."""
+    full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
+    return "float32" if full else "bfloat16"

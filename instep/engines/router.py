@@ -10,18 +10,17 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
-import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from instep.engines.flags import router_arguments
 from instep.errors import ConfigError, EngineError
-from instep.processes import SupervisedProcess, free_port, stop_all
+from instep.processes import SupervisedProcess, stop_all
 
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 CALL_SECONDS = 10.0
@@ -120,28 +119,54 @@ class Router:
             stop_all([self.process])
 
 
-def start_router(args: Any, log_dir: Path, name: str = "router") -> Router:
-    """The router that `--vllm-router-ip/-port` name, or a vllm-router of our own on loopback, at `--port` of `instep
-    serve` or any free one; not ready yet.
+class DisaggregatedRouter(Router):
+    """One before prefill and decode engines.
+
+    vllm-router takes none of them in while it runs, so it is started with all that serve, and anew (half a second, at
+    the same address) when one joins; requests that were on their way are made again by the client. One that dies
+    leaves it as it leaves any router.
+
+    Args:
+        start: starts the process that has these engines behind it.
+    """
+
+    def __init__(self, url: str, start: Callable[[Sequence[str]], SupervisedProcess]):
+        super().__init__(url)
+        self._start = start
+
+    def wait_ready(self, timeout: float) -> None:
+        """It is started with its first engines."""
+
+    def set_members(self, urls: Sequence[str]) -> None:
+        with self._lock:
+            joins = not self._members.issuperset(urls)
+        if not joins:
+            if self.process is not None:
+                super().set_members(urls)
+            return
+        with self._lock:
+            self.stop()
+            self.process, self._members = self._start(urls), set(urls)
+        super().wait_ready(CALL_SECONDS)
+
+
+def router_command(arguments: Sequence[str]) -> list[str]:
+    """What follows the interpreter.
 
     Raises:
         ConfigError: vllm-router is not installed.
     """
-    if args.vllm_router_ip is not None:
-        return Router(f"http://{args.vllm_router_ip}:{args.vllm_router_port}")
     if importlib.util.find_spec("vllm_router") is None:
         raise ConfigError(
             "vllm-router is not installed here",
-            where="--rollout-backend vllm",
+            where="several engines, or --rollout-backend vllm",
             remedy="pip install vllm-router (make install-vllm does so on a CPU), or name one with --vllm-router-ip",
         )
-    port = args.port or free_port()
-    command = [sys.executable, "-m", "instep.engines.router_main", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(free_port())]
-    for field, words in {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}.items():
-        if field not in args.router_overrides:
-            command += ["--" + field.replace("_", "-"), *words]
-    command += [word for words in args.router_overrides.values() for word in words]
-    return Router(
-        f"http://127.0.0.1:{port}", SupervisedProcess(name, command, log_dir / f"{name}.log", {"RUST_LOG": "warn"})
-    )
+    return ["-m", "instep.engines.router_main", *arguments]
+
+
+def router_words(args: Any) -> list[str]:
+    """Flags of every router that instep starts: what it chooses, and `--router-*`, which win."""
+    own = {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}
+    words = [w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)]
+    return [*words, *router_arguments(args)]

@@ -1,4 +1,4 @@
-"""Which engine `--rollout-backend` means here, and starting one."""
+"""Which engine `--rollout-backend` means here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import importlib.util
 from typing import Any
 
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
-from instep.engines.launch import Engine, start_embedded
-from instep.engines.vllm import start_vllm
+from instep.engines.launch import Engine
 from instep.errors import ConfigError
 
 
@@ -47,8 +46,3 @@ def external_engines(args: Any) -> list[Engine]:
     """The engines of `--rollout-external-engine-addrs`; what they are is asked for when they are ready."""
     addresses = args.rollout_external_engine_addrs or ()
     return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
-
-
-def start_engine(args: Any, index: int, **options: Any) -> Engine:
-    """Start engine `index` of the kind that `args.rollout_backend` names; it is not ready yet when this returns."""
-    return (start_vllm if args.rollout_backend == "vllm" else start_embedded)(args, index, **options)

@@ -28,6 +28,7 @@ from instep.errors import ConfigError
 
 Role = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
+MAX_TOGETHER = 64  # responses of one request
 POLICY = "actor"  # the name of the one model when there is no file
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
@@ -113,6 +114,25 @@ def served_models(args: Any) -> tuple[ServedModel, ...]:
 def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
     """The one that rollouts use by default: the first that gets the trainer's weights, else the first."""
     return next((model for model in models if model.update_weights), models[0])
+
+
+def responses_per_request(args: Any, models: tuple[ServedModel, ...]) -> int:
+    """How many responses to one prompt a request to the policy may ask for: vLLM refuses more than it runs at once.
+
+    From prefill to decode engines the KV cache of a prompt goes once per response, so there it is one.
+    """
+    policy = policy_model(models)
+    given = [group.overrides.get("max_num_seqs", [""])[-1] for group in policy.groups]
+    limits = [int(text) if text.isdigit() else args.vllm_max_num_seqs or MAX_TOGETHER for text in given]
+    return 1 if policy.disaggregated else min(MAX_TOGETHER, *limits)
+
+
+def model_path(args: Any, model: ServedModel) -> str:
+    """The folder that its engines serve. The trained model is named as requests name it."""
+    trained = str(args.hf_checkpoint or "MODEL")
+    if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):
+        return trained
+    return model.path
 
 
 def read(path: str) -> Any:

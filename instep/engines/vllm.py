@@ -1,4 +1,4 @@
-"""Starting stock `vllm serve` as a supervised process. Nothing of vLLM is imported or patched here.
+"""What instep tells stock `vllm serve`. Nothing of vLLM is imported or patched here.
 
 What instep adds goes through vLLM's own doors: flags, environment, HTTP routes of its development mode, and the plugin
 instep-vllm (`plugins/instep-vllm`).
@@ -6,20 +6,16 @@ instep-vllm (`plugins/instep-vllm`).
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.engines import capabilities
-from instep.engines.flags import engine_words
-from instep.engines.launch import Engine, choose_port, engine_dtype
-from instep.engines.topology import parallel
+from instep.engines.capabilities import release
+from instep.engines.flags import TABLES, installed_version
+from instep.engines.launch import engine_dtype
 from instep.errors import ConfigError
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, SupervisedProcess
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 WEIGHT_TRANSFER = "instep_shm"  # the plugin's name for its weight-transfer engine
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -27,84 +23,49 @@ CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
-def start_vllm(
-    args: Any,
-    index: int,
-    *,
-    num_threads: int,
-    log_dir: Path,
-    port: int | None = None,
-    host: str = "127.0.0.1",
-    env: Mapping[str, str] | None = None,
-) -> Engine:
-    """Start `vllm serve` on `host`; it is not ready yet when this returns.
+def launch_words(args: Any, *, num_gpus: int, update_weights: bool) -> dict[str, list[str]]:
+    """What instep adds to the command line of an engine of `num_gpus`, by field; `--vllm-*` and overrides win.
 
-    Raises:
-        ConfigError: the wanted port is taken, or vLLM is too old.
+    Where vLLM is not installed (`instep plan`) it is that of the newest version whose flags are known.
     """
-    offers = capabilities.of_vllm(importlib.metadata.version("vllm"))
+    version = installed_version("vllm") or TABLES["vllm"][0]
+    words = {
+        "dtype": ["--dtype", engine_dtype(args)],
+        "seed": ["--seed", str(args.seed)],
+        "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's
+        "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
+    }
+    if update_weights:
+        words["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
+    if release(version) >= (0, 32):
+        words["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
+    if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+        words["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
     if args.device == "cpu":
-        _check_cpu(Path(args.hf_checkpoint))
-    port = choose_port(port, host)
-    command = [sys.executable, "-m", "instep.engines.vllm_main", *vllm_flags(args, offers.version)]
-    command += ["--host", host, "--port", str(port)]
-    name = f"engine {index}"
-    process = SupervisedProcess(
-        name,
-        command,
-        log_dir / f"engine-{index}.log",
-        {**vllm_env(args, num_threads), **(env or {})},
-        heartbeat=args.heartbeat_timeout,
-    )
-    return Engine(name, f"http://{host}:{port}", process, offers)
+        words["enforce_eager"] = ["--enforce-eager"]
+        words["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+        # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
+        words["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
+        if num_gpus == 1:  # one process less, and half a gigabyte
+            words["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
+    return words
 
 
-def _check_cpu(model: Path) -> None:
-    """vLLM would start, and die of the first request."""
+def vllm_command(arguments: list[str]) -> list[str]:
+    """What follows the interpreter, for these arguments of `vllm serve`."""
+    return ["-m", "instep.engines.vllm_main", "serve", *arguments]
+
+
+def check_cpu(model: Path) -> None:
+    """Raise ConfigError for a model of which vLLM on a CPU would start, and die of the first request."""
     config = json.loads((model / "config.json").read_text())
     size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
-            where=f"--hf-checkpoint {model}",
+            where=f"the model {model}",
             remedy="use another model, or --rollout-backend embedded",
         )
-
-
-def vllm_flags(args: Any, version: str) -> list[str]:
-    """Arguments of vLLM's command line, but for host and port."""
-    layout = parallel(engine_words(args), args.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")
-    words = ["serve", str(args.hf_checkpoint), "--tensor-parallel-size", str(layout.tensor)]
-    words += [word for given in args.vllm_overrides.values() for word in given]
-    return words + launch_flags(args, version)
-
-
-def launch_flags(args: Any, version: str) -> list[str]:
-    """What instep adds to every engine, whatever it serves on how many GPUs; `--vllm-*` win over what is a default."""
-
-    def default(field: str, *words: str) -> list[str]:
-        return [] if field in args.vllm_overrides else list(words)
-
-    flags = ["--dtype", engine_dtype(args), "--seed", str(args.seed)]
-    flags += ["--logprobs-mode", "processed_logprobs"]  # at the sampling temperature, as the trainer computes them
-    flags += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
-    flags += default("uvicorn_log_level", "--uvicorn-log-level", "warning")  # else a line per request
-    if capabilities.release(version) >= (0, 32):
-        flags += ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
-    if args.vllm_max_model_len:
-        flags += ["--max-model-len", str(args.vllm_max_model_len)]
-    if args.vllm_max_num_seqs:
-        flags += ["--max-num-seqs", str(args.vllm_max_num_seqs)]
-    if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
-        flags += default("gpu_memory_utilization", "--gpu-memory-utilization", str(COLOCATED_FRACTION))
-    if args.device == "cpu":
-        flags += default("enforce_eager", "--enforce-eager")
-        flags += default("kv_cache_memory_bytes", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES))
-        # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
-        flags += default("enable_chunked_prefill", "--no-enable-chunked-prefill")
-        if args.rollout_num_gpus_per_engine == 1:  # one process less, and half a gigabyte
-            flags += default("distributed_executor_backend", "--distributed-executor-backend", "uni")
-    return flags
 
 
 def vllm_env(args: Any, num_threads: int) -> dict[str, str]:

@@ -1,116 +1,19 @@
-"""The teacher of on-policy distillation where it is served by an engine: its log-probs of what the student sampled."""
+"""The teacher of on-policy distillation where it is served by an engine, and rewards where it is enough."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from instep.errors import EngineError, InstepError, RolloutError
-from instep.rollout import runtime
-from instep.rollout.client import GENERATE
-from instep.rollout.http import post
-from instep.types import Sample, TokenBatch
-
-CHECK_SECONDS = 60.0
-CONCURRENCY = 32  # samples that are with the teacher at a time
-NUM_PROBED = 64  # entries of the vocabulary that both tokenizers must agree on
+from instep.rollout.scorer import ServedScorer
+from instep.types import Sample
 
 
-class ServedTeacher:
-    """A client of an engine that serves the teacher, with vLLM's routes.
-
-    Args:
-        url: `http://HOST:PORT`.
-        timeout: seconds for the samples of a rollout.
-    """
+class ServedTeacher(ServedScorer):
+    """The one at `--opd-teacher-url`."""
 
     def __init__(self, url: str, timeout: float):
-        self.url, self.timeout = url, timeout
-
-    def check(self, tokenizer: Any) -> None:
-        """Whether it answers, and has the student's vocabulary: the same ids for a text that is spread all over it.
-
-        Raises:
-            EngineError: it does not, or has not.
-        """
-        text = _spread_text(tokenizer)
-        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
-        request = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
-        answer = self._run(post(f"{self.url}/v1/completions", request, timeout=CHECK_SECONDS), CHECK_SECONDS)
-        try:
-            theirs = [int(i) for i in answer["choices"][0]["prompt_token_ids"]]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            remedy = "it needs vLLM's /v1/completions with return_token_ids, and /inference/v1/generate"
-            raise self._error("the teacher does not say how it tokenizes", remedy) from error
-        if ours not in (theirs, theirs[1:]):  # its own request may begin with a token for the beginning
-            differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
-            what = f"the teacher has another vocabulary: {text!r:.60} is {theirs[: differs + 1][-3:]}..., not "
-            raise self._error(
-                f"{what}{ours[: differs + 1][-3:]}... at token {differs}",
-                "distillation compares log-probs token by token: take a teacher with the student's tokenizer",
-            )
-
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        """float32 `[num_response_tokens]`, at temperature 1; 0 for a sample of which no token is trained on.
-
-        Raises:
-            EngineError: it does not answer, or not with the log-probs of these tokens.
-            RolloutError: a sample of another temperature, or the time is over.
-        """
-        if bool((batch.sample_columns["temperature"] != 1).any()):
-            raise RolloutError(
-                "samples of another temperature than 1, of which a served teacher gives no log-probs",
-                where="--use-opd",
-                remedy="sample at temperature 1, or load the teacher with --opd-teacher-load",
-            )
-        lengths = batch.response_lengths.tolist()
-        samples = zip(
-            batch.tokens.split(batch.total_lengths.tolist()),
-            lengths,
-            batch.token_columns["loss_mask"].split(lengths),
-            strict=True,
-        )
-        rows = self._run(self._score_all([(t.tolist(), n, bool(m.any())) for t, n, m in samples]), self.timeout)
-        return torch.tensor([x for row in rows for x in row], dtype=torch.float32)
-
-    async def _score_all(self, samples: list[tuple[list[int], int, bool]]) -> list[list[float]]:
-        slots = asyncio.Semaphore(CONCURRENCY)
-
-        async def score(tokens: list[int], length: int, trained: bool) -> list[float]:
-            async with slots:
-                return await self._score(tokens, length) if trained else [0.0] * length
-
-        return await runtime.gather([score(*sample) for sample in samples])
-
-    async def _score(self, tokens: list[int], length: int) -> list[float]:
-        """Of the last `length` tokens."""
-        sampling_params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        request = {"token_ids": tokens, "sampling_params": sampling_params}
-        answer = await post(self.url + GENERATE, request, timeout=self.timeout)
-        try:
-            entries = answer["prompt_logprobs"]
-            if len(entries) != len(tokens):
-                raise ValueError(f"{len(entries)} log-probs of {len(tokens)} tokens")
-            pairs = zip(entries[-length:], tokens[-length:], strict=True)
-            out = [float(entry[str(token)]["logprob"]) for entry, token in pairs]
-            if not all(map(math.isfinite, out)):
-                raise ValueError("a log-prob that is not finite")
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"no log-probs of a sample's tokens: {error!r}", remedy="see its log") from error
-        return out
-
-    def _run(self, coro: Any, timeout: float) -> Any:
-        try:
-            return runtime.run(coro, timeout)
-        except InstepError as error:
-            raise self._error(f"the teacher gave no answer: {error.what}", error.remedy) from error
-
-    def _error(self, what: str, remedy: str) -> EngineError:
-        return EngineError(what, where=f"--opd-teacher-url {self.url}", remedy=remedy)
+        where, instead = f"--opd-teacher-url {url}", "load the teacher with --opd-teacher-load"
+        super().__init__("the teacher", where, url, timeout, instead)
 
 
 async def no_reward(args: Any, target: Sample | list[Sample]) -> Any:
@@ -121,10 +24,3 @@ async def no_reward(args: Any, target: Sample | list[Sample]) -> Any:
 def no_rewards(args: Any, samples: list[Sample]) -> tuple[list[Any], list[float]]:
     """For --custom-reward-post-process-path: rewards are reported, but only the teacher is learnt from."""
     return [s.reward for s in samples], [0.0] * len(samples)
-
-
-def _spread_text(tokenizer: Any) -> str:
-    """Text of entries from all over the vocabulary, those that are whole characters."""
-    step = max(1, len(tokenizer) // NUM_PROBED)
-    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(0, len(tokenizer), step)]
-    return "".join(text for text in texts[:NUM_PROBED] if "\ufffd" not in text)

@@ -20,7 +20,6 @@ from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sampl
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
-MAX_TOGETHER = 64  # responses of one request
 ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
 MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away before it is an error
 
@@ -62,7 +61,7 @@ async def generate_together(args: Any, group: Group, sampling_params: dict[str, 
     for sample in group:
         sample.tokens = list(ids)
     params = to_vllm(sampling_params)
-    at_once = min(MAX_TOGETHER, args.vllm_max_num_seqs or MAX_TOGETHER)  # vLLM refuses more than it runs at once
+    at_once = args.responses_per_request
     parts = [group[i : i + at_once] for i in range(0, len(group), at_once)]
     seeds = [{"seed": params["seed"] + i} for i in range(0, len(group), at_once)]
     await runtime.gather([_append(args, part, params | seed) for part, seed in zip(parts, seeds, strict=True)])

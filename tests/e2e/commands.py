@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -45,3 +47,12 @@ def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:
 def run(arguments: list[str], timeout: float = 180) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "instep.cli", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []

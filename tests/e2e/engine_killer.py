@@ -21,21 +21,22 @@ async def reward(args: Any, sample: Any) -> float:
     _num_calls += 1
     url = args.rollout_engine_urls[1]
     if _num_calls == KILL_AT:
-        _process_at(url).kill()
+        process_at(url).kill()
     if _num_calls == WAIT_AT:
         deadline = time.monotonic() + WAIT_SECONDS
-        while not await asyncio.to_thread(_healthy, url):
+        while not await asyncio.to_thread(healthy, url):
             assert time.monotonic() < deadline, "engine 1 did not come back"
             await asyncio.sleep(0.2)
         await asyncio.sleep(3.0)  # for its session
     return float(len(sample.tokens) % 2)
 
 
-def _process_at(url: str) -> psutil.Process:
+def process_at(url: str) -> psutil.Process:
     """The engine's own process, or, where KILL_CORE is set, the one of vLLM that computes."""
     port = str(urlsplit(url).port)
     family = psutil.Process(os.getpid())
-    for process in [*family.children(), *family.parent().children()]:  # an engine that the test runs is a sibling
+    siblings = family.parent().children()  # an engine that the test runs
+    for process in [*family.children(recursive=True), *siblings]:
         words = process.cmdline()
         if "--port" in words and words[words.index("--port") + 1] == port:
             if os.environ.get("KILL_CORE"):
@@ -44,7 +45,7 @@ def _process_at(url: str) -> psutil.Process:
     raise AssertionError(f"no process of {url}")
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(url + "/health", timeout=1) as answer:
             return answer.status == 200

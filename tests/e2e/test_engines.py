@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.engines.launch import start_embedded
-from instep.engines.router import start_router
-from instep.engines.vllm import start_vllm
+from instep.cluster.engine_plan import plan_engines, plan_routers
+from instep.cluster.engine_start import start_engine, start_router
 from instep.rollout import runtime
 from instep.rollout.client import GENERATE, complete
 from tests.assets import make_checkpoint
@@ -42,10 +41,10 @@ def steps_of(run_dir):
     return [row for row in rows if "train/loss" in row]
 
 
-def kill_one(tiny, run_dir, backend, **env):
+def kill_one(tiny, run_dir, backend, *more, **env):
     """The steps of a run whose engine 1 was killed and came back, with a ledger that lacks nothing."""
-    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300"]
-    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, "--no-hook-trial")]
+    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
+    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, *more)]
     out = subprocess.PIPE
     done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -107,8 +106,8 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
     given = two_engines(small, tmp_path, "vllm", "--device", device, "--precision", "fp32")
     part = ["--vllm-gpu-memory-utilization", "0.1"] if device == "cuda" else []
     args = parse([*given[1:], *part, "--vllm-kv-cache-memory-bytes", str(128 << 20)], "train")
-    logs = tmp_path / "theirs"
-    engines = [start_vllm(args, i, num_threads=1, log_dir=logs) for i in range(2)]
+    specs, logs = plan_engines(args), tmp_path / "theirs"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
     try:
         for engine in engines:
             engine.wait_ready(240)
@@ -122,7 +121,7 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
         while process.poll() is None and time.monotonic() < deadline:
             if not engines[1].process.alive():
                 port = int(engines[1].url.rpartition(":")[2])
-                engines[1] = start_vllm(args, 1, num_threads=1, log_dir=logs, port=port)
+                engines[1] = start_engine(args, specs[1], num_threads=1, log_dir=logs, port=port)
             time.sleep(0.2)
         process.kill()
     finally:
@@ -139,8 +138,9 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
     args.device, args.precision = "cpu", "fp32"
-    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "theirs") for i in range(2)]
-    router = start_router(args, tmp_path / "theirs")
+    specs, logs = plan_engines(args), tmp_path / "theirs"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
+    router = start_router(plan_routers(args, specs)[0], engines, logs)
     try:
         for engine in engines:
             engine.wait_ready(120)
@@ -169,8 +169,9 @@ def test_a_session_stays_with_its_engine(tiny, tmp_path):
     """Requests of one session, one after another and at once, go to one engine; sessions spread over both."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
     args.device, args.precision = "cpu", "fp32"
-    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "logs") for i in range(2)]
-    router = start_router(args, tmp_path / "logs")
+    specs, logs = plan_engines(args), tmp_path / "logs"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
+    router = start_router(plan_routers(args, specs)[0], engines, logs)
 
     async def ask(session):
         url = router.url + GENERATE

@@ -2,11 +2,9 @@
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -19,20 +17,11 @@ from instep.arguments import parse
 from instep.cluster.placement import make_plan
 from instep.errors import ConfigError
 from tests.e2e import commands
-from tests.e2e.commands import grpo_arguments, run
+from tests.e2e.commands import children, gone_within, grpo_arguments, run
+from tests.e2e.conftest import LOOPBACK
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE.parent.parent / "scripts"
-# Loopback only; idle workers, one per CPU of each node, would only slow the tests down. Ray reads it when imported.
-LOOPBACK = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
-}
-
-
 LONG = ["--num-rollout", "1000", "--rollout-max-response-len", "100"]
 
 
@@ -49,23 +38,6 @@ def start_and_train(arguments):
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
     return process
-
-
-def children(pid):
-    return psutil.Process(pid).children(recursive=True)
-
-
-def gone_within(processes, seconds):
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-
-
-@pytest.fixture
-def ray_tmp(monkeypatch):
-    """A folder for sessions of Ray (its sockets need a short path); it must be empty at the end."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as path:
-        monkeypatch.setitem(commands.ENVIRONMENT, "RAY_TMPDIR", path)
-        yield Path(path)
 
 
 def on_ray(tiny, run_dir, *more):
@@ -189,25 +161,6 @@ def test_a_worker_that_ends_while_the_run_closes_is_closed_once(monkeypatch):
 
 
 # ---- a cluster of three nodes ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """The address of a Ray with 3 nodes of 8 CPUs and 8 GPUs, which are numbers only; and its process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in LOOPBACK.items():
-            patch.setenv(name, value)
-            patch.setitem(commands.ENVIRONMENT, name, value)
-        command = [sys.executable, str(HERE / "ray_nodes.py"), "3", "8", "8"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
-            assert nodes.stdin and nodes.stdout
-            address = nodes.stdout.readline().strip()
-            assert address.startswith("127.0.0.1:")
-            ours = children(nodes.pid)
-            yield address, nodes
-            nodes.stdin.close()
-            nodes.wait(60)
-        assert gone_within(ours, 10)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`instep serve`: engines behind a router, asked with the openai package, killed, and ended."""
 
+import json
 import os
 import re
 import shutil
@@ -206,6 +207,24 @@ def test_the_only_engine_comes_back(root):
         server.wait_for("Ctrl-C ends it")
         assert "router.log" not in os.listdir(server.run_dir / "logs")
         kill_one(server, 0)
+        assert server.end() == 0, server.text
+
+
+def test_several_models(root, tmp_path):
+    """Each at an address of its own."""
+    make_checkpoint(tmp_path / "ref", seed=1)
+    groups = [{"worker_type": "regular", "num_gpus": 1}]
+    ref = {"name": "ref", "model_path": str(tmp_path / "ref"), "update_weights": False, "server_groups": groups}
+    config = tmp_path / "models.yaml"
+    config.write_text(json.dumps({"vllm": [{"name": "actor", "server_groups": groups}, ref]}))
+    with Server(root, "--rollout-backend", "embedded", "--vllm-config", str(config)) as server:
+        server.wait_for("Ctrl-C ends it")
+        assert f"http://127.0.0.1:{server.port + 1}/v1" in server.text
+        other = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port + 1}/v1", api_key="-")
+        assert [model.id for client in (server.client, other) for model in client.models.list().data] == [
+            server.model,
+            ref["model_path"],
+        ]
         assert server.end() == 0, server.text
 
 

@@ -7,16 +7,19 @@ control message), while real workers and a real engine run.
 import copy
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from instep.arguments import parse
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.sync import WeightSync
 from instep.data.batch import build_batch
-from instep.engines.launch import Engine, start_embedded
+from instep.engines.launch import Engine
 from instep.errors import EngineError, SyncError
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments
@@ -29,11 +32,11 @@ def stack(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("stack")
     args = parse(grpo_arguments(tiny, folder)[1:], "train")
-    args.device, args.precision = "cpu", "fp32"
+    args.device, args.precision, args.rollout_backend = "cpu", "fp32", "embedded"
     workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     engine_args = copy.copy(args)
     engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
-    engine = start_embedded(engine_args, 0, num_threads=1, log_dir=folder / "logs")
+    engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
         workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
         workers.call("load_weights", tiny / "hf", timeout=60)
@@ -213,7 +216,7 @@ def test_the_deadline_is_kept(sync):
 def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monkeypatch):
     """The other one gets its weights and is proven; the last one's death would be an error."""
     args, _, engine = stack
-    victim = start_embedded(args, 1, num_threads=1, log_dir=tmp_path)
+    victim = start_engine(args, replace(plan_engines(args)[0], index=1), num_threads=1, log_dir=tmp_path)
     victim.wait_ready(120)
     sync.engines.append(victim)
     post = Engine.post

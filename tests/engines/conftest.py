@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from instep.arguments import parse
+from instep.cluster import engine_start
+from instep.cluster.engine_plan import Addresses, plan_engines
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
 from instep.engines.launch import Engine as ControlledEngine
-from instep.engines.vllm import vllm_env, vllm_flags
+from instep.engines.vllm import vllm_env
 from instep.rollout.client import FINAL_ONLY
 
 needs_vllm = pytest.mark.skipif(
@@ -94,25 +96,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def vllm_args(model: Path) -> Any:
-    """What `start_vllm` reads of a run's arguments."""
-    return SimpleNamespace(
-        hf_checkpoint=str(model),
-        device=VLLM_DEVICE,
-        precision="fp32",
-        colocate=False,
-        seed=0,
-        deterministic_mode=False,
-        heartbeat_timeout=60.0,
-        rollout_num_gpus_per_engine=1,
-        vllm_dtype="auto",
-        vllm_max_model_len=MAX_MODEL_LEN,
-        vllm_max_num_seqs=64,
-        vllm_overrides={
-            "kv_cache_memory_bytes": ["--kv-cache-memory-bytes", str(128 << 20)],
-            **({"gpu_memory_utilization": ["--gpu-memory-utilization", "0.05"]} if VLLM_DEVICE == "cuda" else {}),
-        },
-    )
+def vllm_args(model: Path, *more: str) -> Any:
+    """The arguments of a run whose engine is vLLM."""
+    words = f"--rollout-backend vllm --device {VLLM_DEVICE} --precision fp32 --seed 0 "
+    words += f"--vllm-max-model-len {MAX_MODEL_LEN} --vllm-max-num-seqs 64 --vllm-kv-cache-memory-bytes {128 << 20}"
+    words += " --vllm-gpu-memory-utilization 0.05" if VLLM_DEVICE == "cuda" else ""
+    return parse([*words.split(), "--hf-checkpoint", str(model), *more], "plan")
 
 
 def engine_environment(kind: str = "embedded") -> dict[str, str]:
@@ -124,8 +113,8 @@ def engine_environment(kind: str = "embedded") -> dict[str, str]:
 
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
     if kind == "vllm":
-        words = vllm_flags(vllm_args(model), importlib.metadata.version("vllm"))
-        return [sys.executable, "-m", "instep.engines.vllm_main", *words, "--host", "127.0.0.1", "--port", str(port)]
+        args = vllm_args(model)
+        return [sys.executable, *engine_start.engine_command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]

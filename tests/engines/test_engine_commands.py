@@ -79,15 +79,16 @@ def test_the_routers_table_and_commands():
     given = [["--router-" + flag.name.removeprefix("--"), *example(flag)] for flag in known]
     argvs = [router_arguments(parse(words, "plan")) for words in given]
     (spec,) = routers = plan_routers(*planned("--rollout-num-gpus 2 --prefill-num-servers 1 --router-policy random"))
-    argvs.append(spec.arguments("127.0.0.1", 3000, 3001, {0: "http://p:1", 1: "http://d:1"}))
+    argvs.append(spec.arguments("127.0.0.1", 3000, 3001, [("prefill", "http://p:1"), ("decode", "http://d:1")]))
     (spec,) = plan_routers(*planned("--rollout-num-gpus 2 --router-balance-abs-threshold 0"))
-    argvs.append(spec.arguments("127.0.0.1", 3000, 3001, {0: "http://a:1", 1: "http://b:1"}))
+    argvs.append(spec.arguments("127.0.0.1", 3000, 3001))
     *singles, disaggregated, regular = answers("router", argvs)
     assert [flag.name for flag, answer in zip(known, singles, strict=True) if answer is None] == []
     assert len(routers) == 1
     assert disaggregated["vllm_pd_disaggregation"] == "True" and disaggregated["policy"] == "random"
     assert (disaggregated["prefill"], disaggregated["decode"]) == ("[['http://p:1']]", "[['http://d:1']]")
-    assert (regular["worker_urls"], regular["balance_abs_threshold"]) == ("['http://a:1', 'http://b:1']", "0")
+    assert (regular["worker_urls"], regular["balance_abs_threshold"]) == ("[]", "0")
+    assert (regular["policy"], regular["disable_retries"]) == ("sticky_least_loaded", "True")
     assert (regular["port"], regular["prometheus_port"]) == ("3000", "3001")
 
 
@@ -95,12 +96,11 @@ def test_the_routers_table_and_commands():
 def test_the_planned_router_sends_a_request_to_prefill_and_then_to_decode(tmp_path):
     """Two servers that only note what they get stand for the engines, whose KV transfer needs GPUs."""
     seen: list[tuple[str, dict]] = []
-    urls = {i: note_requests(role, seen) for i, role in enumerate(("prefill", "decode"))}
-    flags = "--rollout-num-gpus 2 --prefill-num-servers 1 --router-worker-startup-check-interval 1"
-    (spec,) = plan_routers(*planned(flags))
+    members = [(role, note_requests(role, seen)) for role in ("prefill", "decode")]
+    (spec,) = plan_routers(*planned("--rollout-num-gpus 2 --prefill-num-servers 1"))
     port = free_port()
     command = [sys.executable, "-m", "vllm_router.launch_router"]
-    command += spec.arguments("127.0.0.1", port, free_port(), urls)
+    command += spec.arguments("127.0.0.1", port, free_port(), members)
     router = SupervisedProcess("router", command, tmp_path / "router.log")
     try:
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}

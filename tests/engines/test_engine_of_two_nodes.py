@@ -13,22 +13,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments import parse
 from instep.cluster.engine_plan import Addresses, plan_engines
-from instep.processes import OPENMP_ENV, SupervisedProcess, free_port, stop_all
+from instep.cluster.engine_start import engine_command, engine_env
+from instep.processes import SupervisedProcess, free_port, stop_all
 
 PROMPT, NUM_TOKENS = list(range(3, 40)), 8
 FLAGS = (
     "--num-gpus-per-node 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 "
-    "--vllm-enforce-eager --vllm-kv-cache-memory-bytes 134217728 --vllm-dtype float32 --vllm-skip-tokenizer-init"
+    "--rollout-backend vllm --device cpu --vllm-kv-cache-memory-bytes 134217728 --vllm-skip-tokenizer-init "
+    "--vllm-distributed-executor-backend mp"
 )
-ENV = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    **OPENMP_ENV,
-}
 
 
 @pytest.mark.slow
@@ -57,9 +50,9 @@ def test_an_engine_of_two_nodes_generates_what_the_model_says(tmp_path, more):
     processes = []
     try:
         for rank in range(2):
-            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *spec.arguments(at, rank)]
-            command += ["--distributed-executor-backend", "mp", *(["--enable-scale-out"] if rank == 0 else [])]
-            processes.append(SupervisedProcess(f"node {rank}", command, tmp_path / f"node-{rank}.log", ENV))
+            command = [sys.executable, *engine_command(args, spec, at, rank)]
+            env = engine_env(args, spec, at, "127.0.0.1", 1) | {"GLOO_SOCKET_IFNAME": "lo"}
+            processes.append(SupervisedProcess(f"node {rank}", command, tmp_path / f"node-{rank}.log", env))
         wait_ready(f"http://127.0.0.1:{at.port}", processes)
         token_ids, log_probs = generate(f"http://127.0.0.1:{at.port}")
     finally:

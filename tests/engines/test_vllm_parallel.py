@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.engines.vllm import start_vllm
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_start import start_engine
 from tests.engines.conftest import TOLERANCE, Engine, make_checkpoint, needs_vllm, vllm_args
 from tests.engines.test_weights import PROMPT, Q1, disk_session, flip, gap, log_probs, perturbed, session
 
@@ -16,9 +17,8 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
     hf = make_checkpoint(tmp_path / "model", tied=tied)
-    args = vllm_args(tmp_path / "model")
-    args.rollout_num_gpus_per_engine = 2
-    started = start_vllm(args, 0, num_threads=1, log_dir=tmp_path)
+    args = vllm_args(tmp_path / "model", "--rollout-num-gpus-per-engine", "2")
+    started = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=tmp_path)
     try:
         started.wait_ready(240)
         engine = Engine("vllm", started.url, tmp_path / "model", hf, None)

@@ -7,7 +7,8 @@ import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.cluster.engine_plan import Addresses, describe_engines, plan_engines, plan_routers
+from instep.cluster.engine_plan import Addresses, describe_engines, longest, plan_engines, plan_routers
+from instep.cluster.engine_start import engine_command
 from instep.cluster.placement import Slot, describe, make_plan
 from instep.engines.topology import Parallel
 from instep.errors import ConfigError
@@ -31,6 +32,18 @@ vllm:
         num_gpus_per_engine: 2
 """
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
+# What instep adds to every engine (of the vLLM whose flags are newest, where none is installed), and to those it feeds.
+COMMON = [
+    *("--dtype", "bfloat16", "--seed", "1234", "--logprobs-mode", "processed_logprobs"),
+    *("--uvicorn-log-level", "warning", "--enable-scale-out"),
+]
+FED = [*COMMON[:-1], "--weight-transfer-config", '{"backend": "instep_shm"}', "--enable-scale-out"]
+ROUTED = [
+    *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "32768", "--queue-size", "32768"),
+    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2", "--health-failure-threshold", "2"),
+    *("--health-success-threshold", "1", "--log-level", "warning", "--request-timeout-secs", "3600"),
+]
+STICKY = ["--policy", "sticky_least_loaded", *ROUTED]
 
 
 @pytest.fixture(autouse=True)
@@ -84,16 +97,14 @@ def test_the_guides_models():
     ]
     assert [e.parallel for e in found] == [Parallel(4), Parallel(4), Parallel(2), Parallel(2)]
     assert found[2].arguments(AT) == [
-        *("/path/to/ref_model", "--gpu-memory-utilization", "0.7", "--tensor-parallel-size", "2"),
+        *("/path/to/ref_model", "--gpu-memory-utilization", "0.7", *COMMON, "--tensor-parallel-size", "2"),
         *("--host", "127.0.0.1", "--port", "8000"),
     ]
     actor, ref = routers("--router-policy round_robin", GUIDE)
     assert (actor.model, actor.engines, actor.default) == ("actor", (0, 1), True)
     assert (ref.model, ref.engines, ref.default) == ("ref", (2, 3), False)
-    urls = {2: "http://127.0.0.1:1", 3: "http://127.0.0.1:2"}
-    assert ref.arguments("127.0.0.1", 3000, 3001, urls) == [
-        *("--host", "127.0.0.1", "--port", "3000", "--prometheus-port", "3001", "--policy", "round_robin"),
-        *("--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"),
+    assert ref.arguments("127.0.0.1", 3000, 3001) == [
+        *("--host", "127.0.0.1", "--port", "3000", "--prometheus-port", "3001", *ROUTED, "--policy", "round_robin"),
     ]
     args = arguments("", GUIDE)
     assert (args.rollout_num_gpus, args.rollout_num_engines, args.rollout_backend) == (12, 4, "vllm")
@@ -117,10 +128,11 @@ def test_the_guides_engine_of_two_nodes():
     (engine,) = engines("--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16")
     assert engine.nodes == (slots(1, range(8)), slots(2, range(8)))
     assert (engine.parallel, engine.num_gpus) == (Parallel(16), 16)
-    both = ["models/policy", "--tensor-parallel-size", "16", "--nnodes", "2"]
+    both = ["models/policy", *FED, "--tensor-parallel-size", "16", "--nnodes", "2"]
     where = ["--master-addr", "10.0.0.1", "--master-port", "29501"]
     assert engine.arguments(AT, 0) == [*both, "--node-rank", "0", *where, "--host", "127.0.0.1", "--port", "8000"]
     assert engine.arguments(AT, 1) == [*both, "--node-rank", "1", *where, "--headless"]
+    assert engine.environment(AT, "10.0.0.2") == {"VLLM_HOST_IP": "10.0.0.2"}
 
 
 def test_the_guides_large_expert_parallelism_over_nodes():
@@ -128,7 +140,8 @@ def test_the_guides_large_expert_parallelism_over_nodes():
     (engine,) = engines(words + " --vllm-data-parallel-size 8")
     assert engine.parallel == Parallel(2, data=8, expert=16)
     assert engine.arguments(AT, 1) == [
-        *("models/policy", "--enable-expert-parallel", "--data-parallel-size", "8", "--tensor-parallel-size", "2"),
+        *("models/policy", "--enable-expert-parallel", "--data-parallel-size", "8", *FED),
+        *("--tensor-parallel-size", "2"),
         *("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29501"),
         *("--data-parallel-rpc-port", "29550", "--headless"),
     ]
@@ -161,7 +174,7 @@ def test_the_guides_prefill_servers_on_two_gpus():
     assert (decode.role, decode.slots, decode.port) == ("decode", slots(0, [2]), 8001)
     assert prefill.arguments(AT) == [
         *("models/policy", "--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'),
-        *("--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
+        *(*FED, "--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
     ]
     assert '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}' in decode.flags
     assert decode.environment(AT, "10.0.0.2") == {
@@ -169,8 +182,17 @@ def test_the_guides_prefill_servers_on_two_gpus():
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
     }
     (router,) = routers(words)
-    assert router.arguments("127.0.0.1", 1, 2, {0: "http://p", 1: "http://d"})[6:] == [
-        *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", "http://p", "--decode", "http://d"),
+    assert router.arguments("127.0.0.1", 1, 2, [("prefill", "http://p"), ("decode", "http://d")])[6:] == [
+        *(
+            *STICKY,
+            "--vllm-pd-disaggregation",
+            "--kv-connector",
+            "nixl",
+            "--prefill",
+            "http://p",
+            "--decode",
+            "http://d",
+        ),
     ]
     assert [
         e.role for e in engines("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --prefill-num-servers 3")
@@ -217,12 +239,24 @@ def test_groups_overrides_and_placeholders():
         *("--no-enable-prefix-caching", "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'),
         *("--cudagraph-capture-sizes", "1", "2", "--hf-overrides", "{}"),
         *("--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'),
+        *FED,
     )
     assert decode.num_side_channel_ports == 4 and first.num_side_channel_ports == 1
     assert (args.rollout_num_gpus, args.rollout_num_engines) == (14, 3)
     (router,) = plan_routers(args, [first, second, decode])
-    assert router.arguments("h", 1, 2, {0: "a", 1: "b", 2: "c"})[6:] == [
-        *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", "a", "--prefill", "b", "--decode", "c"),
+    assert router.arguments("h", 1, 2, [("prefill", "a"), ("prefill", "b"), ("decode", "c")])[6:] == [
+        *(
+            *STICKY,
+            "--vllm-pd-disaggregation",
+            "--kv-connector",
+            "nixl",
+            "--prefill",
+            "a",
+            "--prefill",
+            "b",
+            "--decode",
+            "c",
+        ),
     ]
 
 
@@ -272,6 +306,40 @@ def test_a_router_of_ones_own():
     assert router.external == ("10.1.1.1", 3000) and router.engines == (0, 1) and router.default
 
 
+def test_what_instep_adds():
+    """On a CPU more; what the command line or an override says wins."""
+    overrides = "{dtype: float16, enforce_eager: false}"
+    config = f"vllm: [{{name: actor, server_groups: [{{num_gpus: 1, overrides: {overrides}}}]}}]"
+    (engine,) = engines("--device cpu --vllm-kv-cache-memory-bytes 128M", config)
+    assert engine.flags == (
+        *("--kv-cache-memory-bytes", "128M", "--dtype", "float16", "--no-enforce-eager"),
+        *("--seed", "1234", "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"),
+        *("--weight-transfer-config", '{"backend": "instep_shm"}', "--enable-scale-out"),
+        *("--no-enable-chunked-prefill", "--distributed-executor-backend", "uni"),
+    )
+    (engine,) = engines("--device cpu --rollout-num-gpus-per-engine 2")
+    assert "--distributed-executor-backend" not in engine.flags and "float32" in engine.flags
+    assert "bfloat16" in engines("--device cuda")[0].flags and "float32" in engines("--precision fp32")[0].flags
+
+
+def test_embedded_engines_in_groups():
+    words, config = (
+        "--rollout-backend embedded --device cpu",
+        """
+vllm:
+  - {name: actor, server_groups: [{num_gpus: 2, overrides: {max_model_len: 64}}]}
+  - {name: ref, model_path: r, update_weights: false, server_groups: [{num_gpus: 1, overrides: {dtype: bfloat16}}]}
+""",
+    )
+    args = arguments(words + " --vllm-max-num-seqs 8", config)
+    found = plan_engines(args)
+    commands = [engine_command(args, engine, AT)[3:] for engine in found]
+    where = "--host 127.0.0.1 --port 8000 --device cpu".split()
+    assert commands[0] == ["models/policy", *where, *"--dtype float32 --max-num-seqs 8 --max-model-len 64".split()]
+    assert commands[2] == ["r", *where, "--max-num-seqs", "8", "--dtype", "bfloat16"] and len(commands) == 3
+    assert longest(args) == 64
+
+
 TRAIN = (
     "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
     "--actor-num-gpus-per-node 1 "
@@ -300,13 +368,41 @@ def test_the_local_cluster_is_one_node_of_any_size(files):
     assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
 
 
-def test_what_is_only_planned_is_no_run(files):
+def test_models_that_are_not_there(files):
     arguments("", GUIDE)
     text = train_refusal("--vllm-config topology.yaml")
-    assert "several models and groups of engines are planned, but not started yet" in text
-    assert "vllm[1].model_path: /path/to/ref_model is no Hugging Face folder" in text
-    text = train_refusal("--prefill-num-servers 1 --rollout-num-gpus 2")
-    assert "prefill and decode engines are planned, but not started yet" in text
+    assert "/path/to/ref_model is no Hugging Face folder" in text and "vllm[1].model_path" in text
+
+
+def test_the_trained_model_is_named_as_requests_name_it(files):
+    config = "vllm: [{name: actor, model_path: ./model/, server_groups: [{num_gpus: 1}]}]"
+    Path("topology.yaml").write_text(config)
+    args = parse((TRAIN + "--vllm-config topology.yaml").split(), "train")
+    assert [engine.path for engine in plan_engines(args)] == ["model"]
+
+
+REFERENCE = "vllm: [{name: actor, server_groups: [{num_gpus: 1}]}, {name: ref, model_path: model, update_weights: "
+
+
+@pytest.mark.parametrize(
+    "words,frozen,what",
+    [
+        ("--use-kl-loss --ref-served-model other", "false", "no such model is served"),
+        ("--use-kl-loss --ref-served-model ref", "true", "gets the trainer's weights, so it is no reference"),
+        ("--ref-served-model ref", "false", "there is no reference without a KL"),
+        ("--kl-coef 0.1 --ref-served-model ref --ref-load model", "false", "there is one reference"),
+        ("--kl-coef 0.1 --ref-served-model ref --ref-update-interval 2", "false", "there is one reference"),
+        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "those at temperature 1"),
+        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "in a part of a run"),
+    ],
+)
+def test_references_that_are_refused(files, words, frozen, what):
+    Path("topology.yaml").write_text(f"{REFERENCE}{frozen}, server_groups: [{{num_gpus: 1}}]}}]")
+    assert what in train_refusal(f"--vllm-config topology.yaml {words}")
+
+
+def test_a_reference_without_the_file_is_refused(files):
+    assert "no such model is served" in train_refusal("--use-kl-loss --ref-served-model ref")
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -397,7 +493,20 @@ COMBINATIONS = [
     ("--prefill-num-servers 1", GUIDE, "the file says which engines prefill"),
     ("--vllm-router-ip 10.0.0.1 --vllm-router-port 1", GUIDE, "2 models need a router each"),
     ("--vllm-router-ip 10.0.0.1", "", "one without the other"),
-    ("--rollout-backend embedded", GUIDE, "the embedded engine has no such thing"),
+    ("--rollout-backend embedded", GUIDE, "num_gpus_per_engine: 4 GPUs, but the embedded engine uses one"),
+    ("--rollout-backend embedded", DISAGGREGATED, "worker_type: the embedded engine prefills and decodes"),
+    ("--rollout-backend embedded", DISAGGREGATED, "no such thing, only max_model_len, max_num_seqs, dtype"),
+    (
+        "--rollout-backend embedded",
+        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {max_model_len: 2k}}]}]",
+        "the embedded engine takes a whole number",
+    ),
+    ("--rollout-backend embedded --prefill-num-servers 1", "", "the embedded engine has no such thing"),
+    (
+        "--rollout-num-gpus 2 --prefill-num-servers 1 --vllm-router-ip 10.0.0.1 --vllm-router-port 1",
+        "",
+        "a router takes prefill and decode engines only when it starts",
+    ),
     ("--prefill-num-servers 2 --rollout-num-gpus 2", "", "2 of 2 engines would prefill, and none decode"),
     ("--vllm-data-parallel-size 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "", "PP 1 x DP 3 = 3"),
     ("--vllm-pipeline-parallel-size 0", "", "pipeline_parallel_size is 0"),
@@ -431,8 +540,8 @@ def test_the_command_prints_the_plan(capsys):
     assert "model actor, which rollouts use by default" in text
     assert "engines 0-1: regular, 4 GPUs each (TP 4), port 8000-8001, gets the trainer's weights" in text
     assert "engines 2-3: regular, 2 GPUs each (TP 2), port 8002-8003, keeps its weights" in text
-    assert "vllm serve /path/to/ref_model --tensor-parallel-size 2 --host HOST --port 8002" in text
-    assert "router: vllm-router --host HOST --port PORT --prometheus-port PORT --worker-urls URL_2 URL_3" in text
+    assert f"vllm serve /path/to/ref_model {' '.join(COMMON)} --tensor-parallel-size 2 --host HOST --port 8002" in text
+    assert text.count(f"router: vllm-router --host HOST --port PORT --prometheus-port PORT {' '.join(STICKY)}") == 2
 
 
 @pytest.mark.parametrize(

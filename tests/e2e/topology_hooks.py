@@ -1,0 +1,63 @@
+"""Hooks of runs with several models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.request
+from typing import Any
+
+import psutil
+
+from instep.rollout.http import post
+from instep.rollout.vllm_rollout import get_model_url
+from tests.e2e import observed
+from tests.e2e.engine_killer import healthy, process_at
+
+KILL_AT = 20  # calls
+WAIT_SECONDS = 120.0
+_num_calls = 0
+
+
+async def reward(args: Any, sample: Any) -> float:
+    """Both models answer by name, the actor where rollouts ask, and each as itself."""
+    assert sorted(args.vllm_model_routers) == ["actor", "ref"]
+    assert args.vllm_model_routers["actor"] == (args.vllm_router_ip, args.vllm_router_port)
+    request = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    first, second = [(await post(get_model_url(args, name), request))["prompt_logprobs"] for name in ("actor", "ref")]
+    assert abs(first[2]["7"]["logprob"] - second[2]["7"]["logprob"]) > 1e-3
+    versions = [await asyncio.to_thread(_weight_version, url) for url in args.rollout_engine_urls]
+    assert versions[0].isdigit() and versions[1] == "default"
+    return await observed.reward(args, sample)
+
+
+def _weight_version(url: str) -> str:
+    with urllib.request.urlopen(url + "/weight_info", timeout=10) as answer:
+        return str(json.load(answer)["weight_version"])
+
+
+async def reward_that_kills_a_reference(args: Any, sample: Any) -> float:
+    """The last engine is killed at one call, and at the next it must serve again."""
+    global _num_calls
+    _num_calls += 1
+    url = args.rollout_engine_urls[-1]
+    if _num_calls == KILL_AT:
+        victim = process_at(url)
+        victim.kill()
+        for _ in range(int(10 * WAIT_SECONDS)):
+            if not psutil.pid_exists(victim.pid) and await asyncio.to_thread(healthy, url):
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError(f"{url} did not come back")
+    return await observed.reward(args, sample)
+
+
+async def reward_that_kills_the_reference(args: Any, sample: Any) -> float:
+    """At the last call of a rollout: it is the trainer that asks next."""
+    global _num_calls
+    _num_calls += 1
+    if _num_calls == int(os.environ["KILL_AT"]):
+        process_at(args.rollout_engine_urls[-1]).kill()
+    return await observed.reward(args, sample)
