@@ -230,7 +230,7 @@ def report(
         "configuration": {
             "cores": len(cores),
             "threads": {
-                "instep": f"{args.threads} in the engine and {args.threads} in the worker, which take turns; "
+                "instep": f"{args.threads} in the worker and, in turn with it, one less in the engine (if over 2); "
                 "controller and reward workers besides; all pinned to these cores",
                 "trl": f"{args.threads} in the one process, pinned to the same cores",
             },

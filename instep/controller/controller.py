@@ -195,8 +195,7 @@ class Controller:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
         self._fleet.wait_ready(args.engine_start_timeout)
-        self._runtime.update(self._fleet.hook_attributes())
-        self._runtime.update({"rollout_weight_version": None, "num_rollout": self.num_rollout})
+        self._runtime.update({**self._fleet.hook_attributes(), "num_rollout": self.num_rollout})
         if self._engines and self._workers.num_ranks:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
             fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
@@ -232,8 +231,6 @@ class Controller:
             self._sync.engines[:] = fleet.available()
             self.last_sync = self._sync.run()
             fleet.admit(self._sync.engines)
-            spans = all(engine.capabilities.version_spans for engine in self._sync.engines)
-            self._runtime["rollout_weight_version"] = None if spans else str(self._sync.version)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
