@@ -3,7 +3,8 @@
 import pytest
 
 from instep.arguments import parse
-from instep.engines.vllm import launch_flags, vllm_env
+from instep.cluster.engine_plan import Addresses, plan_engines
+from instep.engines.vllm import vllm_env
 
 
 def resolved(device, precision, *more):
@@ -12,16 +13,14 @@ def resolved(device, precision, *more):
 
 
 def fraction(args):
-    words = launch_flags(args, "0.26.0")
+    words = plan_engines(args)[0].arguments(Addresses("HOST", 1))
     return words[words.index("--gpu-memory-utilization") + 1] if "--gpu-memory-utilization" in words else None
 
 
 def test_a_gpu_that_is_shared_with_the_trainer_is_not_taken_whole():
     assert fraction(resolved("cuda", "bf16", "--colocate")) == "0.4"
     assert fraction(resolved("cuda", "bf16")) is None  # vLLM's own default
-    assert (
-        fraction(resolved("cuda", "bf16", "--colocate", "--vllm-gpu-memory-utilization", "0.2")) is None
-    )  # the user's
+    assert fraction(resolved("cuda", "bf16", "--colocate", "--vllm-gpu-memory-utilization", "0.2")) == "0.2"
     assert fraction(resolved("cpu", "bf16", "--colocate")) is None
 
 
