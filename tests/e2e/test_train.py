@@ -65,7 +65,7 @@ def test_metrics_are_complete_and_consistent(finished):
         assert 0 < row["train/entropy"] < math.log(60)
     assert undocumented({name for row in rows(finished / "metrics.jsonl") for name in row}) == set()
     assert [r["sync/version"] for r in steps] == [2, 3]  # one session before the first rollout
-    assert 0 < steps[0]["train/kl_loss"] < steps[1]["train/kl_loss"]  # the reference is where the run began
+    assert all(r["train/kl_loss"] > 1e-4 for r in steps)  # two updates a rollout: the second is off the reference
 
 
 def test_wandb_is_written_offline_and_the_key_nowhere(finished):
