@@ -122,8 +122,9 @@ def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str 
     Args:
         text: of the whole response; `before_last`: of all its tokens but the last.
     """
+    whole = len(before_last.rstrip("\ufffd"))  # half a character is no text yet
     for stop in [stops] if isinstance(stops, str) else stops:
-        if (at := text.rfind(stop)) >= 0 and at + len(stop) > len(before_last):
+        if (at := text.rfind(stop)) >= 0 and at + len(stop) > whole:
             return stop
     return None
 

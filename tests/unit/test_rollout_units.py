@@ -320,6 +320,7 @@ def test_the_stop_string_that_the_last_token_completed() -> None:
     assert stop_string("a END b", "a END", ["END"]) is None  # one that min_tokens passed over
     assert stop_string("a END", "a END", ["END"]) is None  # the end-of-sequence token, which has no text
     assert stop_string("a", "", ["x"]) is None
+    assert stop_string("a\u05f1", "a\ufffd", ["a\u05f1"]) == "a\u05f1"  # a character of two tokens
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------
