@@ -15,7 +15,6 @@ RUNTIME_ATTRIBUTES = (
     "vllm_router_port",
     "vllm_model_routers",
     "rollout_engine_urls",
-    "rollout_weight_version",
     "num_rollout",
 )
 SECRETS = frozenset(f.attribute for g in GROUPS for f in g.flags if f.secret)

@@ -25,6 +25,13 @@ ENGINE = Group(
         ),
         Flag("--sync-way", default="shm", choices=("shm", "disk"), help="how weights reach the engines"),
         Flag(
+            "--pause-mode",
+            default="abort",
+            choices=("abort", "keep", "wait"),
+            help="what becomes of responses that are under way when the weights change: they end with what they have "
+            "and are continued, stay in the engine and go on, or end first",
+        ),
+        Flag(
             "--sync-tolerance",
             NON_NEGATIVE,
             None,

@@ -201,7 +201,6 @@ class Controller:
                 "vllm_router_port": port,
                 "vllm_model_routers": {"actor": (host, port)},
                 "rollout_engine_urls": [e.url for e in self._engines],
-                "rollout_weight_version": None,
                 "num_rollout": self.num_rollout,
             }
         )
@@ -238,8 +237,6 @@ class Controller:
             self._sync.engines[:] = fleet.available()
             self.last_sync = self._sync.run()
             fleet.admit(self._sync.engines)
-            spans = all(engine.capabilities.version_spans for engine in self._sync.engines)
-            self._runtime["rollout_weight_version"] = None if spans else str(self._sync.version)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")

@@ -1,9 +1,14 @@
 """A sync is a session: trainer -> engines, and then the proof that each engine holds the trainer's weights.
 
-    pause -> workers publish while engines load -> finish (version) -> reset caches -> resume -> prove -> open
+    close admission -> pause -> workers publish while engines load -> finish (version) -> reset caches -> resume
+    -> prove -> open admission
 
-One deadline covers all of it. Generation starts only after `run` has returned, so that no token is ever made under
-weights that are not proven.
+One deadline covers all of it. No request is sent before the proof. What becomes of those under way says `--pause-mode`:
+
+- abort: they end with what they have; who asked continues them under the new weights.
+- wait: they end first.
+- keep: the engine freezes them, and goes on with a cache that it makes anew. Their next tokens are made before the
+  proof; if that fails the run ends, so that none of them is trained on.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.role import check_weights
 from instep.engines.launch import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
+from instep.rollout import admission
 from instep.types import TokenBatch
 from instep.weights.manifest import BucketManifest
 
@@ -67,12 +73,14 @@ class WeightSync:
     """Owns the versions of the policy and the sessions that carry them to the engines.
 
     Args:
-        args: `sync_way`, `sync_timeout`, `sync_tolerance`, `precision`.
+        args: `sync_way`, `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
         vocab_size: the probe's tokens are drawn below it.
     """
 
     def __init__(self, args: Any, workers: WorkerGroup, engines: Sequence[Engine], *, vocab_size: int, max_len: int):
         self._args, self._workers, self.engines = args, workers, list(engines)
+        for engine in self.engines:
+            engine.capabilities.check_pause(args.pause_mode)
         self._targets = self.engines  # of the session that runs
         self.version = 0
         length = max(4, min(64, max_len - 1))
@@ -84,6 +92,7 @@ class WeightSync:
         self._directory = _scratch_directory()
 
     def close(self) -> None:
+        admission.open_again()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def run(self, way: str | None = None) -> SyncResult:
@@ -95,7 +104,11 @@ class WeightSync:
         """
         self.version += 1
         self._targets = self.engines
-        return self._session(way)
+        admission.close()
+        result = self._session(way, drain=True)
+        spans = all(engine.capabilities.version_spans for engine in self.engines)
+        admission.open_again(None if spans else str(self.version))
+        return result
 
     def rejoin(self, engine: Engine) -> SyncResult:
         """Bring the present version to one engine that has been started anew; the others serve on."""
@@ -105,9 +118,11 @@ class WeightSync:
             self.engines.append(engine)
         return result
 
-    def _session(self, way: str | None) -> SyncResult:
+    def _session(self, way: str | None, drain: bool = False) -> SyncResult:
         started = time.monotonic()
         deadline = started + self._args.sync_timeout
+        if drain:
+            self._drain(deadline)
         manifests = self._transfer(way or self._args.sync_way, deadline)
         first, largest = self._prove(manifests, deadline)
         tensors = [t for m in manifests for t in m.tensors]
@@ -121,12 +136,21 @@ class WeightSync:
             tolerance=self._tolerance,
         )
 
+    def _drain(self, deadline: float) -> None:
+        """Until no request of this run is under way; with `keep` they stay, and engines tell the versions."""
+        while self._args.pause_mode != "keep" and admission.num_under_way():
+            if self._args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
+                self._post("/abort_requests", deadline)
+            time.sleep(admission.LOOK_SECONDS)
+            self._workers.watch()
+            _left(deadline)
+
     # ---- transfer ------------------------------------------------------------------------------------------------
 
     def _transfer(self, way: str, deadline: float) -> list[BucketManifest]:
         nonce = secrets.token_hex(8)
         try:
-            self._post("/pause", deadline, mode="abort")
+            self._post("/pause", deadline, mode=self._args.pause_mode)
             self._each(lambda e: e.start_update(str(self.version), nonce, timeout=_left(deadline)))
             manifests = self._send_shm(nonce, deadline) if way == "shm" else self._send_disk(deadline)
             names = [t.name for m in manifests for t in m.tensors]

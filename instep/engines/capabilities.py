@@ -3,8 +3,8 @@
 What an engine lacks is done another, stated way, or refused:
 
 - `version_spans`: answers say under which weights each token was made. Without (vLLM 0.26) the client writes the
-  version down, which is exact because a sync aborts what runs (`abort`); `keep`, which mixes versions in a response, is
-  refused.
+  version down, which is exact because no request is under way when it changes (`rollout/admission.py`); `keep`, which
+  mixes versions in an answer, is refused.
 - `digests`: `/weight_checker` digests every weight under its Hugging Face name. vLLM's own covers neither those names
   nor packed weights; there a failed proof names no tensors.
 - `strict_requests`: a parameter that it does not know is an error. vLLM passes over it, so the client checks the names.
@@ -42,8 +42,8 @@ class Capabilities:
             raise ConfigError(
                 f"vLLM {self.version} does not say which weights made a token, so a response that goes on after a sync "
                 "would have unknown versions",
-                where="pause mode keep",
-                remedy="use abort, or vLLM 0.32",
+                where="--pause-mode keep",
+                remedy="use abort or wait, or vLLM 0.32",
             )
 
 

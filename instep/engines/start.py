@@ -35,6 +35,7 @@ def resolve_backend(args: Any) -> None:
                     remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
                     "or name --rollout-backend embedded",
                 )
+    capabilities_of(args).check_pause(args.pause_mode)
 
 
 def capabilities_of(args: Any) -> Capabilities:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import ConfigError, EngineError, RolloutError
+from instep.rollout import admission
 from instep.rollout.http import post
 from instep.types import Status, VersionSpan
 
@@ -30,7 +31,7 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float] | None  # of the sampled tokens, under the processed distribution
-    weight_versions: list[VersionSpan]  # empty when the engine does not say
+    weight_versions: list[VersionSpan]  # empty when nobody can say
     finish_reason: str
     stop_reason: int | str | None
 
@@ -118,14 +119,17 @@ async def complete_n(
     if n > 1:
         payload["sampling_params"]["n"] = n
     headers = {SESSION_HEADER: session} if session else None
-    answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
+    async with admission.admitted():
+        answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
+        version = admission.version
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != n:
         raise EngineError(f"an answer of another form than {n} choices; it has {sorted(answer)}", where=url)
-    return [_completion(choice, url) for choice in choices]
+    return [_completion(choice, url, version) for choice in choices]
 
 
-def _completion(choice: dict[str, Any], url: str) -> Completion:
+def _completion(choice: dict[str, Any], url: str, version: str | None) -> Completion:
+    """`version`: of all tokens, where the engine does not say it."""
     try:
         ids = [int(i) for i in choice.get("token_ids") or []]
         content = (choice.get("logprobs") or {}).get("content")
@@ -133,6 +137,8 @@ def _completion(choice: dict[str, Any], url: str) -> Completion:
         spans = [
             VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
         ]
+        if not spans and version is not None:
+            spans = [VersionSpan(version, 0, len(ids))]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"a choice of another form: {error!r}; {choice!r:.200}", where=url) from error
     if log_probs is not None and len(log_probs) != len(ids):

@@ -16,7 +16,7 @@ from instep.rollout.execute import Execution, call_hook, new_execution, run_grou
 from instep.rollout.filters import FilterOutput, as_filter_output
 from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, trim_stop
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
@@ -91,10 +91,8 @@ async def _append(args: Any, group: Group, params: dict[str, Any]) -> None:
         raise
     skip = bool(params.get("skip_special_tokens", True))
     for sample, out in zip(group, answers, strict=True):
-        before, spans = sample.response_length, out.weight_versions
-        if out.token_ids and not spans and args.rollout_weight_version is not None:  # the engine cannot say
-            spans = [VersionSpan(args.rollout_weight_version, 0, len(out.token_ids))]
-        sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=spans)
+        before = sample.response_length
+        sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
         sample.status = out.status
         if sample.response_length:
             ids = sample.tokens[-sample.response_length :]

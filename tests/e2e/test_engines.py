@@ -1,5 +1,6 @@
 """Several engines behind a router: one that dies in the middle of a rollout costs nothing."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -13,6 +14,8 @@ import pytest
 from instep.arguments import parse
 from instep.engines.launch import start_embedded
 from instep.engines.router import start_router
+from instep.rollout import runtime
+from instep.rollout.client import GENERATE, complete
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
@@ -114,6 +117,41 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
             engine.post("/pause", timeout=5)  # it takes control calls, so nobody holds it
         assert sorted((tmp_path / "logs").iterdir()) == [tmp_path / "logs" / "actor-rank0.log"]
     finally:
+        router.stop()
+        for engine in engines:
+            engine.stop()
+
+
+@needs_router
+def test_a_session_stays_with_its_engine(tiny, tmp_path):
+    """Requests of one session, one after another and at once, go to one engine; sessions spread over both."""
+    args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
+    args.device, args.precision = "cpu", "fp32"
+    engines = [start_embedded(args, i, num_threads=1, log_dir=tmp_path / "logs") for i in range(2)]
+    router = start_router(args, tmp_path / "logs")
+
+    async def ask(session):
+        url = router.url + GENERATE
+        return await complete(url, str(tiny / "hf"), [5, 6, 7], {"max_tokens": 2, "ignore_eos": True}, session=session)
+
+    async def everything():
+        sessions = [f"group-{i}" for i in range(16)]
+        rounds = [await asyncio.gather(*(ask(s) for s in sessions for _ in range(3))) for _ in range(2)]
+        served = [[out.weight_versions[0].version for out in answers] for answers in rounds]
+        return [{part[3 * i + j] for part in served for j in range(3)} for i in range(16)]
+
+    try:
+        for engine in engines:
+            engine.wait_ready(120)
+            engine.post("/update_weight_version", {"new_version": engine.name}, timeout=10)  # tells who has answered
+        router.wait_ready(30)
+        router.set_members([engine.url for engine in engines])
+        served = runtime.run(everything(), timeout=60)
+        assert all(len(names) == 1 for names in served), served
+        by_engine = [sum(names == {engine.name} for names in served) for engine in engines]
+        assert sum(by_engine) == 16 and min(by_engine) >= 5, by_engine
+    finally:
+        runtime.shutdown()
         router.stop()
         for engine in engines:
             engine.stop()

@@ -85,7 +85,6 @@ def make_args(checkpoint: Path, data: Path, server: Engine) -> Callable[..., Any
                 "vllm_router_port": port,
                 "vllm_model_routers": {"actor": ("127.0.0.1", port)},
                 "rollout_engine_urls": [url],
-                "rollout_weight_version": None,
                 "num_rollout": 3,
             }
         )

@@ -1,0 +1,72 @@
+"""What a weight sync does to responses that are under way, and that each token's version is the one that made it."""
+
+import json
+
+import pytest
+import torch
+
+from tests.assets import make_checkpoint, make_prompts
+from tests.e2e.commands import grpo_arguments, run
+from tests.e2e.test_engines import needs_vllm
+
+NUM_ROLLOUT = 8
+
+
+def train(folder, mode, *more):
+    hooks = ["--rollout-function-path", "tests.e2e.background_rollout.rollout", "--no-hook-trial"]
+    hooks += ["--custom-rm-path", "tests.e2e.background_rollout.reward"]
+    given = ["--pause-mode", mode, "--num-rollout", str(NUM_ROLLOUT), "--lr", "5e-3", *hooks]
+    saves = ["--save-hf", str(folder / mode / "hf-{rollout_id}"), "--save-interval", "1"]
+    done = run(grpo_arguments(folder, folder / mode, *given, *saves, *more), 400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / mode / "background.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A model with room for long responses, with heads that vLLM has on a CPU."""
+    folder = tmp_path_factory.mktemp("long")
+    make_checkpoint(folder / "hf", max_len=1024, head_dim=32)
+    make_prompts(folder / "train.jsonl", 64)
+    return folder
+
+
+def log_probs_under(path, tokens):
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def check_versions(folder, mode, rows):
+    """Returns how many versions each response has; its tokens' log-probs are those under them, and not under others."""
+    models = [folder / "hf", *(folder / mode / f"hf-{i}" for i in range(NUM_ROLLOUT))]  # of version i + 1
+    for tokens, ours, spans in rows:
+        assert [s[1] for s in spans] == [0, *(s[2] for s in spans[:-1])] and spans[-1][2] == len(ours)
+        ours = torch.tensor(ours)
+        scores = [log_probs_under(path, tokens)[-len(ours) :] for path in models]
+        for version, start, end in spans:
+            gaps = [(score[start:end] - ours[start:end]).abs().max() for score in scores]
+            assert gaps[int(version) - 1] < 1e-4, (version, start, end, gaps)
+            if end - start > 20:
+                assert all(gap > 1e-3 for i, gap in enumerate(gaps) if i != int(version) - 1), (version, gaps)
+    return [len(spans) for _, _, spans in rows]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_responses_across_weight_syncs(long, mode):
+    counts = check_versions(long, mode, train(long, mode))
+    if mode == "wait":
+        assert counts == [1, 1, 1]
+    else:
+        assert min(counts) > 1
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_responses_of_vllm_across_weight_syncs(long, mode):
+    counts = check_versions(long, mode, train(long, mode, "--rollout-backend", "vllm"))
+    assert counts == [1, 1, 1] if mode == "wait" else min(counts) > 1
