@@ -45,6 +45,8 @@ def serve(args: Any) -> None:
     fleet = None
     try:
         cluster.start()
+        for engine in cluster.engines:
+            engine.watch = lambda: None  # `wait_ready` sees the engine's end itself, and `_watch` all that comes later
         fleet = Fleet(
             args, cluster.engines, restart=cluster.restart_engine, log_dir=logs, status=_say, last_comes_back=True
         )

@@ -32,7 +32,9 @@ class Server:
         self.output = root / f"{self.run_dir.name}.out"
         with open(self.output, "w") as out:
             self.process = subprocess.Popen([*command, *more], env=ENVIRONMENT, stdout=out, stderr=out)
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=8)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=30
+        )
 
     @property
     def text(self):

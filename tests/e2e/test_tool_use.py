@@ -177,7 +177,7 @@ def test_a_short_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["embedded", pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_the_reward_rises(tmp_path, backend):
-    check_record(run_stages(tmp_path, slice(3), "--rollout-backend", backend))
+    check_record(run_stages(tmp_path, slice(3), "--rollout-backend", backend, "--num-threads", "1"))
     check_samples(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["eval_reward_before"] < 0.6 and summary["eval_reward_after"] > summary["eval_reward_before"] + 0.25
