@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -39,6 +39,23 @@ class Caller:
         number, future = self.expect()
         self._pipe.send((number, name, given))
         return future
+
+    async def call_each(self, name: str, items: Sequence[Any], *, cancel: str) -> list[Any]:
+        """One call with all `items`, each of which gets a `number` and an answer of its own, in their order.
+
+        Args:
+            cancel: called with the numbers when nobody waits any more.
+        """
+        futures = []
+        for item in items:
+            item.number, future = self.expect()
+            futures.append(future)
+        self.send(name, items)
+        try:
+            return await asyncio.gather(*futures)
+        except asyncio.CancelledError:
+            self.send(cancel, {item.number for item in items})
+            raise
 
     def send(self, name: str, *given: Any) -> None:
         """A call whose own answer does not matter."""

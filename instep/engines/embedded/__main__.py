@@ -53,7 +53,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
     engine = Engine(runner, LiveWeights(model), tokenizer, pipe)
-    pipe.send(dict(calls=list(engine.calls()), max_model_len=limit, vocab_size=engine.vocab_size, eos_ids=eos_ids))
+    pipe.send(dict(calls=set(engine.calls()), max_model_len=limit, vocab_size=engine.vocab_size, eos_ids=eos_ids))
     return engine
 
 

@@ -1,28 +1,29 @@
 """The next token: the processed distribution, and a draw that depends on nothing but (seed, position)."""
 
 import torch
+from torch import Tensor
 
-Truncation = tuple[torch.Tensor, torch.Tensor]  # top_k int64 and top_p float32, [batch] each
+Limits = tuple[Tensor, Tensor]  # top_k int64 and top_p float32, [batch] each
 # splitmix64's constants (Steele et al. 2014) as signed integers: torch has no uint64 arithmetic, int64 wraps the same.
 _GAMMA, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)
 
 
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Float64 `[batch]` in [0, 1) by splitmix64; 40 bits, so that u times a total near 1 stays below the total."""
     return _shift(_mix(_mix(seeds + _GAMMA) + positions * _GAMMA), 24).double() * 2.0**-40
 
 
-def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+def truncate(logits: Tensor, truncation: Limits) -> Tensor:
     """Logits `[batch, vocab]` with -inf outside top_k and top_p, applied in vLLM's order."""
     top_k, top_p = (x[:, None] for x in truncation)
     ordered, where = logits.sort(-1, descending=True)
@@ -33,9 +34,7 @@ def truncate(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     return torch.empty_like(logits).scatter_(1, where, ordered)
 
 
-def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Limits | None) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[batch]`, and their log-probs float32 `[batch]` in the distribution they were drawn from.
 
     `logits` are float32 `[batch, vocab]`; `uniform` float64 `[batch]` in [0, 1) is inverted through the cumulative

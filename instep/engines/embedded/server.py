@@ -7,7 +7,6 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,31 +20,28 @@ Body = dict[str, Any]
 Handler = Callable[[web.Request, Body], Awaitable[Body]]
 TIMEOUT = 1800  # seconds, for every request and control call
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
-_OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion"}
 
 
 class Server:
     """Routes over the engine at the other end of `pipe` (`scheduler.Engine`); `calls` are the names of its calls."""
 
-    def __init__(
-        self, pipe: Connection, name: str, calls: list[str], max_model_len: int, vocab_size: int, eos_ids: Any
-    ):
-        self.engine, self.name, self.eos_ids = Caller(pipe), name, eos_ids
+    def __init__(self, pipe: Connection, name: str, calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any):
+        self.engine, self.name, self.calls, self.eos_ids = Caller(pipe), name, calls, eos_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.routes: dict[str, Handler] = {c: partial(self._control, c) for c in calls if "/" in c}
-        self.routes |= {"POST /inference/v1/generate": self.generate, "POST /v1/completions": self.completions}
-        self.routes |= {"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models}
-        self.routes["POST /pause"] = self.pause
+        self.routes: dict[str, Handler] = {"POST /inference/v1/generate": self.generate, "POST /pause": self.pause}
+        self.routes |= {"POST /v1/completions": self.completions, "POST /v1/chat/completions": self.chat}
+        self.routes["GET /v1/models"] = self.models
 
     async def handle(self, http: web.Request) -> web.Response:
         """Any route: JSON in, JSON out, refusals in vLLM's form."""
         try:
             if not isinstance(body := json.loads(await http.read() or b"{}"), dict):
                 raise json.JSONDecodeError("no object", "", 0)
-            if (route := f"{http.method} {http.path}") not in self.routes:
+            own = self.routes.get(route := f"{http.method} {http.path}")
+            if own is None and route not in self.calls:
                 raise HttpError("NotFoundError", f"there is no {route}")
             async with asyncio.timeout(TIMEOUT):
-                return web.json_response(await self.routes[route](http, body) or {})
+                return web.json_response(await (own(http, body) if own else self.engine.call(route, body)) or {})
         except HttpError as error:
             refusal = error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -89,29 +85,19 @@ class Server:
         for prompt in prompts:
             room = self.max_model_len - len(protocol.token_ids(prompt, "token_ids", self.vocab_size))
             if not prompt or room < 1:
-                message = f"the prompt has {len(prompt)} tokens; 1 to {self.max_model_len - 1} are possible"
-                raise HttpError("BadRequestError", message)
+                possible = f"1 to {self.max_model_len - 1} are possible"
+                raise HttpError("BadRequestError", f"the prompt has {len(prompt)} tokens; {possible}")
             first = random.getrandbits(62) if seed is None else seed
             fixed = dict(id=name, prompt=prompt, max_tokens=min(room, limit), wants_text=bool(own)) | params
             requests += [Request(seed=(first + i) % 2**63, **fixed) for i in range(num)]
-        expected = []
-        for request in requests:
-            request.number, future = self.engine.expect()
-            expected.append(future)
-        self.engine.send("submit", requests)
-        try:
-            requests = await asyncio.gather(*expected)
-        except asyncio.CancelledError:  # too slow, or the client went away
-            self.engine.send("abort", {r.number for r in requests})
-            raise
+        requests = await self.engine.call_each("submit", requests, cancel="abort")
         choices: list[Body] = [{"index": i} | self._choice(kind, r) for i, r in enumerate(requests)]
-        key = "request_id" if kind == "generate-tokens" else "id"
-        reply: Body = {key: name, "model": self.name, "choices": choices}
-        if kind in _OBJECTS:
-            sizes = sum(len(p) for p in prompts), sum(len(r.tokens) for r in requests)
-            names = ("prompt_tokens", "completion_tokens", "total_tokens")
-            reply |= {"object": _OBJECTS[kind], "created": int(time.time())}
-            reply["usage"] = dict(zip(names, (*sizes, sum(sizes)), strict=True))
+        reply: Body = {"id" if own else "request_id": name, "model": self.name, "choices": choices}
+        if own:  # OpenAI's form
+            read, made = sum(len(p) for p in prompts), sum(len(r.tokens) for r in requests)
+            usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+            form = "text_completion" if kind == "cmpl" else "chat.completion"
+            reply |= {"object": form, "created": int(time.time()), "usage": usage}
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
@@ -125,23 +111,17 @@ class Server:
         choice: Body = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason, "logprobs": None}
         if request.logprobs is not None:
             scores = [max(-9999.0, p) for p in request.log_probs]  # in this order also for NaN, which JSON lacks
-            choice["logprobs"] = {"tokens": request.token_texts, "token_logprobs": scores}
-            if kind != "cmpl":
-                content: list[Body] = [
-                    {"token_id": t, "logprob": p} for t, p in zip(request.tokens, scores, strict=True)
-                ]
-                for entry, text in zip(content, request.token_texts, strict=False):  # none of them without text
-                    entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
-                choice["logprobs"] = {"content": content}
+            content: list[Body] = [{"token_id": t, "logprob": p} for t, p in zip(request.tokens, scores, strict=True)]
+            for entry, text in zip(content, request.token_texts, strict=False):  # none of them without text
+                entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
+            columns = {"tokens": request.token_texts, "token_logprobs": scores}
+            choice["logprobs"] = columns if kind == "cmpl" else {"content": content}
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             return choice | {"token_ids": request.tokens, "weight_versions": spans}
         stop, text = request.stop_reason, request.text
         text = text.partition(stop)[0] if isinstance(stop, str) else text
         return choice | ({"text": text} if kind == "cmpl" else {"message": {"role": "assistant", "content": text}})
-
-    async def _control(self, path: str, http: web.Request, body: Body) -> Any:
-        return await self.engine.call(path, body)
 
     async def models(self, http: web.Request, body: Body) -> Body:
         model = {"id": self.name, "object": "model", "owned_by": "instep", "max_model_len": self.max_model_len}
