@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -31,9 +32,10 @@ sys.path.insert(0, str(ROOT))  # where the reward is found by name, too
 
 from benchmarks.machine import cores  # noqa: E402
 from instep.arguments import parse  # noqa: E402
+from instep.cluster.engine_plan import plan_engines  # noqa: E402
+from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402
 from instep.engines.launch import Engine  # noqa: E402
-from instep.engines.start import start_engine  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.rollout.client import GENERATE, Completion, complete  # noqa: E402
 from instep.types import Sample, TokenBatch  # noqa: E402
@@ -145,7 +147,8 @@ def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
     """One that serves `scratch/exported`, on the devices of the first."""
     own = copy.copy(args)
     own.hf_checkpoint = str(scratch / "exported")
-    engine = start_engine(own, 1, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
+    spec = dataclasses.replace(plan_engines(own)[0], index=1)
+    engine = start_engine(own, spec, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
     try:
         engine.wait_ready(args.engine_start_timeout)
         yield engine
