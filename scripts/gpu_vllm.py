@@ -3,12 +3,14 @@
     python scripts/gpu_vllm.py --out DIR [--only NAME ...]
 
 All jobs run at once, as the models are tiny: each engine takes a bounded part of the one GPU. The last job runs alone,
-with the defaults of a user who gives no limits. Logs and results are in DIR; the table at the end says what passed.
+with the defaults of a user who gives no limits. With two GPUs and NIXL one more has an engine that prefills and one that
+decodes. Logs and results are in DIR; the table at the end says what passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 BOUNDED = "--vllm-gpu-memory-utilization 0.1 --vllm-kv-cache-memory-bytes 1073741824"
@@ -33,7 +37,9 @@ def quickstart(out: Path, precision: str) -> list[str]:
 
 def jobs(out: Path) -> dict[str, list[str]]:
     gap = [sys.executable, "benchmarks/bf16_gap.py", "--device", "cuda", "--quickstart", str(out / "bf16")]
-    return {
+    apart = f"--actor-num-gpus-per-node 2 --prefill-num-servers 1 {BOUNDED}"
+    two = {"apart": train(out, "apart", apart)} if can_prefill_apart() else {}
+    return two | {
         "fp32": quickstart(out / "fp32", "fp32"),
         "bf16": quickstart(out / "bf16", "bf16"),
         "tied": [*PYTEST, *CONFORMANCE, "-k", "vllm-tied"],
@@ -43,12 +49,16 @@ def jobs(out: Path) -> dict[str, list[str]]:
     }
 
 
-def alone(out: Path) -> list[str]:
-    """`--rollout-backend auto` and `--colocate`, no word of memory or precision."""
+def can_prefill_apart() -> bool:
+    return importlib.util.find_spec("nixl") is not None and torch.cuda.device_count() > 1
+
+
+def train(out: Path, name: str, more: str) -> list[str]:
+    """A few steps from where the SFT of job bf16 ends, trainer and engines on the same GPUs."""
     words = f"train --hf-checkpoint {out}/bf16/sft/hf --prompt-data {out}/bf16/task/train.jsonl --input-key prompt "
-    words += "--label-key label --apply-chat-template --rm-type math --actor-num-gpus-per-node 1 --colocate "
+    words += "--label-key label --apply-chat-template --rm-type math --colocate "
     words += "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 4 --rollout-max-response-len 64 --lr 5e-4 "
-    words += f"--use-dynamic-batch-size --max-tokens-per-gpu 8192 --run-dir {out}/auto"
+    words += f"--use-dynamic-batch-size --max-tokens-per-gpu 8192 --run-dir {out}/{name} {more}"
     return [sys.executable, "-m", "instep.cli", *words.split()]
 
 
@@ -64,7 +74,8 @@ def main() -> int:
     wanted = args.only or [*jobs(out), "auto"]
     ended = run_all({n: c for n, c in jobs(out).items() if n in wanted}, out, deadline)
     if "auto" in wanted:
-        ended |= run_all({"auto": alone(out)}, out, deadline)
+        defaults = "--actor-num-gpus-per-node 1"  # --rollout-backend auto, no word of memory or precision
+        ended |= run_all({"auto": train(out, "auto", defaults)}, out, deadline)
     rows = [(name, *judge(name, out, code), seconds) for name, (code, seconds) in ended.items()]
     for name, passed, figures, seconds in rows:
         print(f"{'pass' if passed else 'FAIL'}  {name:8} {seconds:4.0f} s  {figures}")
@@ -79,7 +90,7 @@ def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[
     waiting = dict(commands)
     while waiting or running:
         for name in list(waiting):
-            after = running.get("bf16") if name == "gap" else None  # whose SFT it goes on from
+            after = running.get("bf16") if name in ("gap", "apart") else None  # whose SFT it goes on from
             if after is None or (out / "bf16" / "sft" / "summary.json").exists():
                 with open(out / f"{name}.log", "wb") as log:
                     command = waiting.pop(name)
@@ -101,6 +112,7 @@ def judge(name: str, out: Path, code: int) -> tuple[bool, str]:
         "fp32": lambda: trained(out / "fp32", REWARD),
         "bf16": lambda: trained(out / "bf16", REWARD),
         "auto": lambda: trained(out / "auto", None),
+        "apart": lambda: trained(out / "apart", None),
         "gap": lambda: gap(json.loads((out / "gap.json").read_text())["headline"]),
     }
     log = (out / f"{name}.log").read_text(errors="replace").strip().splitlines()
