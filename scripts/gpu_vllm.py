@@ -3,8 +3,8 @@
     python scripts/gpu_vllm.py --out DIR [--only NAME ...]
 
 All jobs run at once, as the models are tiny: each engine takes a bounded part of the one GPU. The last job runs alone,
-with the defaults of a user who gives no limits. With two GPUs and NIXL one more has an engine that prefills and one that
-decodes. Logs and results are in DIR; the table at the end says what passed.
+with the defaults of a user who gives no limits. With two GPUs and NIXL, one more has an engine for prefill and one for
+decode. Logs and results are in DIR; the table at the end says what passed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def jobs(out: Path) -> dict[str, list[str]]:
     gap = [sys.executable, "benchmarks/bf16_gap.py", "--device", "cuda", "--quickstart", str(out / "bf16")]
     apart = f"--actor-num-gpus-per-node 2 --prefill-num-servers 1 {BOUNDED}"
     two = {"apart": train(out, "apart", apart)} if can_prefill_apart() else {}
-    return two | {
+    first = {
         "fp32": quickstart(out / "fp32", "fp32"),
         "bf16": quickstart(out / "bf16", "bf16"),
         "tied": [*PYTEST, *CONFORMANCE, "-k", "vllm-tied"],
@@ -47,6 +47,7 @@ def jobs(out: Path) -> dict[str, list[str]]:
         "gap": [*gap, "--run-dir", str(out / "gap"), "--out", str(out / "gap.json")],
         "killed": [*PYTEST, "tests/e2e/test_engines.py", "-k", "somebody_else"],
     }
+    return first | two  # which go on from the SFT of bf16
 
 
 def can_prefill_apart() -> bool:
