@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-peers test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -40,6 +40,9 @@ test: venv  ## the tests (a quarter of an hour on 4 cores)
 test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
+
+test-vllm: install-vllm  ## the tests that need vLLM, on a CPU, one after the other
+	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e
 
 test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
 	@scripts/setup_peers.sh

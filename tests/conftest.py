@@ -1,3 +1,4 @@
+import importlib.util
 import signal
 
 import pytest
@@ -7,12 +8,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist.
 SHARED = set("bad cluster computed dumped engine finished golden run_ranks served stack trained".split())
+# What tests with a mark need, and how it gets here.
+NEEDED = {"vllm": ("vllm", "instep_vllm"), "router": ("vllm_router",)}
+MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room."""
     for item in items:
+        for mark, names in MISSING.items():
+            if names and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"{', '.join(names)}: not installed (make install-vllm)"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]
         if names or "unit" in item.path.parts:

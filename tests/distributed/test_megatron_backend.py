@@ -154,7 +154,7 @@ def test_what_the_patches_mend_is_still_broken_upstream(computed):
     bare, (faults,) = computed["bare faults"], computed["faults", "ranks"]
     assert bare["te_general_gemm"] is False and bare["te_general_gemm fixed"] is None
     assert "sequence parallel not supported" in bare["norm"]
-    assert "CUDA" in bare["device"]
+    assert "CUDA" in bare["device"] or "NVIDIA driver" in bare["device"]
     assert isinstance(bare["late"], ConfigError) and "before cpu_platform.install" in bare["late"].what
     assert "CUDA" in faults["schedule"], faults["schedule"]
     assert "torch.cuda.FloatTensor" in faults["optimizer"] or "CUDA" in faults["optimizer"], faults["optimizer"]

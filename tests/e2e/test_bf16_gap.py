@@ -1,6 +1,5 @@
 """In bf16 the gap between trainer and engine is that of rounding: no larger after syncs than right after loading."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,10 +12,7 @@ from tests.e2e.commands import ENVIRONMENT
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bf16_gap.py"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
-    reason="vLLM is not installed here (make install-vllm)",
-)
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_synced_weights_serve_as_well_as_loaded_ones(tmp_path):
     command = [sys.executable, str(SCRIPT), "--num-steps", "4", "--run-dir", str(tmp_path), "--out"]

@@ -20,13 +20,6 @@ from instep.rollout.client import GENERATE, complete
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
-needs_router = pytest.mark.skipif(
-    importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed here"
-)
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
-    reason="vLLM is not installed here (make install-vllm)",
-)
 NUM_ROLLOUT = 6
 
 
@@ -61,7 +54,7 @@ def nothing_lost(run_dir):
     return steps
 
 
-@needs_router
+@pytest.mark.router
 def test_a_killed_engine_costs_no_sample(tiny, tmp_path):
     steps = kill_one(tiny, tmp_path, "embedded")
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
@@ -77,7 +70,7 @@ def small(tiny, tmp_path_factory):
     return root
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["server", "core"])
 def test_a_killed_vllm_costs_no_sample(small, tmp_path, which):
@@ -86,7 +79,7 @@ def test_a_killed_vllm_costs_no_sample(small, tmp_path, which):
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_and_the_trainer_agree(small, tmp_path):
     """Log-probs of every trained token, before and after updates, to 1e-5 in float32; versions on every token."""
@@ -98,7 +91,7 @@ def test_vllm_and_the_trainer_agree(small, tmp_path):
     assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
     """Two engines on the CPU, or on one GPU with a part of its memory each; the test starts the killed one again."""
@@ -133,7 +126,7 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
-@needs_router
+@pytest.mark.router
 def test_engines_and_router_that_run_already(tiny, tmp_path):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
@@ -164,7 +157,7 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
             engine.stop()
 
 
-@needs_router
+@pytest.mark.router
 def test_a_session_stays_with_its_engine(tiny, tmp_path):
     """Requests of one session, one after another and at once, go to one engine; sessions spread over both."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
@@ -200,7 +193,7 @@ def test_a_session_stays_with_its_engine(tiny, tmp_path):
             engine.stop()
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_nothing_of_vllm_outlives_a_killed_controller(small, tmp_path):
     process = start(two_engines(small, tmp_path, "vllm"))

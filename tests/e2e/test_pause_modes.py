@@ -9,7 +9,6 @@ import torch
 from instep.engines.capabilities import of_vllm
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments, run
-from tests.e2e.test_engines import needs_vllm
 
 NUM_ROLLOUT = 8
 
@@ -66,7 +65,7 @@ def test_responses_across_weight_syncs(long, mode):
         assert min(counts) > 1
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_responses_of_vllm_across_weight_syncs(long, mode):

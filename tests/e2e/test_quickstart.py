@@ -1,6 +1,5 @@
 """The quickstart reaches its figures, and the model that it exports is what plain transformers sees."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -82,10 +81,7 @@ def greedy_reward(hf: Path, data: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
-    reason="vLLM is not installed here (make install-vllm)",
-)
+@pytest.mark.vllm
 def test_on_two_vllm_engines(tmp_path):
     """`make quickstart-vllm`: the same commands, files and reward."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "OMP_NUM_THREADS"}

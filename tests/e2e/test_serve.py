@@ -17,7 +17,6 @@ import pytest
 from instep.processes import free_port
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, run
-from tests.e2e.test_engines import needs_router, needs_vllm
 
 HELLO = [{"role": "user", "content": "12+30=?"}]
 
@@ -84,14 +83,17 @@ def root(tmp_path_factory):
     return root
 
 
+EMBEDDED = ["--rollout-backend", "embedded", "--rollout-num-gpus", "2"]
 VLLM = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(["--rollout-backend", "embedded", "--rollout-num-gpus", "2"], id="embedded", marks=needs_router),
-        pytest.param(VLLM, id="vllm", marks=[needs_vllm, pytest.mark.slow]),
+        pytest.param(
+            ["--rollout-backend", "embedded", "--rollout-num-gpus", "2"], id="embedded", marks=pytest.mark.router
+        ),
+        pytest.param(VLLM, id="vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
 def served(request, root):
@@ -195,7 +197,7 @@ def kill_one(server, index):
     assert f"engine {index} died (SIGKILL): it is started anew" in server.text
 
 
-@needs_router
+@pytest.mark.router
 def test_a_killed_engine_comes_back(root):
     with Server(root, "--rollout-backend", "embedded", "--rollout-num-gpus", "2") as server:
         server.wait_for("Ctrl-C ends it")
@@ -230,7 +232,7 @@ def test_several_models(root, tmp_path):
         assert server.end() == 0, server.text
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_killed_vllm_comes_back(root):
     with Server(root, *VLLM) as server:

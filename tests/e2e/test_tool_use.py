@@ -23,10 +23,6 @@ from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_use"
-NEEDS_VLLM = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
-    reason="vLLM is not installed here (make install-vllm)",
-)
 
 
 def load(name):
@@ -54,7 +50,8 @@ def test_the_tool(tool):
 def test_a_tool_that_does_not_end(tool):
     """Bounded time, and nothing of it is left; nor when the rollout is cancelled."""
     started = time.monotonic()
-    assert asyncio.run(tool.evaluate("9**9**9")).startswith("ended by signal")
+    answer = asyncio.run(tool.evaluate("9**9**9"))  # whichever bound it meets first, of CPU time or of time
+    assert answer.startswith("ended by signal") or answer == "TimeoutError"
     assert time.monotonic() - started < tool.TOOL_SECONDS + 5
 
     async def cancelled():
@@ -175,7 +172,7 @@ def test_a_short_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["embedded", pytest.param("vllm", marks=NEEDS_VLLM)])
+@pytest.mark.parametrize("backend", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_the_reward_rises(tmp_path, backend):
     check_record(run_stages(tmp_path, slice(3), "--rollout-backend", backend, "--num-threads", "1"))
     check_samples(tmp_path)

@@ -15,7 +15,6 @@ from instep.controller.fleet import Fleet
 from tests.assets import make_checkpoint
 from tests.e2e import commands, stub_vllm
 from tests.e2e.commands import grpo_arguments, run
-from tests.e2e.test_engines import needs_router, needs_vllm
 
 TWO_MODELS = """\
 vllm:
@@ -93,7 +92,7 @@ def test_a_served_reference_is_the_loaded_one(models, tmp_path, kl):
     compare_with_loaded(models, tmp_path, "embedded", kl)
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_reference_on_vllm_is_the_loaded_one(models, tmp_path):
     compare_with_loaded(models, tmp_path, "vllm", "loss")
@@ -120,7 +119,7 @@ def test_the_death_of_the_only_reference_ends_the_run_by_name(models, tmp_path, 
     assert len(rows(tmp_path)) == 1
 
 
-@needs_router
+@pytest.mark.router
 def test_one_of_two_references_that_dies_serves_again(models, tmp_path):
     """As soon as it is ready, and without a session."""
     hook = ["--custom-rm-path", "tests.e2e.topology_hooks.reward_that_kills_a_reference", "--no-hook-trial"]
@@ -147,7 +146,7 @@ def test_a_vocabulary_of_another_model_is_refused(models, tmp_path):
 # ---- prefill and decode, on processes that stand for vLLM ------------------------------------------------------------
 
 
-@needs_router
+@pytest.mark.router
 def test_prefill_engines_leave_their_router_and_come_back(tiny, tmp_path, monkeypatch):
     """The commands and environments are those of the plan. KV transfer itself needs GPUs."""
     stub = stub_vllm.install(tmp_path / "stub", monkeypatch)

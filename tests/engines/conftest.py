@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -32,11 +31,7 @@ from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env
 from instep.rollout.client import FINAL_ONLY
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("instep_vllm") is None,
-    reason="vLLM is not installed here (make install-vllm)",
-)
-ENGINE_KINDS = {"embedded": [], "vllm": [needs_vllm]}  # and marks of the tests that use it
+ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
 VLLM_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the oracle of log-probs stays on the CPU
 TOLERANCE = 1e-5  # of log-probs in float32

@@ -1,6 +1,5 @@
 """The planned command lines of an engine of two nodes, run as two processes of this host, on real vLLM."""
 
-import importlib.util
 import json
 import sys
 import time
@@ -26,7 +25,7 @@ FLAGS = (
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vLLM")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+@pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one process per node needs a GPU for each; this is for CPUs")
 @pytest.mark.parametrize("more", ["", "--vllm-data-parallel-size 2"], ids=["TP2", "DP2"])
 def test_an_engine_of_two_nodes_generates_what_the_model_says(tmp_path, more):

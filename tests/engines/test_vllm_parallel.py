@@ -8,10 +8,10 @@ import pytest
 
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
-from tests.engines.conftest import TOLERANCE, Engine, make_checkpoint, needs_vllm, vllm_args
+from tests.engines.conftest import TOLERANCE, Engine, make_checkpoint, vllm_args
 from tests.engines.test_weights import PROMPT, Q1, disk_session, flip, gap, log_probs, perturbed, session
 
-pytestmark = [needs_vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -25,7 +25,7 @@ def test_an_installation(capsys):
     assert code == int(any(c["status"] == "fail" for c in checks.values()))
     import torch
 
-    assert checks["torch"]["text"] == torch.__version__
+    assert checks["torch"]["text"].split("+")[0] == torch.__version__.split("+")[0]  # of a CUDA build, too
     assert checks["python"]["status"] == checks["loopback"]["status"] == "ok"
     assert checks["cores"]["text"].startswith(f"{len(os.sched_getaffinity(0))} usable")
     main(["doctor"])
