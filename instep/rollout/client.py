@@ -15,7 +15,7 @@ from instep.types import Status, VersionSpan
 GENERATE = "/inference/v1/generate"
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
 FINAL_ONLY = 2  # vLLM's `output_kind`: only the whole responses matter; 0.26 loses all but one of n without it
-MAX_RETRIES = 8  # 23 seconds, where other engines can take over what was on a dead one
+MAX_RETRIES = 8  # 21 seconds, where other engines can take over what was on a dead one
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(

@@ -94,11 +94,16 @@ async def run_group(execution: Execution, group: Group, params: dict[str, Any]) 
 def _is_plain(args: Any, group: Group) -> bool:
     """Whether one request can begin all responses: the default generate function, one prompt, nothing there yet."""
     first = group[0]
-    return len(group) > 1 and all(
-        (s.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE) == DEFAULT_GENERATE
-        and (s.status, s.response_length, s.attempt) == (Status.PENDING, 0, first.attempt)
-        and (s.prompt, s.tokens, s.metadata.get("tools")) == (first.prompt, first.tokens, first.metadata.get("tools"))
-        for s in group
+    return (
+        len(group) > 1
+        and args.responses_per_request > 1
+        and all(
+            (s.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE) == DEFAULT_GENERATE
+            and (s.status, s.response_length, s.attempt) == (Status.PENDING, 0, first.attempt)
+            and (s.prompt, s.tokens, s.metadata.get("tools"))
+            == (first.prompt, first.tokens, first.metadata.get("tools"))
+            for s in group
+        )
     )
 
 
