@@ -58,6 +58,7 @@ class Fleet:
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._fault: EngineError | None = None  # that a look at `/health` has brought to light
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
@@ -132,6 +133,8 @@ class Fleet:
         if self._closed.is_set():
             return
         with self._lock:
+            if self._fault is not None:
+                raise self._fault
             for router in self.routers.values():
                 router.check_alive()
             for engine in self.engines:
@@ -198,8 +201,9 @@ class Fleet:
                     elif state in ("serving", "ready") and failures[engine.url] >= HEALTH_FAILURES:
                         try:
                             self._lose(engine, f"has not answered /health for {HEALTH_FAILURES} s")
-                        except EngineError:
-                            self._states[engine.url] = "lost"  # requests to it fail, and say so
+                        except EngineError as error:  # the last of its kind, or the router: `check` tells the run
+                            self._fault = error
+                            return
 
     def _tell_router(self, model: str) -> None:
         if model not in self.routers:

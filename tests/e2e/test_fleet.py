@@ -1,0 +1,101 @@
+"""Who of the engines serves: those that die, come back, never start; beside a router of somebody else's."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from instep.arguments import parse
+from instep.controller import fleet as fleet_module
+from instep.controller.fleet import Fleet
+from instep.engines.start import external_engines
+from instep.errors import EngineError
+from tests.e2e.commands import grpo_arguments
+
+
+class Server(ThreadingHTTPServer):
+    """An engine's `/health`, and what a router answers."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.well, self.workers = True, []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.server_port}"
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path = urlsplit(self.path).path
+        code = 404 if path == "/version" else 200 if self.server.well else 503
+        text = json.dumps({"urls": self.server.workers}).encode()
+        self.send_response(code)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_POST(self):
+        (url,) = parse_qs(urlsplit(self.path).query)["url"]
+        (self.server.workers.append if "add" in self.path else self.server.workers.remove)(url)
+        self.do_GET()
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def fleet_of(tiny, tmp_path, engines, router=None):
+    words = ["--rollout-backend", "embedded", "--rollout-external-engine-addrs", *(e.address for e in engines)]
+    if router is not None:
+        words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.server_port)]
+    args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
+    return Fleet(args, external_engines(args), restart=None, log_dir=tmp_path, status=lambda _: None)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 0.1)
+
+
+def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fast):
+    with Server() as engine:
+        fleet = fleet_of(tiny, tmp_path, [engine])
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        fleet.check()
+        engine.well = False
+        with pytest.raises(EngineError, match="engine 0 has not answered /health"):
+            wait_until(fleet.check)
+        fleet.close()
+
+
+def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
+    with Server() as first, Server() as second, Server() as router:
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        urls = [engine.url for engine in fleet.engines]
+        assert router.workers == sorted(urls)
+        first.well = False
+        wait_until(lambda: router.workers == urls[1:])
+        fleet.check()
+        first.well = True
+        wait_until(fleet.waiting)
+        fleet.admit(fleet.waiting())
+        assert sorted(router.workers) == sorted(urls)
+        fleet.close()
