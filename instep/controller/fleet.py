@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from instep.errors import EngineError, InstepError
 from instep.processes import Process
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
+FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
 HEALTH_SECONDS = 1.0  # between two looks at an engine that somebody else runs
 HEALTH_FAILURES = 3  # in a row: then it counts as dead
 State = Literal["serving", "starting", "ready", "lost"]
@@ -54,7 +56,8 @@ class Fleet:
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
         self._log_dir = log_dir
         self._last_comes_back = last_comes_back
-        self._states: dict[str, State] = {engine.url: "ready" for engine in self.engines}
+        self._states: dict[str, State] = {engine.url: "starting" for engine in self.engines}
+        self._ready = False  # all of them have been; until then no engine is restarted or done without
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -93,17 +96,22 @@ class Fleet:
         return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
-        """Until every engine and its router answer; of several failures the first engine's is raised."""
+        """Until every engine and its router answer, or one fails; of several failures the first engine's is raised."""
         if not self.engines:
             return
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            for outcome in [pool.submit(engine.wait_ready, timeout) for engine in self.engines]:
+        outcomes = [_in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
+        if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
+            wait(outcomes, FAILURE_SECONDS)
+        for outcome in outcomes:
+            if outcome.done():
                 outcome.result()
         for router in self.routers.values():
             router.wait_ready(timeout)
         outside = [engine for engine in self.engines if engine.process is None]
         for engine in outside:
             engine.identify()
+        self._states = dict.fromkeys(self._states, "ready")
+        self._ready = True
         if outside:
             threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
 
@@ -138,6 +146,8 @@ class Fleet:
             for router in self.routers.values():
                 router.check_alive()
             for engine in self.engines:
+                if not self._ready:
+                    engine.check_alive()
                 state = self._states[engine.url]
                 if state in ("serving", "ready") and engine.process is not None and engine.process.fault() is not None:
                     self._lose(engine, str(engine.process.fault()))
@@ -218,3 +228,18 @@ class Fleet:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+
+def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
+    """Started; nobody has to wait for its end."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

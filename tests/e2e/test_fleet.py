@@ -1,6 +1,7 @@
 """Who of the engines serves: those that die, come back, never start; beside a router of somebody else's."""
 
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +12,10 @@ import pytest
 from instep.arguments import parse
 from instep.controller import fleet as fleet_module
 from instep.controller.fleet import Fleet
+from instep.engines.launch import Engine
 from instep.engines.start import external_engines
 from instep.errors import EngineError
+from instep.processes import SupervisedProcess, free_port
 from tests.e2e.commands import grpo_arguments
 
 
@@ -99,3 +102,36 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.admit(fleet.waiting())
         assert sorted(router.workers) == sorted(urls)
         fleet.close()
+
+
+def of_processes(tiny, tmp_path, codes):
+    """A fleet whose engines are these programs, which never listen."""
+    words = ["--rollout-backend", "embedded", "--rollout-num-gpus", str(len(codes)), "--debug-rollout-only"]
+    words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", "1"]
+    args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
+    engines = []
+    for i, code in enumerate(codes):
+        process = SupervisedProcess(f"engine {i}", [sys.executable, "-c", code], tmp_path / f"{i}.log")
+        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{free_port()}", process))
+    return Fleet(args, engines, restart=None, log_dir=tmp_path, status=lambda _: None)
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("codes", [[SLEEP, "raise SystemExit('no luck')"], ["raise SystemExit('no luck')", SLEEP]])
+def test_an_engine_that_does_not_start_is_told_before_the_others_are_ready(tiny, tmp_path, codes, watched):
+    """Also if the run's watch sees it first."""
+    fleet = of_processes(tiny, tmp_path, codes)
+    try:
+        for engine in fleet.engines:
+            engine.watch = fleet.check if watched else lambda: None
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=f"engine {1 - codes.index(SLEEP)} (ended|died)"):
+            fleet.wait_ready(60)
+        assert time.monotonic() - began < 10
+    finally:
+        fleet.close()
+        for engine in fleet.engines:
+            engine.stop()
