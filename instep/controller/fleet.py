@@ -151,8 +151,11 @@ class Fleet:
                 state = self._states[engine.url]
                 if state in ("serving", "ready") and engine.process is not None and engine.process.fault() is not None:
                     self._lose(engine, str(engine.process.fault()))
-            if self._last_comes_back and set(self._states.values()) == {"lost"}:
-                raise EngineError("no engine is left", where=str(self._log_dir), remedy="the engines' logs say why")
+            left = {(e.model, e.role) for e in self.engines if self._states[e.url] != "lost"}
+            for engine in self.engines:
+                if (engine.model, engine.role) not in left:
+                    what = f"no {engine.role} engine of model {engine.model} is left"
+                    raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
     def close(self) -> None:
         self._closed.set()
@@ -163,7 +166,8 @@ class Fleet:
 
     def _lose(self, engine: Engine, fault: str) -> None:
         alike = [e for e in self.of_model(engine.model) if e.role == engine.role and e is not engine]
-        others = any(self._states[e.url] in ("serving", "ready") for e in alike)
+        enough = ("serving", "ready", *(["starting"] if self._last_comes_back else []))
+        others = any(self._states[e.url] in enough for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
@@ -191,11 +195,12 @@ class Fleet:
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
                     self._status(f"{engine.name} serves again")
-        except InstepError as error:
+        except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
             with self._lock:
                 self._states[engine.url] = "lost"
+            what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
-                self._status(f"{engine.name} did not come back, the run goes on without it: {error.what}")
+                self._status(f"{engine.name} did not come back, the run goes on without it: {what}")
             return
         self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
 

@@ -104,18 +104,35 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.close()
 
 
-def of_processes(tiny, tmp_path, codes):
-    """A fleet whose engines are these programs, which never listen."""
+def of_processes(tiny, tmp_path, codes, router_port=1, **options):
+    """A fleet whose engines are these programs, which get their port."""
     words = ["--rollout-backend", "embedded", "--rollout-num-gpus", str(len(codes)), "--debug-rollout-only"]
-    words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", "1"]
+    words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router_port)]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
     engines = []
     for i, code in enumerate(codes):
-        process = SupervisedProcess(f"engine {i}", [sys.executable, "-c", code], tmp_path / f"{i}.log")
-        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{free_port()}", process))
-    return Fleet(args, engines, restart=None, log_dir=tmp_path, status=lambda _: None)
+        port = free_port()
+        process = SupervisedProcess(f"engine {i}", [sys.executable, "-c", code, str(port)], tmp_path / f"{i}.log")
+        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{port}", process))
+        engines[-1].watch = lambda: None
+    return Fleet(args, engines, log_dir=tmp_path, status=lambda _: None, **{"restart": None, **options})
 
 
+def end(fleet):
+    fleet.close()
+    for engine in fleet.engines:
+        engine.stop()
+
+
+SERVE = """\
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -126,12 +143,36 @@ def test_an_engine_that_does_not_start_is_told_before_the_others_are_ready(tiny,
     fleet = of_processes(tiny, tmp_path, codes)
     try:
         for engine in fleet.engines:
-            engine.watch = fleet.check if watched else lambda: None
+            engine.watch = fleet.check if watched else engine.watch
         began = time.monotonic()
         with pytest.raises(EngineError, match=f"engine {1 - codes.index(SLEEP)} (ended|died)"):
             fleet.wait_ready(60)
         assert time.monotonic() - began < 10
     finally:
-        fleet.close()
-        for engine in fleet.engines:
-            engine.stop()
+        end(fleet)
+
+
+def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
+    """Where the last one comes back, too: no death ends it before none is left, and then it ends."""
+    gate = threading.Event()
+
+    def restart(index):
+        gate.wait(30)
+        raise OSError("no more processes")
+
+    with Server() as router:
+        options = {"restart": restart, "last_comes_back": True}
+        fleet = of_processes(tiny, tmp_path, [SERVE, SERVE], router.server_port, **options)
+        try:
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            fleet._restarts[fleet.engines[1].url] = fleet_module.MAX_RESTARTS
+            for engine in fleet.engines:
+                engine.process.kill()
+                fleet.check()
+            assert router.workers == []
+            gate.set()
+            with pytest.raises(EngineError, match="no regular engine of model actor is left"):
+                wait_until(fleet.check)
+        finally:
+            end(fleet)
