@@ -172,7 +172,10 @@ class Fleet:
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
             raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine of its kind")
-        self._states[engine.url] = "starting" if comes_back else "lost"
+        if comes_back:
+            self._states[engine.url] = "starting"
+        else:
+            self._give_up(engine)
         what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
         self._status(f"{engine.name} {fault}: {what if comes_back else 'the run goes on without it'}")
         self._tell_router(engine.model)
@@ -181,6 +184,12 @@ class Fleet:
             threading.Thread(
                 target=self._start_anew, args=(engine,), name=f"restart {engine.name}", daemon=True
             ).start()
+
+    def _give_up(self, engine: Engine) -> None:
+        """It stays away, and nothing that is left of it keeps a GPU."""
+        with self._lock:
+            self._states[engine.url] = "lost"
+        _in_thread(engine.stop, f"stop {engine.name}")
 
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
@@ -196,8 +205,7 @@ class Fleet:
                     self.admit([engine])
                     self._status(f"{engine.name} serves again")
         except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
-            with self._lock:
-                self._states[engine.url] = "lost"
+            self._give_up(engine)
             what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
                 self._status(f"{engine.name} did not come back, the run goes on without it: {what}")

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from instep.arguments import parse
+from instep.cluster.joint import JointProcess
 from instep.controller import fleet as fleet_module
 from instep.controller.fleet import Fleet
 from instep.engines.launch import Engine
@@ -174,5 +175,22 @@ def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
             gate.set()
             with pytest.raises(EngineError, match="no regular engine of model actor is left"):
                 wait_until(fleet.check)
+        finally:
+            end(fleet)
+
+
+def test_nothing_of_an_engine_that_stays_away_is_left(tiny, tmp_path):
+    with Server() as router:
+        fleet = of_processes(tiny, tmp_path, [SERVE, SERVE], router.server_port)
+        try:
+            first = fleet.engines[0]
+            parts = [first.process, SupervisedProcess("node 1", [sys.executable, "-c", SLEEP], tmp_path / "node1.log")]
+            first.process = JointProcess(parts)
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            parts[0].kill()
+            fleet.check()
+            wait_until(lambda: not parts[1].alive())
+            assert router.workers == [fleet.engines[1].url]
         finally:
             end(fleet)
