@@ -9,6 +9,7 @@ run.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,7 @@ class Fleet:
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
         self._fault: EngineError | None = None  # that a look at `/health` has brought to light
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
@@ -107,6 +109,8 @@ class Fleet:
                 outcome.result()
         for router in self.routers.values():
             router.wait_ready(timeout)
+            if self._args.vllm_router_ip is not None:
+                self._check_theirs(router)
         outside = [engine for engine in self.engines if engine.process is None]
         for engine in outside:
             engine.identify()
@@ -114,6 +118,16 @@ class Fleet:
         self._ready = True
         if outside:
             threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
+
+    def _check_theirs(self, router: Router) -> None:
+        """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
+        self._found = router.listed()
+        if others := sorted(self._found - self._states.keys()):
+            raise EngineError(
+                f"the router has engines that are not the run's: {', '.join(others)}",
+                where=f"--vllm-router-ip and --vllm-router-port: {router.url}",
+                remedy="name them with --rollout-external-engine-addrs, or take them out (POST /remove_worker?url=...)",
+            )
 
     def available(self) -> list[Engine]:
         """Those that take part in the next session: all that are well and get weights."""
@@ -160,6 +174,9 @@ class Fleet:
     def close(self) -> None:
         self._closed.set()
         for router in self.routers.values():
+            if self._args.vllm_router_ip is not None and router.members:
+                with contextlib.suppress(EngineError):  # the run ends, whatever becomes of its router
+                    router.set_members([url for url in router.members if url in self._found])
             router.stop()
 
     # ---- death and return ----------------------------------------------------------------------------------------

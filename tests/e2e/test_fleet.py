@@ -194,3 +194,22 @@ def test_nothing_of_an_engine_that_stays_away_is_left(tiny, tmp_path):
             assert router.workers == [fleet.engines[1].url]
         finally:
             end(fleet)
+
+
+def test_a_router_of_somebody_else_has_no_engine_but_the_runs(tiny, tmp_path):
+    """It is left as it was found."""
+    with Server() as first, Server() as second, Server() as router:
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        urls = [engine.url for engine in fleet.engines]
+        router.workers = ["http://127.0.0.1:1", urls[0]]
+        with pytest.raises(EngineError, match="not the run's: http://127.0.0.1:1\n"):
+            fleet.wait_ready(10)
+        fleet.close()
+        assert router.workers == ["http://127.0.0.1:1", urls[0]]
+        router.workers = urls[:1]
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        assert router.workers == urls
+        fleet.close()
+        assert router.workers == urls[:1]
