@@ -9,10 +9,12 @@ run.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -26,6 +28,7 @@ from instep.errors import EngineError, InstepError
 from instep.processes import Process
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
+FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
 HEALTH_SECONDS = 1.0  # between two looks at an engine that somebody else runs
 HEALTH_FAILURES = 3  # in a row: then it counts as dead
 State = Literal["serving", "starting", "ready", "lost"]
@@ -54,10 +57,13 @@ class Fleet:
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
         self._log_dir = log_dir
         self._last_comes_back = last_comes_back
-        self._states: dict[str, State] = {engine.url: "ready" for engine in self.engines}
+        self._states: dict[str, State] = {engine.url: "starting" for engine in self.engines}
+        self._ready = False  # all of them have been; until then no engine is restarted or done without
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
+        self._fault: EngineError | None = None  # that a look at `/health` has brought to light
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
@@ -93,19 +99,36 @@ class Fleet:
         return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
-        """Until every engine and its router answer; of several failures the first engine's is raised."""
+        """Until every engine and its router answer, or one fails; of several failures the first engine's is raised."""
         if not self.engines:
             return
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            for outcome in [pool.submit(engine.wait_ready, timeout) for engine in self.engines]:
+        outcomes = [_in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
+        if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
+            wait(outcomes, FAILURE_SECONDS)
+        for outcome in outcomes:
+            if outcome.done():
                 outcome.result()
         for router in self.routers.values():
             router.wait_ready(timeout)
+            if self._args.vllm_router_ip is not None:
+                self._check_theirs(router)
         outside = [engine for engine in self.engines if engine.process is None]
         for engine in outside:
             engine.identify()
+        self._states = dict.fromkeys(self._states, "ready")
+        self._ready = True
         if outside:
             threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
+
+    def _check_theirs(self, router: Router) -> None:
+        """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
+        self._found = router.listed()
+        if others := sorted(self._found - self._states.keys()):
+            raise EngineError(
+                f"the router has engines that are not the run's: {', '.join(others)}",
+                where=f"--vllm-router-ip and --vllm-router-port: {router.url}",
+                remedy="name them with --rollout-external-engine-addrs, or take them out (POST /remove_worker?url=...)",
+            )
 
     def available(self) -> list[Engine]:
         """Those that take part in the next session: all that are well and get weights."""
@@ -140,30 +163,44 @@ class Fleet:
         if self._closed.is_set():
             return
         with self._lock:
+            if self._fault is not None:
+                raise self._fault
             for router in self.routers.values():
                 router.check_alive()
             for engine in self.engines:
+                if not self._ready:
+                    engine.check_alive()
                 state = self._states[engine.url]
                 if state in ("serving", "ready") and engine.process is not None and engine.process.fault() is not None:
                     self._lose(engine, str(engine.process.fault()))
-            if self._last_comes_back and set(self._states.values()) == {"lost"}:
-                raise EngineError("no engine is left", where=str(self._log_dir), remedy="the engines' logs say why")
+            left = {(e.model, e.role) for e in self.engines if self._states[e.url] != "lost"}
+            for engine in self.engines:
+                if (engine.model, engine.role) not in left:
+                    what = f"no {engine.role} engine of model {engine.model} is left"
+                    raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
     def close(self) -> None:
         self._closed.set()
         for router in self.routers.values():
+            if self._args.vllm_router_ip is not None and router.members:
+                with contextlib.suppress(EngineError):  # the run ends, whatever becomes of its router
+                    router.set_members([url for url in router.members if url in self._found])
             router.stop()
 
     # ---- death and return ----------------------------------------------------------------------------------------
 
     def _lose(self, engine: Engine, fault: str) -> None:
         alike = [e for e in self.of_model(engine.model) if e.role == engine.role and e is not engine]
-        others = any(self._states[e.url] in ("serving", "ready") for e in alike)
+        enough = ("serving", "ready", *(["starting"] if self._last_comes_back else []))
+        others = any(self._states[e.url] in enough for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
             raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine of its kind")
-        self._states[engine.url] = "starting" if comes_back else "lost"
+        if comes_back:
+            self._states[engine.url] = "starting"
+        else:
+            self._give_up(engine)
         what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
         self._status(f"{engine.name} {fault}: {what if comes_back else 'the run goes on without it'}")
         self._tell_router(engine.model)
@@ -172,6 +209,12 @@ class Fleet:
             threading.Thread(
                 target=self._start_anew, args=(engine,), name=f"restart {engine.name}", daemon=True
             ).start()
+
+    def _give_up(self, engine: Engine) -> None:
+        """It stays away, and nothing that is left of it keeps a GPU."""
+        with self._lock:
+            self._states[engine.url] = "lost"
+        _in_thread(engine.stop, f"stop {engine.name}")
 
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
@@ -186,11 +229,11 @@ class Fleet:
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
                     self._status(f"{engine.name} serves again")
-        except InstepError as error:
-            with self._lock:
-                self._states[engine.url] = "lost"
+        except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
+            self._give_up(engine)
+            what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
-                self._status(f"{engine.name} did not come back, the run goes on without it: {error.what}")
+                self._status(f"{engine.name} did not come back, the run goes on without it: {what}")
             return
         self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
 
@@ -206,8 +249,9 @@ class Fleet:
                     elif state in ("serving", "ready") and failures[engine.url] >= HEALTH_FAILURES:
                         try:
                             self._lose(engine, f"has not answered /health for {HEALTH_FAILURES} s")
-                        except EngineError:
-                            self._states[engine.url] = "lost"  # requests to it fail, and say so
+                        except EngineError as error:  # the last of its kind, or the router: `check` tells the run
+                            self._fault = error
+                            return
 
     def _tell_router(self, model: str) -> None:
         if model not in self.routers:
@@ -222,3 +266,18 @@ class Fleet:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+
+def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
+    """Started; nobody has to wait for its end."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

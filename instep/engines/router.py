@@ -82,14 +82,18 @@ class Router:
         if self.process is not None and fault is not None:
             raise EngineError(f"the router {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
+    def listed(self) -> set[str]:
+        """URLs of all engines that it has, whoever gave it them."""
+        return set(self._call("GET", "/list_workers")["urls"])
+
     def set_members(self, urls: Sequence[str]) -> None:
-        """Exactly these engines get requests from now on.
+        """Exactly these engines, and those that somebody else gave it, get requests from now on.
 
         Raises:
             EngineError: it did not take one.
         """
         with self._lock:
-            known = set(self._call("GET", "/list_workers")["urls"])
+            known = self.listed()
             ours = known if self.process is not None else known & self._members
             for url in sorted(ours - set(urls)):
                 self._call("POST", "/remove_worker", url=url)

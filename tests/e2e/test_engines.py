@@ -138,6 +138,7 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
         for engine in engines:
             engine.wait_ready(120)
         router.wait_ready(30)
+        router.set_members([engines[0].url])
         given = [*two_engines(tiny, tmp_path, "embedded"), "--rollout-external-engine-addrs"]
         given += [engine.url.removeprefix("http://") for engine in engines]
         given.remove("--rollout-num-gpus")
@@ -147,6 +148,7 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
         assert done.returncode == 0, done.stderr[-4000:]
         steps = steps_of(tmp_path)
         assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+        assert router.listed() == {engines[0].url}  # as it was
         for engine in engines:
             assert engine.healthy(5.0)
             engine.post("/pause", timeout=5)  # it takes control calls, so nobody holds it

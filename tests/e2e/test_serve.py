@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from instep.processes import free_port
+from instep.processes import free_port, free_ports
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, run
 
@@ -25,12 +25,16 @@ class Server:
     """A running `instep serve` and its client."""
 
     def __init__(self, root, *more):
-        self.model, self.port, self.run_dir = str(root / "hf"), free_port(), root / f"serve-{free_port()}"
+        self.model, self.run_dir, self.more = str(root / "hf"), root / f"serve-{free_port()}", more
+        self.output = root / f"{self.run_dir.name}.out"
+        self.start()
+
+    def start(self):
+        self.port = free_ports(2)
         command = [sys.executable, "-m", "instep.cli", "serve", "--hf-checkpoint", self.model]
         command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--device", "cpu", "--num-threads", "2"]
-        self.output = root / f"{self.run_dir.name}.out"
         with open(self.output, "w") as out:
-            self.process = subprocess.Popen([*command, *more], env=ENVIRONMENT, stdout=out, stderr=out)
+            self.process = subprocess.Popen([*command, *self.more], env=ENVIRONMENT, stdout=out, stderr=out)
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=30
         )
@@ -42,6 +46,8 @@ class Server:
     def wait_for(self, text, seconds=240.0):
         deadline = time.monotonic() + seconds
         while text not in self.text:
+            if self.process.poll() is not None and "is taken" in self.text:  # by somebody, since it was chosen
+                self.start()
             assert self.process.poll() is None and time.monotonic() < deadline, self.text
             time.sleep(0.05)
         return self

@@ -57,7 +57,7 @@ def test_a_tool_that_does_not_end(tool):
     async def cancelled():
         task = asyncio.create_task(tool.evaluate("9**9**9"))
         await asyncio.sleep(0.5)
-        (child,) = psutil.Process().children()
+        (child,) = (child for child in psutil.Process().children() if "-I" in child.cmdline())
         task.cancel()
         await asyncio.wait([task])
         return child

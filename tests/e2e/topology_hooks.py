@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -62,4 +63,5 @@ async def reward_that_kills_the_reference(args: Any, sample: Any) -> float:
     _num_calls += 1
     if _num_calls == int(os.environ["KILL_AT"]):
         process_at(args.vllm_model_engine_urls["ref"][-1]).kill()
+        Path(os.environ["KILLED"]).touch()
     return await observed.reward(args, sample)

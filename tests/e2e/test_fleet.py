@@ -1,0 +1,215 @@
+"""Who of the engines serves: those that die, come back, never start; beside a router of somebody else's."""
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from instep.arguments import parse
+from instep.cluster.joint import JointProcess
+from instep.controller import fleet as fleet_module
+from instep.controller.fleet import Fleet
+from instep.engines.launch import Engine
+from instep.engines.start import external_engines
+from instep.errors import EngineError
+from instep.processes import SupervisedProcess, free_port
+from tests.e2e.commands import grpo_arguments
+
+
+class Server(ThreadingHTTPServer):
+    """An engine's `/health`, and what a router answers."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.well, self.workers = True, []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.server_port}"
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path = urlsplit(self.path).path
+        code = 404 if path == "/version" else 200 if self.server.well else 503
+        text = json.dumps({"urls": self.server.workers}).encode()
+        self.send_response(code)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_POST(self):
+        (url,) = parse_qs(urlsplit(self.path).query)["url"]
+        (self.server.workers.append if "add" in self.path else self.server.workers.remove)(url)
+        self.do_GET()
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def fleet_of(tiny, tmp_path, engines, router=None):
+    words = ["--rollout-backend", "embedded", "--rollout-external-engine-addrs", *(e.address for e in engines)]
+    if router is not None:
+        words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.server_port)]
+    args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
+    return Fleet(args, external_engines(args), restart=None, log_dir=tmp_path, status=lambda _: None)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 0.1)
+
+
+def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fast):
+    with Server() as engine:
+        fleet = fleet_of(tiny, tmp_path, [engine])
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        fleet.check()
+        engine.well = False
+        with pytest.raises(EngineError, match="engine 0 has not answered /health"):
+            wait_until(fleet.check)
+        fleet.close()
+
+
+def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
+    with Server() as first, Server() as second, Server() as router:
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        urls = [engine.url for engine in fleet.engines]
+        assert router.workers == sorted(urls)
+        first.well = False
+        wait_until(lambda: router.workers == urls[1:])
+        fleet.check()
+        first.well = True
+        wait_until(fleet.waiting)
+        fleet.admit(fleet.waiting())
+        assert sorted(router.workers) == sorted(urls)
+        fleet.close()
+
+
+def of_processes(tiny, tmp_path, codes, router_port=1, **options):
+    """A fleet whose engines are these programs, which get their port."""
+    words = ["--rollout-backend", "embedded", "--rollout-num-gpus", str(len(codes)), "--debug-rollout-only"]
+    words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router_port)]
+    args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
+    engines = []
+    for i, code in enumerate(codes):
+        port = free_port()
+        process = SupervisedProcess(f"engine {i}", [sys.executable, "-c", code, str(port)], tmp_path / f"{i}.log")
+        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{port}", process))
+        engines[-1].watch = lambda: None
+    return Fleet(args, engines, log_dir=tmp_path, status=lambda _: None, **{"restart": None, **options})
+
+
+def end(fleet):
+    fleet.close()
+    for engine in fleet.engines:
+        engine.stop()
+
+
+SERVE = """\
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("codes", [[SLEEP, "raise SystemExit('no luck')"], ["raise SystemExit('no luck')", SLEEP]])
+def test_an_engine_that_does_not_start_is_told_before_the_others_are_ready(tiny, tmp_path, codes, watched):
+    """Also if the run's watch sees it first."""
+    fleet = of_processes(tiny, tmp_path, codes)
+    try:
+        for engine in fleet.engines:
+            engine.watch = fleet.check if watched else engine.watch
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=f"engine {1 - codes.index(SLEEP)} (ended|died)"):
+            fleet.wait_ready(60)
+        assert time.monotonic() - began < 10
+    finally:
+        end(fleet)
+
+
+def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
+    """Where the last one comes back, too: no death ends it before none is left, and then it ends."""
+    gate = threading.Event()
+
+    def restart(index):
+        gate.wait(30)
+        raise OSError("no more processes")
+
+    with Server() as router:
+        options = {"restart": restart, "last_comes_back": True}
+        fleet = of_processes(tiny, tmp_path, [SERVE, SERVE], router.server_port, **options)
+        try:
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            fleet._restarts[fleet.engines[1].url] = fleet_module.MAX_RESTARTS
+            for engine in fleet.engines:
+                engine.process.kill()
+                fleet.check()
+            assert router.workers == []
+            gate.set()
+            with pytest.raises(EngineError, match="no regular engine of model actor is left"):
+                wait_until(fleet.check)
+        finally:
+            end(fleet)
+
+
+def test_nothing_of_an_engine_that_stays_away_is_left(tiny, tmp_path):
+    with Server() as router:
+        fleet = of_processes(tiny, tmp_path, [SERVE, SERVE], router.server_port)
+        try:
+            first = fleet.engines[0]
+            parts = [first.process, SupervisedProcess("node 1", [sys.executable, "-c", SLEEP], tmp_path / "node1.log")]
+            first.process = JointProcess(parts)
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            parts[0].kill()
+            fleet.check()
+            wait_until(lambda: not parts[1].alive())
+            assert router.workers == [fleet.engines[1].url]
+        finally:
+            end(fleet)
+
+
+def test_a_router_of_somebody_else_has_no_engine_but_the_runs(tiny, tmp_path):
+    """It is left as it was found."""
+    with Server() as first, Server() as second, Server() as router:
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        urls = [engine.url for engine in fleet.engines]
+        router.workers = ["http://127.0.0.1:1", urls[0]]
+        with pytest.raises(EngineError, match="not the run's: http://127.0.0.1:1\n"):
+            fleet.wait_ready(10)
+        fleet.close()
+        assert router.workers == ["http://127.0.0.1:1", urls[0]]
+        router.workers = urls[:1]
+        fleet = fleet_of(tiny, tmp_path, [first, second], router)
+        fleet.wait_ready(10)
+        fleet.admit(fleet.engines)
+        assert router.workers == urls
+        fleet.close()
+        assert router.workers == urls[:1]
