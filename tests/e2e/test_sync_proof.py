@@ -208,9 +208,10 @@ def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
     assert "model." in str(caught.value)
 
 
-def test_the_deadline_is_kept(sync):
+def test_the_deadline_is_kept(stack, sync, monkeypatch):
+    monkeypatch.setattr(stack[0], "sync_timeout", 0.0)
     with pytest.raises(SyncError, match="did not end within its time"):
-        sync._transfer("shm", deadline=0.0)
+        sync.run()
 
 
 def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monkeypatch):
