@@ -15,6 +15,7 @@ RUNTIME_ATTRIBUTES = (
     "vllm_router_port",
     "vllm_model_routers",
     "rollout_engine_urls",
+    "vllm_model_engine_urls",
     "num_rollout",
 )
 SECRETS = frozenset(f.attribute for g in GROUPS for f in g.flags if f.secret)

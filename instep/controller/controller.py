@@ -43,7 +43,7 @@ from instep.controller.run_state import (
     start_rollout_id,
 )
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync import SyncResult, WeightSync
+from instep.controller.sync import EngineGone, SyncResult, WeightSync
 from instep.controller.trainer import start_trainer
 from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
@@ -56,7 +56,8 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.samples import spread
 from instep.observability.versions import versions
 from instep.processes import Process, lock_folders
-from instep.rollout import runtime
+from instep.rollout import admission, runtime
+from instep.rollout.client import get_model_url
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import token_texts, tokenizer_of
 from instep.types import Group
@@ -104,9 +105,10 @@ class Controller:
         self._changed = changed_arguments(self._resumed_state["args"], args) if self._resumed_state else []
         start = start_rollout_id(args, checkpoint, self._resumed_state)
         self.start_rollout_id = self.rollout_id = start
+        self._given = args.to_dict()  # before what is found out at the start changes it
         self.log = RunLogger(
             self.run_dir,
-            args.to_dict(),
+            self._given,
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
@@ -166,7 +168,7 @@ class Controller:
         for note in args.notes:
             self.log.status(note)
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
-            teacher.check(tokenizer_of(args))
+            self._bound_context(teacher.check(tokenizer_of(args)))
         self._cluster = make_cluster(
             args,
             log_dir=self.run_dir / "logs",
@@ -194,6 +196,7 @@ class Controller:
             self.log.status(note)
         self._fleet.wait_ready(args.engine_start_timeout)
         self._runtime.update({**self._fleet.hook_attributes(), "num_rollout": self.num_rollout})
+        admission.guard(get_model_url(self.hook_args, endpoint="/"))
         if self._engines and self._workers.num_ranks:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
             fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
@@ -201,9 +204,19 @@ class Controller:
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (reference := served_reference(args, self.hook_args)) is not None:
-            reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url)
+            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url))
         if self._engines:
             self._trial.with_engine()
+
+    def _bound_context(self, most: int) -> None:
+        """Responses end where their tokens could not be scored any more."""
+        args = self.args
+        own = args.rollout_max_context_len or longest(args) or int(self._hf_config.get("max_position_embeddings", most))
+        if own > most:
+            args.rollout_max_context_len = most
+            self.log.progress.line(
+                f"prompt and response end at {most} tokens: the model that scores them takes no more"
+            )
 
     def _start_trainer(self, cluster: Cluster) -> None:
         args, checkpoint = self.args, self._checkpoint[0] if self._checkpoint is not None else None
@@ -226,8 +239,9 @@ class Controller:
             return
         fleet = self._require_fleet()
         with self.log.phase("sync"):
-            self._sync.engines[:] = fleet.available()
+            self._sync.engines[:] = began = fleet.available()
             self.last_sync = self._sync.run()
+            fleet.set_back([engine for engine in began if engine not in self._sync.engines])
             fleet.admit(self._sync.engines)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
@@ -336,7 +350,7 @@ class Controller:
                     "data_source": source_state(self.data_source.source, rollout_id),
                     "evaluations": self.evaluations,
                     "wandb_run_id": self.log.wandb_run_id,
-                    "args": args.to_dict(),
+                    "args": self._given,
                 }
 
                 def write(folder: Path) -> None:
@@ -396,7 +410,10 @@ class Controller:
         fleet = self._require_fleet()
         for engine in fleet.waiting():
             if self._sync is not None and engine.update_weights:
-                self._sync.rejoin(engine)
+                try:
+                    self._sync.rejoin(engine)
+                except EngineGone:
+                    continue  # the fleet sees it, too
             fleet.admit([engine])
             self.log.progress.line(f"{engine.name} serves again")
 

@@ -88,7 +88,8 @@ class Fleet:
             "vllm_router_ip": host,
             "vllm_router_port": port,
             "vllm_model_routers": addresses,
-            "rollout_engine_urls": [engine.url for engine in self.engines],
+            "rollout_engine_urls": [engine.url for engine in self.of_model(self._default)],
+            "vllm_model_engine_urls": {name: [engine.url for engine in self.of_model(name)] for name in addresses},
         }
 
     @property
@@ -145,6 +146,13 @@ class Fleet:
                     self._states[engine.url] = "serving"
             for model in self.routers:
                 self._tell_router(model)
+
+    def set_back(self, engines: Iterable[Engine]) -> None:
+        """These have missed the present weights: they wait for them again."""
+        with self._lock:
+            for engine in engines:
+                if self._states[engine.url] == "serving":
+                    self._states[engine.url] = "ready"
 
     def check(self) -> None:
         """Notice who has died.

@@ -3,7 +3,8 @@
     close admission -> pause -> workers publish while engines load -> finish (version) -> reset caches -> resume
     -> prove -> open admission
 
-One deadline covers all of it. No request is sent before the proof. What becomes of those under way says `--pause-mode`:
+One deadline covers all of it. No request to the policy is sent before the proof (`rollout/admission.py`). What becomes
+of those under way says `--pause-mode`:
 
 - abort: they end with what they have; who asked continues them under the new weights.
 - wait: they end first.
@@ -32,6 +33,7 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.role import check_weights
 from instep.engines.launch import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
+from instep.processes import Process
 from instep.rollout import admission
 from instep.types import TokenBatch
 from instep.weights.manifest import BucketManifest
@@ -69,6 +71,10 @@ class SyncResult:
         }
 
 
+class EngineGone(EngineError):
+    """The last engine of a session has died."""
+
+
 class WeightSync:
     """Owns the versions of the policy and the sessions that carry them to the engines.
 
@@ -82,6 +88,7 @@ class WeightSync:
         for engine in self.engines:
             engine.capabilities.check_pause(args.pause_mode)
         self._targets = self.engines  # of the session that runs
+        self._began: dict[str, Process | None] = {}  # by URL, the process that it began with
         self.version = 0
         length = max(4, min(64, max_len - 1))
         generator = torch.Generator().manual_seed(0)
@@ -92,7 +99,7 @@ class WeightSync:
         self._directory = _scratch_directory()
 
     def close(self) -> None:
-        admission.open_again()
+        admission.reset()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def run(self, way: str | None = None) -> SyncResult:
@@ -100,8 +107,10 @@ class WeightSync:
 
         Raises:
             SyncError: something does not add up; it names engine and tensor.
-            EngineError: the last engine died.
+            EngineGone: no engine is left.
         """
+        if not self.engines:
+            raise EngineGone("no engine is left that could take weights", remedy="see the messages before this one")
         self.version += 1
         self._targets = self.engines
         admission.close()
@@ -111,7 +120,11 @@ class WeightSync:
         return result
 
     def rejoin(self, engine: Engine) -> SyncResult:
-        """Bring the present version to one engine that has been started anew; the others serve on."""
+        """Bring the present version to one engine that has been started anew; the others serve on.
+
+        Raises:
+            EngineGone: it has died again.
+        """
         self._targets = [engine]
         result = self._session(None)
         if engine not in self.engines:
@@ -121,6 +134,7 @@ class WeightSync:
     def _session(self, way: str | None, drain: bool = False) -> SyncResult:
         started = time.monotonic()
         deadline = started + self._args.sync_timeout
+        self._began = {engine.url: engine.process for engine in self._targets}
         if drain:
             self._drain(deadline)
         manifests = self._transfer(way or self._args.sync_way, deadline)
@@ -209,21 +223,38 @@ class WeightSync:
 
     def _each(self, call: Callable[[Engine], T]) -> dict[str, T]:
         """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
-        targets = [(engine, engine.process) for engine in self._targets]
+        for engine in [e for e in self._targets if self._gone(e, 0.0)]:
+            self._leave(engine, None)
+        targets = list(self._targets)
         with ThreadPoolExecutor(len(targets)) as pool:
-            calls = {engine.url: pool.submit(call, engine) for engine, _ in targets}
+            calls = {engine.url: pool.submit(call, engine) for engine in targets}
         answers: dict[str, T] = {}
-        for engine, process in targets:
+        for engine in targets:
             try:
                 answers[engine.url] = calls[engine.url].result()
-            except EngineRefusal:
-                raise
-            except EngineError:
-                died = process is None or process is not engine.process or process.died_within(1.0)
-                if not died or len(self._targets) == 1:
+            except EngineError as error:
+                if not self._gone(engine, 0.0 if isinstance(error, EngineRefusal) else 1.0):
                     raise
-                self._targets.remove(engine)
+                self._leave(engine, error)
         return answers
+
+    def _gone(self, engine: Engine, seconds: float) -> bool:
+        """Whether the process that the session began with is no more, or will not be in `seconds`.
+
+        Another one at the same address knows nothing of the session. Of an engine that somebody else runs its health
+        tells, if `seconds` are given.
+        """
+        process = self._began[engine.url]
+        if process is None:
+            return seconds > 0 and not engine.healthy(seconds)
+        return engine.process is not process or process.died_within(seconds)
+
+    def _leave(self, engine: Engine, error: EngineError | None) -> None:
+        self._targets.remove(engine)
+        if not self._targets:
+            what = error.what if error is not None else f"{engine.name} died"
+            where = engine.process.describe() if engine.process is not None else engine.url
+            raise EngineGone(f"{what}; no engine is left in this sync", where=where, remedy="see its log") from error
 
     # ---- proof ---------------------------------------------------------------------------------------------------
 
@@ -269,8 +300,9 @@ class WeightSync:
         must score just the same then, and what is left is arithmetic, which becomes the measure from here on.
         """
         self._transfer("disk", deadline)
+        rescored = self._each(lambda engine: self._engine_scores(engine, deadline))
         for engine in self._targets:
-            golden = self._engine_scores(engine, deadline)
+            golden = rescored[engine.url]
             between = _largest_gap(golden, scores[engine.url])
             if not between <= GOLDEN_TOLERANCE:
                 raise self._wrong(engine, f"changed by {between:.3g} over the golden path", 0.0, digests, deadline)

@@ -119,9 +119,9 @@ async def complete_n(
     own = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop")), "output_kind": FINAL_ONLY}
     payload["sampling_params"] = own | sampling_params | ({"n": n} if n > 1 else {})
     headers = {SESSION_HEADER: session} if session else None
-    async with admission.admitted():
+    async with admission.admitted(url):
         answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
-        version = admission.version
+        version = admission.version if admission.is_guarded(url) else None
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != n:
         raise EngineError(f"an answer of another form than {n} choices; it has {sorted(answer)}", where=url)

@@ -1,4 +1,4 @@
-"""JSON over HTTP with bounds: the `post` that rollout hooks use."""
+"""JSON over HTTP with bounds: the `post` that rollout hooks use, and `get`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ async def post(
     Raises:
         EngineError: naming the URL and the answer's own message.
     """
+    return await _ask("POST", url, max_retries, timeout, headers, json=payload)
+
+
+async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
+    """GET a JSON object, as `post` does."""
+    return await _ask("GET", url, max_retries, timeout, None)
+
+
+async def _ask(
+    method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
+) -> dict[str, Any]:
     problem = ""
     for attempt in range(max_retries + 1):
         if attempt:
@@ -41,12 +52,12 @@ async def post(
         try:
             async with (
                 http_session() as session,
-                session.post(url, json=payload, timeout=limits, headers=headers) as answer,
+                session.request(method, url, timeout=limits, headers=headers, **body) as answer,
             ):
-                body = await answer.text()
+                text = await answer.text()
                 if answer.status < 400:
-                    return _parse(url, body)
-                problem = f"{answer.status}: {_message(body)}"
+                    return _parse(url, text)
+                problem = f"{answer.status}: {_message(text)}"
                 if answer.status < 500:
                     remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)

@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.client import GENERATE
-from instep.rollout.http import post
+from instep.rollout.http import get, post
 from instep.types import TokenBatch
 
 CHECK_SECONDS = 60.0
@@ -33,16 +33,20 @@ class ServedScorer:
     def __init__(self, name: str, where: str, url: str, timeout: float, instead: str):
         self.name, self.where, self.url, self.timeout, self.instead = name, where, url, timeout, instead
 
-    def check(self, tokenizer: Any, engine_url: str | None = None) -> None:
+    def check(self, tokenizer: Any, engine_url: str | None = None) -> int:
         """Whether it answers, and has the policy's vocabulary: the same ids for a text that is spread all over it.
 
         Args:
             engine_url: one of the engines behind a router, which would change a request that is text.
 
+        Returns:
+            The most tokens of prompt and response that it can score.
+
         Raises:
             EngineError: it does not, or has not.
         """
-        url = f"{engine_url or self.url}/v1/completions"
+        base = engine_url or self.url
+        url = f"{base}/v1/completions"
         text = _spread_text(tokenizer)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
         request = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
@@ -59,6 +63,13 @@ class ServedScorer:
                 f"{what}{ours[: differs + 1][-3:]}... at token {differs}",
                 "log-probs are compared token by token: take a model with the trained one's tokenizer",
             )
+        models = self._run(get(f"{base}/v1/models", timeout=CHECK_SECONDS), CHECK_SECONDS)
+        try:
+            return int(models["data"][0]["max_model_len"]) - 1  # one token has to follow
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._error(
+                f"{self.name} does not say its length: {error!r}", "it needs vLLM's /v1/models"
+            ) from error
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """float32 `[num_response_tokens]`, at temperature 1; 0 for a sample of which no token is trained on.

@@ -10,7 +10,7 @@ from instep.engines.capabilities import of_vllm
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments, run
 
-NUM_ROLLOUT = 8
+NUM_ROLLOUT = 5
 
 
 def train(folder, mode, *more):
@@ -32,37 +32,41 @@ def long(tmp_path_factory):
     return folder
 
 
-def log_probs_under(path, tokens):
+def load(path):
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def log_probs_under(model, tokens):
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits[0, :-1]
+        logits = model(ids).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
-def check_versions(folder, mode, rows):
-    """Returns how many versions each response has; its tokens' log-probs are those under them, and not under others."""
-    models = [folder / "hf", *(folder / mode / f"hf-{i}" for i in range(NUM_ROLLOUT))]  # of version i + 1
-    for tokens, ours, spans in rows:
+def check_versions(folder, mode, found):
+    """Every token's log-prob is that under the version which it claims, and not under others."""
+    models = [load(folder / "hf"), *(load(folder / mode / f"hf-{i}") for i in range(NUM_ROLLOUT))]  # of version i + 1
+    for tokens, ours, spans in found["rows"]:
         assert [s[1] for s in spans] == [0, *(s[2] for s in spans[:-1])] and spans[-1][2] == len(ours)
         ours = torch.tensor(ours)
-        scores = [log_probs_under(path, tokens)[-len(ours) :] for path in models]
+        scores = [log_probs_under(model, tokens)[-len(ours) :] for model in models]
         for version, start, end in spans:
             gaps = [(score[start:end] - ours[start:end]).abs().max() for score in scores]
             assert gaps[int(version) - 1] < 1e-4, (version, start, end, gaps)
             if end - start > 20:
                 assert all(gap > 1e-3 for i, gap in enumerate(gaps) if i != int(version) - 1), (version, gaps)
-    return [len(spans) for _, _, spans in rows]
+    counts = [len(spans) for _, _, spans in found["rows"]]
+    if mode == "wait":  # every response has ended before the weights changed
+        assert set(counts) == {1} and not any(found["under_way"])
+    else:
+        assert max(counts) > 1
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_responses_across_weight_syncs(long, mode):
-    counts = check_versions(long, mode, train(long, mode))
-    if mode == "wait":
-        assert counts == [1, 1, 1]
-    else:
-        assert min(counts) > 1
+    check_versions(long, mode, train(long, mode))
 
 
 @pytest.mark.vllm
@@ -73,5 +77,4 @@ def test_responses_of_vllm_across_weight_syncs(long, mode):
         with pytest.raises(AssertionError, match="does not say which weights made a token"):
             train(long, mode, "--rollout-backend", "vllm")
         return
-    counts = check_versions(long, mode, train(long, mode, "--rollout-backend", "vllm"))
-    assert counts == [1, 1, 1] if mode == "wait" else min(counts) > 1
+    check_versions(long, mode, train(long, mode, "--rollout-backend", "vllm"))

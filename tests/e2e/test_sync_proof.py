@@ -17,10 +17,10 @@ from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
-from instep.controller.sync import WeightSync
+from instep.controller.sync import EngineGone, WeightSync
 from instep.data.batch import build_batch
 from instep.engines.launch import Engine
-from instep.errors import EngineError, SyncError
+from instep.errors import SyncError
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments
 
@@ -230,5 +230,38 @@ def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monke
     result = sync.run()
     assert sync.engines == [engine] and result.probe_max_abs_diff <= 1e-5
     sync.engines[:] = [victim]
-    with pytest.raises(EngineError, match="engine 1 died"):
+    with pytest.raises(EngineGone, match="engine 1 died"):
         sync.run()
+    sync.engines.clear()
+    with pytest.raises(EngineGone, match="no engine is left"):
+        sync.run()
+
+
+def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp_path, monkeypatch):
+    """While the workers publish, it dies and comes back at its address: it leaves the session, and joins by another."""
+    args, workers, engine = stack
+    spec = replace(plan_engines(args)[0], index=1)
+    victim = start_engine(args, spec, num_threads=1, log_dir=tmp_path)
+    victim.wait_ready(120)
+    port = int(victim.url.rpartition(":")[2])
+    sync.engines.append(victim)
+    call, deaths = workers.call, []
+
+    def come_back(method, *given, **options):
+        if method == "publish_shm" and not deaths:
+            deaths.append(victim.process.pid)
+            victim.process.kill()
+            victim.process = start_engine(args, spec, num_threads=1, log_dir=tmp_path, port=port).process
+        return call(method, *given, **options)
+
+    monkeypatch.setattr(workers, "call", come_back)
+    try:
+        result = sync.run()
+        assert sync.engines == [engine] and result.probe_max_abs_diff <= 1e-5 and deaths
+        victim.wait_ready(120)
+        assert sync.rejoin(victim).probe_max_abs_diff <= 1e-5 and sync.engines == [engine, victim]
+        deaths.clear()
+        with pytest.raises(EngineGone, match="engine 1 "):
+            sync.rejoin(victim)
+    finally:
+        victim.stop()

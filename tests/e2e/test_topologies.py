@@ -92,6 +92,15 @@ def test_a_served_reference_is_the_loaded_one(models, tmp_path, kl):
     compare_with_loaded(models, tmp_path, "embedded", kl)
 
 
+def test_responses_end_where_the_reference_could_not_score_them(models, tmp_path):
+    """Its context is the policy's, and one token has to follow a prompt."""
+    more = ["--num-rollout", "1", "--use-kl-loss", "--rollout-max-response-len", "500"]
+    done = run(served(models, tmp_path, *more), 300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "prompt and response end at 127 tokens" in done.stdout + done.stderr
+    assert rows(tmp_path)[0]["rollout/truncated_ratio"] > 0
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_reference_on_vllm_is_the_loaded_one(models, tmp_path):

@@ -28,7 +28,9 @@ async def reward(args: Any, sample: Any) -> float:
     request = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     first, second = [(await post(get_model_url(args, name), request))["prompt_logprobs"] for name in ("actor", "ref")]
     assert abs(first[2]["7"]["logprob"] - second[2]["7"]["logprob"]) > 1e-3
-    versions = [await asyncio.to_thread(_weight_version, url) for url in args.rollout_engine_urls]
+    versions = [
+        await asyncio.to_thread(_weight_version, url) for urls in args.vllm_model_engine_urls.values() for url in urls
+    ]
     assert versions[0].isdigit() and versions[1] == "default"
     return await observed.reward(args, sample)
 
@@ -42,7 +44,7 @@ async def reward_that_kills_a_reference(args: Any, sample: Any) -> float:
     """The last engine is killed at one call, and at the next it must serve again."""
     global _num_calls
     _num_calls += 1
-    url = args.rollout_engine_urls[-1]
+    url = args.vllm_model_engine_urls["ref"][-1]
     if _num_calls == KILL_AT:
         victim = process_at(url)
         victim.kill()
@@ -60,6 +62,6 @@ async def reward_that_kills_the_reference(args: Any, sample: Any) -> float:
     global _num_calls
     _num_calls += 1
     if _num_calls == int(os.environ["KILL_AT"]):
-        process_at(args.rollout_engine_urls[-1]).kill()
+        process_at(args.vllm_model_engine_urls["ref"][-1]).kill()
         Path(os.environ["KILLED"]).touch()
     return await observed.reward(args, sample)
