@@ -37,9 +37,6 @@ def serve(args: Any) -> None:
     for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
         if not port_is_free(port):
             raise ConfigError(f"port {port} is taken", where="--port", remedy="name a free one")
-    routed = args.vllm_router_ip is not None or args.rollout_backend == "vllm"
-    if not routed and args.rollout_num_engines == num_models:  # each model's only engine answers by itself
-        args.engine_port = args.port
     locks = lock_folders({"--run-dir": args.run_dir})
     cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
     fleet = None

@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 BOUNDED = "--vllm-gpu-memory-utilization 0.1 --vllm-kv-cache-memory-bytes 1073741824"
 REWARD = 0.9  # that the quickstart must reach, held out
 GAP_RATIO = 1.2
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
 CONFORMANCE = [f"tests/engines/test_{name}.py" for name in ("conformance", "weights", "teacher")]
 
@@ -84,27 +86,50 @@ def main() -> int:
 
 
 def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[str, tuple[int, float]]:
-    """Exit code and seconds of each; what has not ended by the deadline is killed."""
+    """Exit code and seconds of each; what has not ended by the deadline is ended, with all that it has started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     began, running, ended = time.monotonic(), dict[str, subprocess.Popen[bytes]](), dict[str, tuple[int, float]]()
-    waiting = dict(commands)
-    while waiting or running:
-        for name in list(waiting):
-            after = running.get("bf16") if name in ("gap", "apart") else None  # whose SFT it goes on from
-            if after is None or (out / "bf16" / "sft" / "summary.json").exists():
-                with open(out / f"{name}.log", "wb") as log:
-                    command = waiting.pop(name)
-                    running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        time.sleep(0.2)
-        for name, process in list(running.items()):
+    waiting, sft = dict(commands), out / "bf16" / "sft" / "summary.json"
+    if "bf16" in commands:
+        sft.unlink(missing_ok=True)  # of an earlier run
+    try:
+        while waiting or running:
+            for name in list(waiting):
+                after = running.get("bf16") if name in ("gap", "apart") else None  # whose SFT it goes on from
+                if after is None or sft.exists():
+                    with open(out / f"{name}.log", "wb") as log:
+                        more: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+                        running[name] = subprocess.Popen(waiting.pop(name), cwd=ROOT, env=env, **more)
+            time.sleep(0.2)
             if time.monotonic() > deadline:
-                process.kill()
-            if process.poll() is not None or time.monotonic() > deadline:
-                ended[name] = (process.wait(), time.monotonic() - began)
-                del running[name]
-                print(f"{time.monotonic() - began:4.0f} s: {name} ended with {ended[name][0]}", flush=True)
+                end(list(running.values()))
+            for name, process in list(running.items()):
+                if process.poll() is not None:
+                    ended[name] = (process.wait(), time.monotonic() - began)
+                    del running[name]
+                    print(f"{time.monotonic() - began:4.0f} s: {name} ended with {ended[name][0]}", flush=True)
+    finally:
+        end(list(running.values()))
     return ended
+
+
+def end(jobs: list[subprocess.Popen[bytes]]) -> None:
+    """And what they have started: `instep` ends its own at SIGTERM, what is left of a job's group gets SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left, deadline = [job for job in jobs if signalled(job, number)], time.monotonic() + GRACE
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            left = [job for job in left if job.poll() is None or signalled(job, 0)]
+
+
+def signalled(job: subprocess.Popen[bytes], number: int) -> bool:
+    """Whether there was anybody in its group."""
+    try:
+        os.killpg(job.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def judge(name: str, out: Path, code: int) -> tuple[bool, str]:

@@ -68,7 +68,7 @@ class EngineSpec:
         parallel: how they share the work; their product is `num_gpus`.
         words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds to them. Without
             TP and what has to do with addresses and nodes.
-        port: of its HTTP server where `--engine-port` says it; None: a free one.
+        port: of its HTTP server where `--engine-port` says it, or `--port`, if it has no router; None: a free one.
         update_weights: whether it gets the trainer's weights.
     """
 
@@ -197,7 +197,8 @@ def plan_engines(args: Any) -> list[EngineSpec]:
     if args.command in OFFLINE or args.debug_train_only:
         return []
     out: list[EngineSpec] = []
-    for model in served_models(args):
+    for place, model in enumerate(served_models(args)):
+        by_itself = not has_router(args, sum(group.num_engines for group in model.groups))
         for group in model.groups:
             if not group.num_engines:
                 continue
@@ -206,6 +207,9 @@ def plan_engines(args: Any) -> list[EngineSpec]:
             _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
             own = _own_words(args, words, group.num_gpus_per_engine, model.update_weights)
             for _ in range(group.num_engines):
+                port = None if args.engine_port is None else args.engine_port + len(out)
+                if by_itself and args.port is not None:
+                    port = args.port + place
                 out.append(
                     EngineSpec(
                         len(out),
@@ -216,7 +220,7 @@ def plan_engines(args: Any) -> list[EngineSpec]:
                         layout,
                         words,
                         own,
-                        None if args.engine_port is None else args.engine_port + len(out),
+                        port,
                         model.update_weights,
                     )
                 )
@@ -252,6 +256,11 @@ def longest(args: Any) -> int | None:
     found = [engine.max_model_len for engine in plan_engines(args) if engine.update_weights]
     found.append(args.vllm_max_model_len)
     return min((length for length in found if length is not None), default=None)
+
+
+def has_router(args: Any, num_engines: int) -> bool:
+    """Whether a model with so many engines does: an embedded one that is alone answers by itself."""
+    return num_engines > 1 or args.vllm_router_ip is not None or args.rollout_backend == "vllm"
 
 
 def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from instep.cluster.engine_plan import plan_engines, plan_routers
+from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
 from instep.engines.launch import Engine
 from instep.engines.router import Router
@@ -69,7 +69,7 @@ class Fleet:
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
         for spec in specs:
             mine = self.of_model(spec.model)
-            if len(mine) > 1 or spec.external is not None or args.rollout_backend == "vllm":
+            if has_router(args, len(mine)):
                 name = "router" if len(specs) == 1 else f"router-{spec.model}"
                 self.routers[spec.model] = start_router(spec, mine, log_dir, name)
 

@@ -110,6 +110,30 @@ def test_the_guides_models():
     assert (args.rollout_num_gpus, args.rollout_num_engines, args.rollout_backend) == (12, 4, "vllm")
 
 
+MIXED = """\
+vllm:
+  - {name: actor, server_groups: [{worker_type: regular, num_gpus: 2}]}
+  - {name: ref, model_path: ref, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
+"""
+
+
+@pytest.mark.parametrize(
+    "words, ports",
+    [
+        ("--rollout-backend embedded", [None, None, 8001]),
+        ("--rollout-backend embedded --engine-port 9000", [9000, 9001, 8001]),
+        ("--rollout-backend vllm", [None, None, None]),
+    ],
+)
+def test_each_model_is_served_at_a_port_of_its_own(words, ports):
+    """That of its router, or of its only engine."""
+    args = arguments(words, MIXED)
+    args.port = 8000  # as `instep serve` does
+    found = plan_engines(args)
+    assert [engine.port for engine in found] == ports
+    assert [router.port for router in plan_routers(args, found)] == [8000, 8001]
+
+
 def test_hooks_reach_each_model_by_name():
     args = SimpleNamespace(
         vllm_router_ip="127.0.0.1",
