@@ -240,7 +240,10 @@ def follow_parent(partner: socket.socket | None = None) -> None:
         os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is not None:
-        threading.Thread(target=_hold_lifeline, args=(int(fd), partner), name="lifeline", daemon=True).start()
+        line = socket.socket(fileno=int(fd))
+        if partner is None:
+            _beat(line)  # now: from the first one on silence is noticed, and it may hang at any time
+        threading.Thread(target=_hold_lifeline, args=(line, partner), name="lifeline", daemon=True).start()
 
 
 def _signal_name(number: int) -> str:
@@ -273,8 +276,8 @@ def _children_that_catch(pid: int, number: int) -> list[int]:
     return found
 
 
-def _hold_lifeline(fd: int, partner: socket.socket | None) -> None:
-    with socket.socket(fileno=fd) as line:
+def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:
+    with line:
         line.settimeout(BEAT_SECONDS)
         try:
             while True:

@@ -103,9 +103,10 @@ def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path
         child.kill()
 
 
-def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path):
+@pytest.mark.parametrize("seconds", [1.5, 0])  # 0: before the heartbeat that would come by the clock
+def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path, seconds):
     hang = "import ctypes, sys; from instep.processes import follow_parent; follow_parent(); sys.stdin.read();"
-    hang += "import time; time.sleep(1.5); lib, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"
+    hang += f"import time; time.sleep({seconds}); lib, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"
     hang += "def stuck(): lib.pthread_mutex_lock(lock); print('stuck', flush=True); lib.pthread_mutex_lock(lock)\n"
     child = SupervisedProcess("c", [sys.executable, "-c", hang + "stuck()"], tmp_path / "log", heartbeat=1.2)
     while "stuck" not in child.log_tail():
