@@ -41,7 +41,7 @@ test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
 
-test-vllm: install-vllm  ## the tests that need vLLM, on a CPU, one after the other
+test-vllm: install-vllm  ## the tests that need vLLM, on a CPU, one after the other (20 minutes)
 	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e
 
 test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
