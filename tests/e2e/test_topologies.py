@@ -59,7 +59,7 @@ def rows(run_dir):
 
 
 def compare_with_loaded(models, tmp_path, backend, kl):
-    """The whole runs, and every reference log-prob of a token that is trained on."""
+    """The largest difference of a reference log-prob of a token that is trained on; the runs agree in their metrics."""
     dump = ["--save-debug-train-data", "{}/{{rollout_id}}_{{rank}}.pt"]
     words = [*KL[kl].split(), *(["--rollout-backend", backend] if backend != "embedded" else [])]
     runs = {
@@ -78,18 +78,20 @@ def compare_with_loaded(models, tmp_path, backend, kl):
     assert "train/kl_loss" in kept or kl != "loss"
     for mine, other in zip(here, there, strict=True):
         assert {name: mine[name] for name in kept} == pytest.approx({n: other[n] for n in kept}, rel=1e-5, abs=1e-5)
+    largest = 0.0
     for i in range(3):
         mine, other = (torch.load(tmp_path / d / f"{i}_0.pt", weights_only=False)["rollout_data"] for d in "sl")
         assert [t.tolist() for t in mine["tokens"]] == [t.tolist() for t in other["tokens"]]
         for a, b in zip(mine["ref_log_probs"], other["ref_log_probs"], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+            largest = max(largest, (a - b).abs().max().item())
         gap = torch.cat(other["ref_log_probs"]) - torch.cat(other["rollout_log_probs"])
         assert gap.abs().max() > 0.1  # it is another model
+    return largest
 
 
 @pytest.mark.parametrize("kl", KL)
 def test_a_served_reference_is_the_loaded_one(models, tmp_path, kl):
-    compare_with_loaded(models, tmp_path, "embedded", kl)
+    assert compare_with_loaded(models, tmp_path, "embedded", kl) < 1e-5
 
 
 def test_responses_end_where_the_reference_could_not_score_them(models, tmp_path):
@@ -104,7 +106,7 @@ def test_responses_end_where_the_reference_could_not_score_them(models, tmp_path
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_reference_on_vllm_is_the_loaded_one(models, tmp_path):
-    compare_with_loaded(models, tmp_path, "vllm", "loss")
+    assert compare_with_loaded(models, tmp_path, "vllm", "loss") < 1e-5
 
 
 def test_hooks_reach_each_model_by_its_name(models, tmp_path):
