@@ -20,9 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
 
@@ -32,6 +33,8 @@ LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 # Without these the libraries may choose another order of summation from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+T = TypeVar("T")
+LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 
@@ -352,6 +355,28 @@ def lock_folders(folders: Mapping[str, str | None]) -> list[FolderLock]:
         if path:
             flags.setdefault(Path(path).resolve(), flag)
     return [FolderLock(path, flag) for path, flag in flags.items()]
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Start `work` in a daemon thread, which keeps no process alive; nobody has to wait for its outcome."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
+    """The outcome of `work`, whose waits are bounded; meanwhile `watch` is called again and again, and may raise."""
+    outcome = in_thread(work, name)
+    while not wait([outcome], LOOK_SECONDS).done:
+        watch()
+    return outcome.result()
 
 
 def free_port(host: str = "127.0.0.1") -> int:

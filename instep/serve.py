@@ -17,9 +17,7 @@ from instep.controller.device import resolve_device
 from instep.controller.fleet import Fleet
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
-from instep.processes import lock_folders, port_is_free
-
-LOOK_SECONDS = 0.2  # between two looks at the processes
+from instep.processes import LOOK_SECONDS, lock_folders, port_is_free
 
 _console = Console(highlight=False)
 

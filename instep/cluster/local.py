@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError, WorkerError
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, SupervisedProcess, stop_all
+from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 # How torch and Python say it, on GPUs and CPUs.
@@ -29,7 +29,6 @@ OUT_OF_MEMORY = (
     "MemoryError",
 )
 LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size"
-LOOK_SECONDS = 0.2  # between two looks at the processes of the run while a call waits
 
 
 def worker_env(args: Any, num_threads: int) -> dict[str, str]:

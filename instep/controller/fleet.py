@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from instep.engines.launch import Engine
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
-from instep.processes import Process
+from instep.processes import Process, in_thread
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
@@ -102,7 +102,7 @@ class Fleet:
         """Until every engine and its router answer, or one fails; of several failures the first engine's is raised."""
         if not self.engines:
             return
-        outcomes = [_in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
+        outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
         if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
             wait(outcomes, FAILURE_SECONDS)
         for outcome in outcomes:
@@ -214,7 +214,7 @@ class Fleet:
         """It stays away, and nothing that is left of it keeps a GPU."""
         with self._lock:
             self._states[engine.url] = "lost"
-        _in_thread(engine.stop, f"stop {engine.name}")
+        in_thread(engine.stop, f"stop {engine.name}")
 
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
@@ -266,18 +266,3 @@ class Fleet:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-
-
-def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
-    """Started; nobody has to wait for its end."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            outcome.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from instep.algorithms.reductions import loss_scales, loss_weights
-from instep.cluster.local import LOOK_SECONDS
 from instep.controller.advantages import add_advantages
 from instep.controller.metrics import critic_metrics
 from instep.controller.role import Metrics, RoleTrainer
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
+from instep.processes import watched
 from instep.rollout.client import get_model_url
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer
@@ -148,18 +146,7 @@ class TrainingRound:
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Its log-probs, while the processes of the run are watched: of an engine that dies its name is told."""
-        answer: Future[torch.Tensor] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(scorer.log_probs(batch))
-            except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
-                answer.set_exception(error)
-
-        threading.Thread(target=work, name=f"asks {scorer.name}", daemon=True).start()
-        while not wait([answer], LOOK_SECONDS).done:
-            self._actor.workers.watch()
-        return answer.result()
+        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", lambda: self._actor.workers.watch())
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which log-probs are needed. With one on-policy step the old policy is the current one."""

@@ -6,13 +6,11 @@ import contextlib
 import http.client
 import json
 import re
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
@@ -25,6 +23,7 @@ from instep.processes import (
     free_port,
     port_is_free,
     stop_all,
+    watched,
 )
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
@@ -111,18 +110,7 @@ class Engine:
             EngineRefusal: the engine answered with an error.
             EngineError: it did not answer.
         """
-        answer: Future[dict[str, Any]] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(self._post(path, body, timeout, query))
-            except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
-                answer.set_exception(error)
-
-        threading.Thread(target=work, name=f"{self.name} {path}", daemon=True).start()
-        while not wait([answer], 0.2).done:
-            self.watch()
-        return answer.result()
+        return watched(lambda: self._post(path, body, timeout, query), f"{self.name} {path}", lambda: self.watch())
 
     def _post(self, path: str, body: dict[str, Any] | None, timeout: float, query: dict[str, Any]) -> dict[str, Any]:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")

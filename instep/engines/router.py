@@ -47,12 +47,6 @@ class Router:
         self._lock = threading.Lock()
 
     @property
-    def address(self) -> tuple[str, int]:
-        parts = urllib.parse.urlsplit(self.url)
-        assert parts.hostname is not None and parts.port is not None
-        return parts.hostname, parts.port
-
-    @property
     def members(self) -> list[str]:
         """URLs of the engines that get requests."""
         with self._lock:

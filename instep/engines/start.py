@@ -36,7 +36,7 @@ def resolve_backend(args: Any) -> None:
                 )
     capabilities_of(args).check_pause(args.pause_mode)
     if args.rollout_backend == "vllm" or args.rollout_external_engine_addrs:
-        # vLLM shares a prompt anyway, and was a fifth slower (0.26, H200); of others it is not known what they take.
+        # vLLM shares a prompt anyway, and was slower so (0.26, H200, one run); what others take is not known.
         args.responses_per_request = 1
 
 

@@ -143,8 +143,8 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
         given += [engine.url.removeprefix("http://") for engine in engines]
         given.remove("--rollout-num-gpus")
         given.remove("2")
-        host, port = router.address
-        done = run([*given, "--vllm-router-ip", host, "--vllm-router-port", str(port)])
+        host, port = router.url.removeprefix("http://").split(":")
+        done = run([*given, "--vllm-router-ip", host, "--vllm-router-port", port])
         assert done.returncode == 0, done.stderr[-4000:]
         steps = steps_of(tmp_path)
         assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
