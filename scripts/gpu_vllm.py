@@ -1,10 +1,11 @@
-"""Checks stock vLLM on a GPU host: the conformance suite, runs in both precisions, and what becomes of a killed engine.
+"""Checks stock vLLM on a GPU host: the conformance suite, runs in both precisions, serving, pauses, a killed engine.
 
     python scripts/gpu_vllm.py --out DIR [--only NAME ...]
 
 All jobs run at once, as the models are tiny: each engine takes a bounded part of the one GPU. The last job runs alone,
-with the defaults of a user who gives no limits. With two GPUs and NIXL, one more has an engine for prefill and one for
-decode. Logs and results are in DIR; the table at the end says what passed.
+with the defaults of a user who gives no limits. With two GPUs, one more has an engine that spans both, and with NIXL
+two more have an engine for prefill and one for decode. Logs and results are in DIR; the table at the end says what
+passed.
 """
 
 from __future__ import annotations
@@ -39,21 +40,23 @@ def quickstart(out: Path, precision: str) -> list[str]:
 
 def jobs(out: Path) -> dict[str, list[str]]:
     gap = [sys.executable, "benchmarks/bf16_gap.py", "--device", "cuda", "--quickstart", str(out / "bf16")]
-    apart = f"--actor-num-gpus-per-node 2 --prefill-num-servers 1 {BOUNDED}"
-    two = {"apart": train(out, "apart", apart)} if can_prefill_apart() else {}
+    two = {}
+    if torch.cuda.device_count() > 1:
+        two["tensor"] = train(out, "tensor", f"--actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 {BOUNDED}")
+    if torch.cuda.device_count() > 1 and importlib.util.find_spec("nixl") is not None:
+        two["apart"] = train(out, "apart", f"--actor-num-gpus-per-node 2 --prefill-num-servers 1 {BOUNDED}")
+        two["prefill"] = [*PYTEST, "tests/e2e/test_prefill_decode.py"]
     first = {
         "fp32": quickstart(out / "fp32", "fp32"),
         "bf16": quickstart(out / "bf16", "bf16"),
         "tied": [*PYTEST, *CONFORMANCE, "-k", "vllm-tied"],
         "untied": [*PYTEST, *CONFORMANCE, "-k", "vllm-untied"],
         "gap": [*gap, "--run-dir", str(out / "gap"), "--out", str(out / "gap.json")],
+        "serve": [*PYTEST, "tests/e2e/test_serve.py", "-k", "vllm"],
+        "modes": [*PYTEST, "tests/e2e/test_pause_modes.py", "-k", "vllm"],
         "killed": [*PYTEST, "tests/e2e/test_engines.py", "-k", "somebody_else"],
     }
-    return first | two  # which go on from the SFT of bf16
-
-
-def can_prefill_apart() -> bool:
-    return importlib.util.find_spec("nixl") is not None and torch.cuda.device_count() > 1
+    return first | two
 
 
 def train(out: Path, name: str, more: str) -> list[str]:
@@ -89,6 +92,7 @@ def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[
     """Exit code and seconds of each; what has not ended by the deadline is ended, with all that it has started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    after_sft = ("gap", "tensor", "apart")
     began, running, ended = time.monotonic(), dict[str, subprocess.Popen[bytes]](), dict[str, tuple[int, float]]()
     waiting, sft = dict(commands), out / "bf16" / "sft" / "summary.json"
     if "bf16" in commands:
@@ -96,7 +100,7 @@ def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[
     try:
         while waiting or running:
             for name in list(waiting):
-                after = running.get("bf16") if name in ("gap", "apart") else None  # whose SFT it goes on from
+                after = running.get("bf16") if name in after_sft else None  # whose SFT it goes on from
                 if after is None or sft.exists():
                     with open(out / f"{name}.log", "wb") as log:
                         more: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
@@ -138,6 +142,7 @@ def judge(name: str, out: Path, code: int) -> tuple[bool, str]:
         "fp32": lambda: trained(out / "fp32", REWARD),
         "bf16": lambda: trained(out / "bf16", REWARD),
         "auto": lambda: trained(out / "auto", None),
+        "tensor": lambda: trained(out / "tensor", None),
         "apart": lambda: trained(out / "apart", None),
         "gap": lambda: gap(json.loads((out / "gap.json").read_text())["headline"]),
     }

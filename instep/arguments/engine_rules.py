@@ -71,6 +71,9 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.vllm_router_ip is not None and disaggregated:
         what = "a router takes prefill and decode engines only when it starts"
         yield Problem(what, "--vllm-router-ip", "leave it out: instep starts it")
+    if args.pause_mode == "keep" and disaggregated:
+        what = "a prompt's cache that is between two engines when the weights change would be of the old ones"
+        yield Problem(what, "--pause-mode keep with prefill and decode engines", "use abort or wait")
     if args.ref_served_model is not None and args.command == "train":
         yield from _served_reference(args)
     if args.vllm_topology is None:

@@ -17,13 +17,14 @@ from instep.engines.router import router_words
 from instep.engines.topology import (
     Parallel,
     Role,
+    ServerGroup,
     group_words,
     model_path,
     parallel,
     policy_model,
     served_models,
 )
-from instep.engines.vllm import launch_words
+from instep.engines.vllm import SEVERAL, launch_words
 from instep.errors import ConfigError
 
 _CONNECTOR = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
@@ -205,7 +206,7 @@ def plan_engines(args: Any) -> list[EngineSpec]:
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
             _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
-            own = _own_words(args, words, group.num_gpus_per_engine, model.update_weights)
+            own = _own_words(args, words, group, model.update_weights)
             for _ in range(group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
                 if by_itself and args.port is not None:
@@ -233,11 +234,13 @@ def plan_engines(args: Any) -> list[EngineSpec]:
     return out
 
 
-def _own_words(args: Any, words: Mapping[str, list[str]], num_gpus: int, update_weights: bool) -> dict[str, list[str]]:
+def _own_words(
+    args: Any, words: Mapping[str, list[str]], group: ServerGroup, update_weights: bool
+) -> dict[str, list[str]]:
     if args.rollout_backend == "embedded":
         return {}
-    own = launch_words(args, num_gpus=num_gpus, update_weights=update_weights)
-    return {name: given for name, given in own.items() if name not in words}
+    own = launch_words(args, num_gpus=group.num_gpus_per_engine, role=group.role, update_weights=update_weights)
+    return {name: given for name, given in own.items() if name not in words or name in SEVERAL}
 
 
 def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> None:

@@ -14,17 +14,21 @@ from typing import Any
 from instep.engines.capabilities import release
 from instep.engines.flags import TABLES, installed_version
 from instep.engines.launch import engine_dtype
+from instep.engines.topology import Role
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 WEIGHT_TRANSFER = "instep_shm"  # the plugin's name for its weight-transfer engine
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
+SEVERAL = ("middleware",)  # flags that may stand there more than once
 COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
-def launch_words(args: Any, *, num_gpus: int, update_weights: bool) -> dict[str, list[str]]:
+def launch_words(args: Any, *, num_gpus: int, role: Role, update_weights: bool) -> dict[str, list[str]]:
     """What instep adds to the command line of an engine of `num_gpus`, by field; `--vllm-*` and overrides win.
+
+    (But for `SEVERAL`, which are added to theirs.)
 
     Where vLLM is not installed (`instep plan`) it is that of the newest version whose flags are known.
     """
@@ -39,6 +43,8 @@ def launch_words(args: Any, *, num_gpus: int, update_weights: bool) -> dict[str,
         words["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
     if release(version) >= (0, 32):
         words["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
+    elif role != "regular":
+        words["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware"]  # says what it mends
     if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
         words["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
     if args.device == "cpu":

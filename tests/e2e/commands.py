@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -35,6 +36,16 @@ def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
     given = {flag for flag in more if flag.startswith("--")}
     out = [str(x) for flag, value in defaults.items() if flag not in given for x in (flag, value)]
     return ["train", *out, "--apply-chat-template", *more]
+
+
+def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
+    """vLLM engines in float32: on the CPU, or, where there are GPUs, each on one that it shares with the trainer."""
+    flags = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]
+    if torch.cuda.is_available():
+        flags += ["--vllm-gpu-memory-utilization", "0.1", "--device", "cuda", "--precision", "fp32"]
+    if not torch.cuda.is_available() or not trainer:
+        return [*flags, "--rollout-num-gpus", str(num_engines)]
+    return [*flags, "--colocate", "--actor-num-gpus-per-node", str(num_engines)]
 
 
 def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:

@@ -56,3 +56,22 @@ def cluster():
             nodes.stdin.close()
             nodes.wait(60)
         assert gone_within(ours, 10)
+
+
+@pytest.fixture(scope="module")
+def small(tiny, tmp_path_factory):
+    """Like `tiny`, with heads that vLLM has on a CPU."""
+    root = tmp_path_factory.mktemp("small")
+    make_checkpoint(root / "hf", head_dim=32)
+    for name in ("train.jsonl", "eval.jsonl"):
+        (root / name).write_text((tiny / name).read_text())
+    return root
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A model with room for long responses, with heads that vLLM has on a CPU."""
+    folder = tmp_path_factory.mktemp("long")
+    make_checkpoint(folder / "hf", max_len=1024, head_dim=32)
+    make_prompts(folder / "train.jsonl", 64)
+    return folder

@@ -17,7 +17,6 @@ from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.cluster.engine_start import start_engine, start_router
 from instep.rollout import runtime
 from instep.rollout.client import GENERATE, complete
-from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
 NUM_ROLLOUT = 6
@@ -34,10 +33,12 @@ def steps_of(run_dir):
     return [row for row in rows if "train/loss" in row]
 
 
-def kill_one(tiny, run_dir, backend, *more, **env):
+HOOKS = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
+
+
+def kill_one(run_dir, arguments, **env):
     """The steps of a run whose engine 1 was killed and came back, with a ledger that lacks nothing."""
-    hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
-    command = [sys.executable, "-m", "instep.cli", *two_engines(tiny, run_dir, backend, *hooks, *more)]
+    command = [sys.executable, "-m", "instep.cli", *arguments, *HOOKS]
     out = subprocess.PIPE
     done = subprocess.run(command, env=ENVIRONMENT | env, stdout=out, stderr=subprocess.STDOUT, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -56,31 +57,20 @@ def nothing_lost(run_dir):
 
 @pytest.mark.router
 def test_a_killed_engine_costs_no_sample(tiny, tmp_path):
-    steps = kill_one(tiny, tmp_path, "embedded")
+    steps = kill_one(tmp_path, two_engines(tiny, tmp_path, "embedded"))
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
-@pytest.fixture(scope="module")
-def small(tiny, tmp_path_factory):
-    """Like `tiny`, with heads that vLLM has on a CPU."""
-    root = tmp_path_factory.mktemp("small")
-    make_checkpoint(root / "hf", head_dim=32)
-    for name in ("train.jsonl", "eval.jsonl"):
-        (root / name).write_text((tiny / name).read_text())
-    return root
-
-
 @pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["server", "core"])
+@pytest.mark.parametrize("which", ["server", pytest.param("core", marks=pytest.mark.slow)])
 def test_a_killed_vllm_costs_no_sample(small, tmp_path, which):
     """Of vLLM's two processes either one; both are gone then, and started anew."""
-    steps = kill_one(small, tmp_path, "vllm", **({"KILL_CORE": "1"} if which == "core" else {}))
+    env = {"KILL_CORE": "1"} if which == "core" else {}
+    steps = kill_one(tmp_path, two_engines(small, tmp_path, "vllm"), **env)
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_vllm_and_the_trainer_agree(small, tmp_path):
     """Log-probs of every trained token, before and after updates, to 1e-5 in float32; versions on every token."""
     done = run(
@@ -104,9 +94,8 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
     try:
         for engine in engines:
             engine.wait_ready(240)
-        hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward", "--reward-timeout", "300", "--no-hook-trial"]
         at = given.index("--rollout-num-gpus")
-        command = [sys.executable, "-m", "instep.cli", *given[:at], *given[at + 2 :], *hooks]
+        command = [sys.executable, "-m", "instep.cli", *given[:at], *given[at + 2 :], *HOOKS]
         command += ["--rollout-external-engine-addrs", *(e.url.removeprefix("http://") for e in engines)]
         with open(tmp_path / "out.txt", "w") as out:
             process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)

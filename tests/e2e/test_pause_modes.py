@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from instep.engines.capabilities import of_vllm
-from tests.assets import make_checkpoint, make_prompts
-from tests.e2e.commands import grpo_arguments, run
+from tests.e2e.commands import grpo_arguments, on_vllm, run
 
 NUM_ROLLOUT = 5
 
@@ -21,15 +20,6 @@ def train(folder, mode, *more):
     done = run(grpo_arguments(folder, folder / mode, *given, *saves, *more), 400)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / mode / "background.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    """A model with room for long responses, with heads that vLLM has on a CPU."""
-    folder = tmp_path_factory.mktemp("long")
-    make_checkpoint(folder / "hf", max_len=1024, head_dim=32)
-    make_prompts(folder / "train.jsonl", 64)
-    return folder
 
 
 def load(path):
@@ -75,6 +65,6 @@ def test_responses_across_weight_syncs(long, mode):
 def test_responses_of_vllm_across_weight_syncs(long, mode):
     if mode == "keep" and not of_vllm(importlib.metadata.version("vllm")).version_spans:
         with pytest.raises(AssertionError, match="does not say which weights made a token"):
-            train(long, mode, "--rollout-backend", "vllm")
+            train(long, mode, *on_vllm())
         return
-    check_versions(long, mode, train(long, mode, "--rollout-backend", "vllm"))
+    check_versions(long, mode, train(long, mode, *on_vllm()))

@@ -12,7 +12,7 @@ from instep.cluster.ray import RayCluster
 from instep.errors import EngineError
 from tests.e2e import stub_vllm
 from tests.e2e.commands import grpo_arguments
-from tests.e2e.test_engines import kill_one
+from tests.e2e.test_engines import kill_one, two_engines
 
 
 def started(tiny, run_dir, address, words, **settings):
@@ -109,5 +109,5 @@ def as_planned(stub, spec, engine, former=()):
 
 @pytest.mark.router
 def test_a_killed_engine_costs_no_sample_on_ray(tiny, tmp_path, ray_tmp):
-    steps = kill_one(tiny, tmp_path, "embedded", "--cluster", "ray", "--ray-address", "local")
+    steps = kill_one(tmp_path, two_engines(tiny, tmp_path, "embedded", "--cluster", "ray", "--ray-address", "local"))
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5

@@ -16,7 +16,7 @@ import pytest
 
 from instep.processes import free_port, free_ports
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, run
+from tests.e2e.commands import ENVIRONMENT, on_vllm, run
 
 HELLO = [{"role": "user", "content": "12+30=?"}]
 
@@ -32,9 +32,12 @@ class Server:
     def start(self):
         self.port = free_ports(2)
         command = [sys.executable, "-m", "instep.cli", "serve", "--hf-checkpoint", self.model]
-        command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--device", "cpu", "--num-threads", "2"]
+        command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--num-threads", "2"]
+        command += ["--device", "cpu", *self.more]
         with open(self.output, "w") as out:
-            self.process = subprocess.Popen([*command, *self.more], env=ENVIRONMENT, stdout=out, stderr=out)
+            self.process = subprocess.Popen(
+                [*command, "--device", "cpu", *self.more], env=ENVIRONMENT, stdout=out, stderr=out
+            )
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=30
         )
@@ -90,7 +93,7 @@ def root(tmp_path_factory):
 
 
 EMBEDDED = ["--rollout-backend", "embedded", "--rollout-num-gpus", "2"]
-VLLM = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]
+VLLM = on_vllm(trainer=False)
 
 
 @pytest.fixture(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,22 @@ async def reward(args: Any, sample: Any) -> float:
 
 
 def _weight_version(url: str) -> str:
-    with urllib.request.urlopen(url + "/weight_info", timeout=10) as answer:
-        return str(json.load(answer)["weight_version"])
+    return str(json.loads(_read(url + "/weight_info"))["weight_version"])
+
+
+async def reward_that_looks_at_transfers(args: Any, sample: Any) -> float:
+    """How many caches the engine that decodes has got, so far."""
+    text = await asyncio.to_thread(_read, args.rollout_engine_urls[-1] + "/metrics")
+    found = {name: float(value) for name, value in re.findall(r"^vllm:nixl_(\w+?)(?:{.*})? (\S+)$", text, re.MULTILINE)}
+    seen = {"transfers": found["xfer_time_seconds_count"], "failed": found["num_failed_transfers_total"]}
+    with open(Path(args.run_dir, "transfers.jsonl"), "a") as file:
+        file.write(json.dumps(seen) + "\n")
+    return await observed.reward(args, sample)
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 async def reward_that_kills_a_reference(args: Any, sample: Any) -> float:

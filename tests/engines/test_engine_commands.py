@@ -94,7 +94,7 @@ def test_the_routers_table_and_commands():
 
 @needs("vllm-router", "vllm_router")
 def test_the_planned_router_sends_a_request_to_prefill_and_then_to_decode(tmp_path):
-    """Two servers that only note what they get stand for the engines, whose KV transfer needs GPUs."""
+    """Two servers that only note what they get stand for the engines."""
     seen: list[tuple[str, dict]] = []
     members = [(role, note_requests(role, seen)) for role in ("prefill", "decode")]
     (spec,) = plan_routers(*planned("--rollout-num-gpus 2 --prefill-num-servers 1"))

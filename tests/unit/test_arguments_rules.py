@@ -78,6 +78,11 @@ CONTRADICTIONS = [
     ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
     ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses one"),
     ("--vllm-router-ip 127.0.0.1", "", "one without the other"),
+    (
+        "--rollout-num-gpus 2 --prefill-num-servers 1 --pause-mode keep",
+        "",
+        "would be of the old ones\n  where:  --pause-mode keep with prefill and decode engines",
+    ),
     ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
     ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),

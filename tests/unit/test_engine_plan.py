@@ -225,6 +225,15 @@ def test_the_guides_prefill_servers_on_two_gpus():
     ]
 
 
+def test_prefill_and_decode_on_a_vllm_whose_token_route_passes_over_the_cache(monkeypatch):
+    monkeypatch.setattr("instep.engines.vllm.installed_version", lambda _: "0.26.0")
+    given = "--vllm-middleware my.Own --rollout-num-gpus 2"
+    for engine in engines(f"{given} --prefill-num-servers 1"):
+        at = engine.flags.index("instep_vllm.kv_params.Middleware")
+        assert engine.flags[at - 1] == "--middleware" and engine.flags[:2] == ("--middleware", "my.Own")
+    assert all(engine.flags.count("--middleware") == 1 for engine in engines(given))
+
+
 # ---- more of --vllm-config -------------------------------------------------------------------------------------------
 
 DISAGGREGATED = """\

@@ -1,0 +1,60 @@
+"""For prefill and decode engines of vLLM before 0.32, as `--middleware instep_vllm.kv_params.Middleware`.
+
+Their token route answers with `kv_transfer_params`, but passes over those of a request, so that the engine that decodes
+would compute every prompt anew and never say so. The core reads them from the sampling parameters' `extra_args`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+PATH = "/inference/v1/generate"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Middleware:
+    """Moves `kv_transfer_params` of a request for tokens to where the core reads them (ASGI)."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self.app(scope, receive, send)
+            return
+        body, message = b"", await receive()
+        while message["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+            message = await receive()
+        if message["type"] != "http.request":  # the client went away
+            return
+        body = moved(body)
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_moved() -> Message:
+            return first.pop() if first else await receive()
+
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self.app({**scope, "headers": headers}, receive_moved, send)
+
+
+def moved(body: bytes) -> bytes:
+    """A request's JSON; as it is where it has no such parameters, or is none that vLLM would take."""
+    try:
+        request = json.loads(body)
+        params = request.pop("kv_transfer_params", None)
+        sampling = request["sampling_params"]
+        if params is None:
+            return body
+        sampling["extra_args"] = {**(sampling.get("extra_args") or {}), "kv_transfer_params": params}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return body
+    return json.dumps(request).encode()
