@@ -8,12 +8,14 @@ that works; one that is stopped (SIGSTOP) is known sooner, by what the kernel sa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import faulthandler
 import fcntl
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,6 +36,8 @@ OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 # Without these the libraries may choose another order of summation from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 T = TypeVar("T")
+PORTS = range(20000, 30000)  # below those that systems give to connections, above Ray's workers
+_given: collections.deque[int] = collections.deque(maxlen=1000)  # here; others choose at random, too
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
@@ -380,17 +384,25 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, and that the system gives nobody by itself.
+
+    vLLM listens only when its model is loaded. Until then any connection out of this host could get a port of the
+    range from which systems choose (32768 and above, as a rule).
+    """
+    while True:
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        if port not in _given and port_is_free(port, host):
+            _given.append(port)
+            return port
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """The first of so many free ports in a row; 0 for none."""
     while count:
         first = free_port(host)
-        if first + count <= 65536 and all(port_is_free(first + i, host) for i in range(1, count)):
+        others = range(first + 1, first + count)
+        if all(port not in _given and port_is_free(port, host) for port in others):
+            _given.extend(others)
             return first
     return 0
 

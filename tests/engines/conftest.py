@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from instep.cluster.engine_plan import Addresses, plan_engines
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
 from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env
+from instep.processes import free_port
 from instep.rollout.client import FINAL_ONLY
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
@@ -83,12 +83,6 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return model
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def vllm_args(model: Path, *more: str) -> Any:

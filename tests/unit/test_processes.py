@@ -11,7 +11,7 @@ import pytest
 
 from instep import processes
 from instep.errors import ConfigError
-from instep.processes import FolderLock, SupervisedProcess, free_port, port_is_free, stop_all
+from instep.processes import FolderLock, SupervisedProcess, free_port, free_ports, port_is_free, stop_all
 
 CHILD = (
     "import time; from instep.processes import follow_parent; follow_parent(); print('up', flush=True); time.sleep(60)"
@@ -132,9 +132,14 @@ def test_a_folder_has_one_owner_at_a_time(tmp_path):
     FolderLock(tmp_path, "--run-dir").release()
 
 
-def test_port_checks():
+def test_ports():
+    """None twice, and none that the system gives to whoever asks for any."""
     import socket
 
+    ports = [free_port() for _ in range(200)]
+    assert len(set(ports)) == 200 and 20000 <= min(ports) and max(ports) < 30000
+    row = free_ports(3)
+    assert not set(range(row, row + 3)).intersection(ports) and free_ports(0) == 0
     port = free_port()
     assert port_is_free(port)
     with socket.socket() as taken:
