@@ -33,7 +33,7 @@ quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm
 tool-use: venv  ## train a tiny model to ask a Python tool before it answers (minutes) [BACKEND= SEED=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED)
 
-test: venv  ## the tests (a quarter of an hour on 4 cores)
+test: venv  ## the tests, some of vLLM's too if it is installed (a quarter of an hour on 4 cores)
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and not slow and alone' $(TESTS)
 
@@ -41,8 +41,8 @@ test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
 
-test-vllm: install-vllm  ## the tests that need vLLM, on a CPU, one after the other (20 minutes)
-	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e
+test-vllm: install-vllm  ## all tests that need vLLM, on a CPU, one after the other (half an hour)
+	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e tests/faults
 
 test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
 	@scripts/setup_peers.sh

@@ -61,6 +61,10 @@ class EngineError(InstepError):
     """An inference engine died, refused a request or did not answer in time."""
 
 
+class EngineUnreachable(EngineError):
+    """It did not answer, or with errors of its own: it may be about to end."""
+
+
 class SyncError(InstepError):
     """An engine does not hold the trainer's weights, or could not be shown to."""
 

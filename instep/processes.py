@@ -35,6 +35,7 @@ LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 # Without these the libraries may choose another order of summation from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+_ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 T = TypeVar("T")
 PORTS = range(20000, 30000)  # below those that systems give to connections, above Ray's workers
 _given: collections.deque[int] = collections.deque(maxlen=1000)  # here; others choose at random, too
@@ -118,7 +119,7 @@ class SupervisedProcess:
         """
         code = self._process.poll()
         if code is not None:
-            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self.log_tail(1)}"
+            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self._last_words()}"
         state, ticks = _state_and_cpu_ticks(self.pid)
         if state != "T":
             self._stopped = None
@@ -157,22 +158,28 @@ class SupervisedProcess:
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
+    def _last_words(self) -> str:
+        """The last line of its output that speaks of an error, else the last one."""
+        lines = self.log_tail().splitlines()
+        return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
+
     def describe(self) -> str:
         """How it ended or stands, and what it said last."""
-        code = self._process.poll()
+        code, num_lines = self._process.poll(), 15
         if code is None and self._stopped is not None:
             how = "stands stopped: somebody sent it SIGSTOP (kill -CONT lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
             self.dump_stacks()  # also of one that hangs with the interpreter's lock held
             time.sleep(0.3)
+            num_lines = 60  # so that they are in it
         elif code < 0:
             how = f"was ended by {_signal_name(-code)}"
             if code == -signal.SIGKILL:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
         else:
             how = f"exited with code {code}"
-        return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail()}"
+        return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
     def remedy(self) -> str:
         """What a user can do about a `fault`."""
@@ -186,6 +193,7 @@ class SupervisedProcess:
         for pid in (self.pid, *_children_that_catch(self.pid, signal.SIGUSR1)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.1)  # they write into one log
 
     def stop(self, grace: float = 3.0) -> None:
         """End the child and all of its process group: SIGTERM, then SIGKILL after `grace` seconds."""

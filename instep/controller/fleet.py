@@ -1,6 +1,7 @@
 """The engines of a run and the routers before them, one for each model: who serves, who died, who comes back.
 
-An engine serves while it holds proven weights and its process (or, if somebody else runs it, its `/health`) is well.
+An engine serves while it holds proven weights, its process (or, if somebody else runs it, its `/health`) is well, and
+that part of vLLM which computes answers.
 When it dies it leaves its router at once, so that requests that were on it are made again elsewhere; it is started anew
 beside the run, and serves again after a session has brought it the current weights, or as soon as it is ready if its
 model keeps its weights. The death of the last engine of a model, or of the last one that prefills or decodes, ends the
@@ -31,6 +32,9 @@ MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
 HEALTH_SECONDS = 1.0  # between two looks at an engine that somebody else runs
 HEALTH_FAILURES = 3  # in a row: then it counts as dead
+# A vLLM that computes nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
+# workers) hangs: in a step there is no sign of life, and a first one may have kernels to compile.
+SILENT_HEARTBEATS = 5
 State = Literal["serving", "starting", "ready", "lost"]
 
 
@@ -119,6 +123,11 @@ class Fleet:
         self._ready = True
         if outside:
             threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
+        for engine in self.engines:
+            if engine.capabilities.plugin:  # the embedded engine sends heartbeats
+                threading.Thread(
+                    target=self._watch_core, args=(engine,), name=f"core of {engine.name}", daemon=True
+                ).start()
 
     def _check_theirs(self, router: Router) -> None:
         """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
@@ -196,7 +205,10 @@ class Fleet:
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
-            raise EngineError(f"{engine.name} {fault}", where=engine.url, remedy="it was the last engine of its kind")
+            where, remedy = engine.url, "it was the last engine of its kind"
+            if engine.process is not None:
+                where, remedy = engine.process.describe(), engine.process.remedy()
+            raise EngineError(f"{engine.name} {fault}", where=where, remedy=remedy)
         if comes_back:
             self._states[engine.url] = "starting"
         else:
@@ -246,12 +258,23 @@ class Fleet:
                     state = self._states[engine.url]
                     if state == "starting" and not failures[engine.url]:
                         self._states[engine.url] = "ready"
-                    elif state in ("serving", "ready") and failures[engine.url] >= HEALTH_FAILURES:
-                        try:
-                            self._lose(engine, f"has not answered /health for {HEALTH_FAILURES} s")
-                        except EngineError as error:  # the last of its kind, or the router: `check` tells the run
-                            self._fault = error
-                            return
+                    elif failures[engine.url] >= HEALTH_FAILURES:
+                        self._notice(engine, f"has not answered /health for {HEALTH_FAILURES} s")
+
+    def _watch_core(self, engine: Engine) -> None:
+        patience = SILENT_HEARTBEATS * self._args.heartbeat_timeout
+        while not self._closed.wait(HEALTH_SECONDS):
+            if not engine.computes(patience):
+                self._notice(engine, f"hangs: it has computed nothing for {patience:.0f} s")
+
+    def _notice(self, engine: Engine, fault: str) -> None:
+        """In a thread of our own."""
+        with self._lock:
+            if self._states[engine.url] in ("serving", "ready") and not self._closed.is_set():
+                try:
+                    self._lose(engine, fault)
+                except EngineError as error:  # the last of its kind, or the router: `check` tells the run
+                    self._fault = error
 
     def _tell_router(self, model: str) -> None:
         if model not in self.routers:

@@ -14,12 +14,13 @@ from typing import TypeVar
 
 import psutil
 
-from instep.errors import RolloutError
+from instep.errors import EngineUnreachable, RolloutError
 from instep.rollout import runtime
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
+DYING_SECONDS = 6.0  # that a server of vLLM may take to end after the core that computes for it
 LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
@@ -75,8 +76,13 @@ class Watch:
             thread.join(2.0)
             raise
         if failure:
-            self._check()  # a dead engine is the cause of what its clients say
-            raise failure[0]
+            dying = DYING_SECONDS if isinstance(failure[0], EngineUnreachable) else 0.0
+            deadline = time.monotonic() + dying
+            while True:
+                self._check()  # a dead engine is the cause of what its clients say
+                if time.monotonic() >= deadline:
+                    raise failure[0]
+                time.sleep(0.1)
         return outcome[0]
 
     def _check_memory(self, what: str) -> None:

@@ -53,6 +53,7 @@ class Engine:
         self.name, self.url, self.process, self.capabilities = name, url, process, capabilities
         self.model, self.role, self.update_weights = model, role, update_weights
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
+        self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
 
     def check_alive(self) -> None:
         """Raise EngineError if the process has ended, or has been stopped."""
@@ -93,6 +94,20 @@ class Engine:
         except (OSError, http.client.HTTPException):
             return False
 
+    def computes(self, timeout: float) -> bool:
+        """False if the process that computes is silent for so long, and no control call keeps it busy.
+
+        vLLM's server asks it for this answer (and not for that of `/health`). A call has a bound of its own. Of an
+        engine that cannot be reached this says nothing: True.
+        """
+        try:
+            with _open(self.url + "/is_paused", timeout=timeout):
+                return True
+        except TimeoutError:
+            return bool(self._calls) or time.monotonic() - self._last_call < timeout
+        except (OSError, http.client.HTTPException):
+            return True
+
     def identify(self) -> None:
         """Ask an engine that somebody else runs what it is. Raises EngineError or ConfigError: nothing usable."""
         try:
@@ -110,7 +125,12 @@ class Engine:
             EngineRefusal: the engine answered with an error.
             EngineError: it did not answer.
         """
-        return watched(lambda: self._post(path, body, timeout, query), f"{self.name} {path}", lambda: self.watch())
+        self._calls.add(call := object())
+        try:
+            return watched(lambda: self._post(path, body, timeout, query), f"{self.name} {path}", lambda: self.watch())
+        finally:
+            self._last_call = time.monotonic()
+            self._calls.discard(call)
 
     def _post(self, path: str, body: dict[str, Any] | None, timeout: float, query: dict[str, Any]) -> dict[str, Any]:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")

@@ -13,6 +13,7 @@ from instep.arguments import parse
 from instep.cluster.joint import JointProcess
 from instep.controller import fleet as fleet_module
 from instep.controller.fleet import Fleet
+from instep.engines.capabilities import of_vllm
 from instep.engines.launch import Engine
 from instep.engines.start import external_engines
 from instep.errors import EngineError
@@ -175,6 +176,47 @@ def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
             gate.set()
             with pytest.raises(EngineError, match="no regular engine of model actor is left"):
                 wait_until(fleet.check)
+        finally:
+            end(fleet)
+
+
+HANGS = SERVE.replace(
+    "def do_GET(self):",
+    """def do_POST(self):
+        import time
+        time.sleep(1.5)
+        self.do_GET()
+    def do_GET(self):
+        if "is_paused" in self.path:
+            import time
+            time.sleep(60)""",
+).replace("HTTPServer", "ThreadingHTTPServer")
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_vllm_whose_core_hangs_is_started_anew_and_the_last_one_ends_the_run(tiny, tmp_path, fast, num):
+    """A control call that it is busy with has a bound of its own."""
+    restarted = []
+    with Server() as router:
+        codes = [HANGS, SERVE][:num]
+        fleet = of_processes(tiny, tmp_path, codes, router.server_port, restart=restarted.append)
+        try:
+            fleet._args.heartbeat_timeout = 0.1
+            for engine in fleet.engines:
+                engine.capabilities = of_vllm("0.32.0")
+            first = fleet.engines[0]
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            began = time.monotonic()
+            first.post("/update_weights", timeout=10)
+            assert len(router.workers) == num
+            if num == 2:
+                wait_until(lambda: restarted == [0])
+                assert router.workers == [fleet.engines[1].url]
+            else:
+                with pytest.raises(EngineError, match="engine 0 hangs: it has computed nothing for 0 s"):
+                    wait_until(fleet.check)
+            assert 2.0 <= time.monotonic() - began < 8
         finally:
             end(fleet)
 

@@ -9,7 +9,7 @@ from tests.faults.harness import Place
 
 def prepare(root: Path) -> tuple[Path, Path]:
     """`tiny/` (model and data) and `saved/`, the checkpoints of a run of two rollouts on them."""
-    make_checkpoint(root / "tiny" / "hf")
+    make_checkpoint(root / "tiny" / "hf", head_dim=32)  # which vLLM has on a CPU
     make_prompts(root / "tiny" / "train.jsonl", 64)
     done = run(grpo_arguments(root / "tiny", root / "run", "--save", str(root / "saved"), "--save-interval", "1"))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -173,7 +173,7 @@ def shm_full(place: Place) -> None:
         module.publish_shm = publish_shm
         """
     with place.run(*ENDLESS, patches={"worker": patch}) as run:
-        run.error("shm_full", "SyncError: a bucket of 0.3 MB does not fit", "/dev/shm", "--shm-size", "--sync-way disk")
+        run.error("shm_full", "SyncError: a bucket of 0.4 MB does not fit", "/dev/shm", "--shm-size", "--sync-way disk")
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------

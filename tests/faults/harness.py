@@ -143,7 +143,14 @@ class Run:
         return self.pids(role)[0]
 
     def pids(self, role: str) -> list[int]:
-        """All processes of this role; of an engine the one that computes, then the one that answers HTTP."""
+        """All processes of this role.
+
+        Of an embedded engine the one that computes, then the one that answers HTTP; of vLLM the one that answers HTTP,
+        then the one that computes.
+        """
+        if role == "vllm":
+            server = next(p for p in self.children if p.is_running() and "instep.engines.vllm_main" in p.cmdline())
+            return [server.pid, max(server.children(), key=lambda child: child.memory_info().rss).pid]
         return [p.pid for p in self.children if p.is_running() and ROLES[role] in p.cmdline()]
 
     def signal(self, role: str, number: int, which: int = 0) -> None:
@@ -205,6 +212,7 @@ class Run:
             line = line.replace(str(path), name)
         line = re.sub(r"\b(process|port) \d+", lambda m: f"{m[1]} N", line)
         line = re.sub(r" on [\w.-]+$", " on HOST", line)
+        line = re.sub(r"pid=\d+\) (\w+) \d\d-\d\d [\d:]+ ", r"pid=N) \1 ", line)  # as vLLM's log has it
         line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", line)
         return line if len(line) <= 200 else line[:197] + "..."
 

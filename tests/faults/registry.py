@@ -10,13 +10,17 @@ from tests.faults.harness import Place
 FAULTS: dict[str, tuple[str, str]] = {}  # name -> what happens, outcome
 SCENARIOS: dict[str, Callable[[Place], None]] = {}
 SLOW: set[str] = set()
+VLLM: set[str] = set()
 
 
-def scenario(slow: bool = False, **faults: str) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
+def scenario(
+    slow: bool = False, vllm: bool = False, **faults: str
+) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
     """One function may try several faults, one after the other. `name="outcome: what happens"`.
 
     Args:
         slow: only `make test-full` and the document run it, because a faster test covers most of it.
+        vllm: it needs vLLM.
     """
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
@@ -25,6 +29,7 @@ def scenario(slow: bool = False, **faults: str) -> Callable[[Callable[[Place], N
             FAULTS[name] = (what, outcome)
         SCENARIOS[function.__name__] = function
         SLOW.update([function.__name__] if slow else [])
+        VLLM.update([function.__name__] if vllm else [])
         return function
 
     return register

@@ -3,12 +3,14 @@
 import pytest
 
 from tests.faults.document import PATH, documented
-from tests.faults.suite import FAULTS, SCENARIOS, SLOW
+from tests.faults.suite import FAULTS, SCENARIOS, SLOW, VLLM
 
 
-@pytest.mark.parametrize(
-    "scenario", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
-)
+def marks(name):
+    return [mark for mark, names in ((pytest.mark.slow, SLOW), (pytest.mark.vllm, VLLM)) if name in names]
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(name, marks=marks(name)) for name in SCENARIOS])
 def test_fault(place, scenario):
     SCENARIOS[scenario](place)
     assert place.results and set(place.results) <= set(FAULTS)

@@ -5,6 +5,7 @@ vLLM calls `register` in its API server, its engine core and each worker (entry 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ def register() -> None:
     if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
         WeightTransferEngineFactory.register_engine(ENGINE, "instep_vllm.engine", "ShmWeightTransferEngine")
     if os.environ.get(PARENT_VARIABLE):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         _die_with_parent()
 
 
