@@ -8,14 +8,12 @@ that works; one that is stopped (SIGSTOP) is known sooner, by what the kernel sa
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import faulthandler
 import fcntl
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -37,8 +35,6 @@ OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 T = TypeVar("T")
-PORTS = range(20000, 30000)  # below those that systems give to connections, above Ray's workers
-_given: collections.deque[int] = collections.deque(maxlen=1000)  # here; others choose at random, too
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
@@ -389,40 +385,6 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
     while not wait([outcome], LOOK_SECONDS).done:
         watch()
     return outcome.result()
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago, and that the system gives nobody by itself.
-
-    vLLM listens only when its model is loaded. Until then any connection out of this host could get a port of the
-    range from which systems choose (32768 and above, as a rule).
-    """
-    while True:
-        port = PORTS.start + secrets.randbelow(len(PORTS))
-        if port not in _given and port_is_free(port, host):
-            _given.append(port)
-            return port
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """The first of so many free ports in a row; 0 for none."""
-    while count:
-        first = free_port(host)
-        others = range(first + 1, first + count)
-        if all(port not in _given and port_is_free(port, host) for port in others):
-            _given.extend(others)
-            return first
-    return 0
-
-
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def num_usable_cpus() -> int:

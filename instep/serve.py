@@ -17,7 +17,8 @@ from instep.controller.device import resolve_device
 from instep.controller.fleet import Fleet
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
-from instep.processes import LOOK_SECONDS, lock_folders, port_is_free
+from instep.ports import port_is_free
+from instep.processes import LOOK_SECONDS, lock_folders
 
 _console = Console(highlight=False)
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from instep.cluster.engine_plan import Addresses, EngineSpec, RouterSpec
-from instep.engines.launch import Engine, choose_port, embedded_command, embedded_env
+from instep.engines.launch import Engine, embedded_command, embedded_env
 from instep.engines.router import DisaggregatedRouter, Router, router_command
 from instep.engines.start import capabilities_of
 from instep.engines.topology import Role
 from instep.engines.vllm import check_cpu, vllm_command, vllm_env
 from instep.errors import ConfigError
-from instep.processes import Process, SupervisedProcess, free_port, free_ports
+from instep.ports import choose_port, free_port, free_ports
+from instep.processes import Process, SupervisedProcess
 
 LOOPBACK = "127.0.0.1"
 RESTART_SECONDS = 5.0  # for the port of an engine that has died to be free again

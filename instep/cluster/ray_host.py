@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 from instep.cluster.local import start_rank
-from instep.engines.launch import choose_port
 from instep.errors import ConfigError
-from instep.processes import SupervisedProcess, free_port, free_ports, num_usable_cpus
+from instep.ports import choose_port, free_port, free_ports
+from instep.processes import SupervisedProcess, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
 
@@ -140,7 +140,7 @@ class Host:
     def choose_ports(
         self, port: int | None, host: str, patience: float, num_side_channel_ports: int
     ) -> tuple[int, int, int, int]:
-        """For an engine that begins on this node: of its server on `host`, see `launch.choose_port`, of its ranks'
+        """For an engine that begins on this node: of its server on `host`, see `ports.choose_port`, of its ranks'
         meeting, of its replicas' meeting, and the first of those for handing over KV caches. Raises ConfigError."""
         chosen = choose_port(port, host, patience)
         mine = self._address

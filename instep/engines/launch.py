@@ -15,16 +15,8 @@ from typing import Any
 
 from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
 from instep.engines.topology import POLICY, Role
-from instep.errors import ConfigError, EngineError
-from instep.processes import (
-    DETERMINISTIC_ENV,
-    OPENMP_ENV,
-    Process,
-    free_port,
-    port_is_free,
-    stop_all,
-    watched,
-)
+from instep.errors import EngineError
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all, watched
 
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -227,18 +219,6 @@ def embedded_command(args: Any, path: str, words: Sequence[str], host: str, port
 def embedded_env(args: Any, num_threads: int) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
-
-
-def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:
-    """`port` if it is free within `patience` seconds, a free one for None. Raises ConfigError."""
-    deadline = time.monotonic() + patience
-    while port is not None and not port_is_free(port, host):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
-            )
-        time.sleep(0.05)
-    return port or free_port(host)
 
 
 def engine_dtype(args: Any) -> str:

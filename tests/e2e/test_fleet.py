@@ -17,7 +17,8 @@ from instep.engines.capabilities import of_vllm
 from instep.engines.launch import Engine
 from instep.engines.start import external_engines
 from instep.errors import EngineError
-from instep.processes import SupervisedProcess, free_port
+from instep.ports import free_port
+from instep.processes import SupervisedProcess
 from tests.e2e.commands import grpo_arguments
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from instep.cli import main
 from instep.engines.launch import Engine
-from instep.processes import SupervisedProcess, free_port
+from instep.ports import free_port
+from instep.processes import SupervisedProcess
 from tests.assets import make_checkpoint
 from tests.e2e.commands import grpo_arguments, run, start
 

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from instep.processes import free_port, free_ports
+from instep.ports import free_port, free_ports
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, on_vllm, run
 

@@ -28,7 +28,7 @@ from instep.cluster.engine_plan import Addresses, plan_engines
 from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
 from instep.engines.launch import Engine as ControlledEngine
 from instep.engines.vllm import vllm_env
-from instep.processes import free_port
+from instep.ports import free_port
 from instep.rollout.client import FINAL_ONLY
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it

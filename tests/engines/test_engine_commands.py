@@ -25,7 +25,8 @@ from instep.engines.flags import (
     vllm_arguments,
 )
 from instep.engines.owned import owned
-from instep.processes import SupervisedProcess, free_port, stop_all
+from instep.ports import free_port
+from instep.processes import SupervisedProcess, stop_all
 
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 

@@ -13,7 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from instep.arguments import parse
 from instep.cluster.engine_plan import Addresses, plan_engines
 from instep.cluster.engine_start import engine_command, engine_env
-from instep.processes import SupervisedProcess, free_port, stop_all
+from instep.ports import free_port
+from instep.processes import SupervisedProcess, stop_all
 
 PROMPT, NUM_TOKENS = list(range(3, 40)), 8
 FLAGS = (

@@ -21,7 +21,8 @@ from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.engines.launch import Engine
 from instep.errors import EngineError, RewardError, RolloutError
-from instep.processes import SupervisedProcess, free_port
+from instep.ports import free_port
+from instep.processes import SupervisedProcess
 from instep.rollout import runtime, vllm_rollout
 from instep.rollout.client import complete_n, to_vllm
 from instep.rollout.http import post

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from instep.errors import EngineError, RolloutError
-from instep.processes import free_port
+from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.teacher import ServedTeacher
 from instep.types import TokenBatch

@@ -180,7 +180,7 @@ def port_stolen(place: Place) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        patch = f"import instep.processes; instep.processes.free_port = lambda host: {port}"
+        patch = f"import instep.ports; instep.ports.free_port = lambda host: {port}"
         with place.run(patches={"controller": patch}) as run:
             run.error(
                 "port_stolen", "EngineError: engine 0 died with exit code 2: ", str(port), "ddress already in use"

@@ -11,7 +11,8 @@ import pytest
 
 from instep import processes
 from instep.errors import ConfigError
-from instep.processes import FolderLock, SupervisedProcess, free_port, free_ports, port_is_free, stop_all
+from instep.ports import free_port, free_ports, port_is_free
+from instep.processes import FolderLock, SupervisedProcess, stop_all
 
 CHILD = (
     "import time; from instep.processes import follow_parent; follow_parent(); print('up', flush=True); time.sleep(60)"
