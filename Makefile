@@ -30,8 +30,9 @@ quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
 
-tool-use: venv  ## train a tiny model to ask a Python tool before it answers (minutes) [BACKEND= SEED=]
-	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED)
+tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= ENGINE=vllm SEED=]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
+	    --rollout-backend $(or $(ENGINE),embedded)
 
 test: venv  ## the tests, some of vLLM's too if it is installed (a quarter of an hour on 4 cores)
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)

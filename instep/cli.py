@@ -147,6 +147,8 @@ def _plan(words: list[str]) -> None:
     from rich.console import Console
 
     Console().print(table(make_plan(args)))
+    if args.rollout_backend == "auto" and args.device != "cpu":  # as beside a GPU
+        args.rollout_backend = "vllm"
     if args.rollout_backend == "vllm":
         print(*describe_engines(args), sep="\n")
 

@@ -61,7 +61,7 @@ class EngineError(InstepError):
     """An inference engine died, refused a request or did not answer in time."""
 
 
-class EngineUnreachable(EngineError):
+class NoAnswerError(EngineError):
     """It did not answer, or with errors of its own: it may be about to end."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import secrets
 import socket
 import time
@@ -10,39 +11,52 @@ import time
 from instep.errors import ConfigError
 
 PORTS = range(20000, 30000)  # below those that systems give to connections, above Ray's workers
-_given: collections.deque[int] = collections.deque(maxlen=1000)  # here; others choose at random, too
+TRIES = 1000
+_given: collections.deque[int] = collections.deque(maxlen=1000)  # by this process, the latest: never twice in a row
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago, and that the system gives nobody by itself.
-
-    vLLM listens only when its model is loaded. Until then any connection out of this host could get a port of the
-    range from which systems choose (32768 and above, as a rule).
-    """
-    while True:
-        port = PORTS.start + secrets.randbelow(len(PORTS))
-        if port not in _given and port_is_free(port, host):
-            _given.append(port)
-            return port
+    """The first of `free_ports(1)`."""
+    return free_ports(1, host)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """The first of so many free ports in a row; 0 for none."""
-    while count:
-        first = free_port(host)
-        others = range(first + 1, first + count)
-        if all(port not in _given and port_is_free(port, host) for port in others):
-            _given.extend(others)
+    """The first of so many ports in a row that were free a moment ago, and that no connection out of this host gets.
+
+    vLLM listens seconds after it was given its port. 0 for none.
+
+    Raises:
+        ConfigError: after many tries.
+    """
+    if not count:
+        return 0
+    for _ in range(TRIES):
+        first = PORTS.start + secrets.randbelow(len(PORTS) - count + 1)
+        ports = range(first, first + count)
+        if not set(ports).intersection(_given) and all(_can_bind(port, host, reuse=False) for port in ports):
+            _given.extend(ports)
             return first
-    return 0
+    raise ConfigError(
+        f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}",
+        where=host,
+        remedy="end what listens there, or name ports with --engine-port",
+    )
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody who says SO_REUSEADDR, as servers do, could listen there."""
+    return _can_bind(port, host, reuse=True)
+
+
+def _can_bind(port: int, host: str, reuse: bool) -> bool:
+    """Without `reuse` also False for a port whose last connections are not forgotten, or that a server only holds."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:
             probe.bind((host, port))
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise  # an address that is not of this host, say
             return False
     return True
 

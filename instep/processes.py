@@ -183,10 +183,10 @@ class SupervisedProcess:
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
-        """Ask a child that called `follow_parent`, and those of its own that did, to write all stacks into its log."""
+        """Ask a child that called `follow_parent`, and its descendants that did, to write all stacks into its log."""
         if not self.alive():
             return
-        for pid in (self.pid, *_children_that_catch(self.pid, signal.SIGUSR1)):
+        for pid in _family_that_catches(self.pid, signal.SIGUSR1) if sys.platform == "linux" else [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)  # they write into one log
@@ -275,16 +275,15 @@ def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[11]) + int(fields[12])
 
 
-def _children_that_catch(pid: int, number: int) -> list[int]:
-    """The others would die of the signal."""
-    found = []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):  # see proc(5); not there except on Linux
-        for child in tasks.read_text().split():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{child}/status").read_text(), re.MULTILINE)
-                if caught and int(caught[1], 16) >> (number - 1) & 1:
-                    found.append(int(child))
-    return found
+def _family_that_catches(pid: int, number: int) -> list[int]:
+    """`pid` and its descendants, those that handle a signal; the others would die of it."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
+        threads = [tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children")]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended; or this is not Linux
+        return []
+    mine = [pid] if caught and int(caught[1], 16) >> (number - 1) & 1 else []
+    return mine + [p for text in threads for child in text.split() for p in _family_that_catches(int(child), number)]
 
 
 def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:

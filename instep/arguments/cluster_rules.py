@@ -53,7 +53,10 @@ def engines(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1 and args.vllm_topology is None:
         what = f"{args.rollout_num_gpus_per_engine} GPUs, but the embedded engine uses one"
         yield Problem(what, "--rollout-num-gpus-per-engine", "use 1, or --rollout-backend vllm")
-    for address in args.rollout_external_engine_addrs or ():
+    addresses = args.rollout_external_engine_addrs or ()
+    for address in sorted({a for a in addresses if addresses.count(a) > 1}):
+        yield Problem(f"{address} stands there twice", "--rollout-external-engine-addrs", "name each engine once")
+    for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             what = f"'{address}' is no HOST:PORT"

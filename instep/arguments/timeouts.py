@@ -15,7 +15,8 @@ TIMEOUTS = Group(
             "--heartbeat-timeout",
             POSITIVE,
             60.0,
-            "for a sign of life from a training rank or an engine (a process that the kernel calls stopped: 3 s)",
+            "for a sign of life from a training rank or an engine (a process that the kernel calls stopped: 3 s; "
+            "the core of a vLLM: five times as long)",
         ),
     ),
 )

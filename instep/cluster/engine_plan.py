@@ -137,6 +137,8 @@ class EngineSpec:
                 words += ["--data-parallel-rpc-port", str(at.rpc_port)]
         if node_rank:
             return [*words, "--headless"]
+        if self.parallel.data > 1:  # else one per replica, and an abort would reach the requests of one of them
+            words += ["--api-server-count", "1"]
         return [*words, "--host", at.host, "--port", str(at.port)]
 
     def environment(self, at: Addresses, node_host: str) -> dict[str, str]:

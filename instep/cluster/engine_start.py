@@ -57,6 +57,7 @@ def engine_at(args: Any, spec: EngineSpec, at: Addresses, process: Process) -> E
     """The engine whose first node is reached at `at`."""
     url = f"http://{at.host}:{at.port}"
     served: dict[str, Any] = {"model": spec.model, "role": spec.role, "update_weights": spec.update_weights}
+    served["num_replicas"] = spec.parallel.data
     return Engine(spec.name, url, process, capabilities_of(args), **served)
 
 
@@ -105,9 +106,9 @@ def start_router(spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, nam
     roles: dict[str, Role] = {engine.url: engine.role for engine in engines}
     log = log_dir / (re.sub(r"[^\w.-]", "_", name) + ".log")
 
-    def start(urls: Sequence[str] = ()) -> SupervisedProcess:
+    def start(urls: Sequence[str]) -> SupervisedProcess:
         words = spec.arguments(LOOPBACK, port, prometheus_port, [(roles[url], url) for url in urls])
         return SupervisedProcess(name, [sys.executable, *router_command(words)], log, {"RUST_LOG": "warn"})
 
     url = f"http://{LOOPBACK}:{port}"
-    return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start())
+    return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)

@@ -1,7 +1,6 @@
 """The engines of a run and the routers before them, one for each model: who serves, who died, who comes back.
 
-An engine serves while it holds proven weights, its process (or, if somebody else runs it, its `/health`) is well, and
-that part of vLLM which computes answers.
+An engine serves while it holds proven weights and is well: its process lives, and it answers (`health.py`).
 When it dies it leaves its router at once, so that requests that were on it are made again elsewhere; it is started anew
 beside the run, and serves again after a session has brought it the current weights, or as soon as it is ready if its
 model keeps its weights. The death of the last engine of a model, or of the last one that prefills or decodes, ends the
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
+from instep.controller.health import Health
 from instep.engines.launch import Engine
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
@@ -30,11 +30,6 @@ from instep.processes import Process, in_thread
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
-HEALTH_SECONDS = 1.0  # between two looks at an engine that somebody else runs
-HEALTH_FAILURES = 3  # in a row: then it counts as dead
-# A vLLM that computes nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
-# workers) hangs: in a step there is no sign of life, and a first one may have kernels to compile.
-SILENT_HEARTBEATS = 5
 State = Literal["serving", "starting", "ready", "lost"]
 
 
@@ -67,7 +62,7 @@ class Fleet:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
-        self._fault: EngineError | None = None  # that a look at `/health` has brought to light
+        self._fault: EngineError | None = None  # that another thread has found; `check` raises it
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
@@ -121,13 +116,10 @@ class Fleet:
             engine.identify()
         self._states = dict.fromkeys(self._states, "ready")
         self._ready = True
-        if outside:
-            threading.Thread(target=self._watch_health, args=(outside,), name="health", daemon=True).start()
         for engine in self.engines:
-            if engine.capabilities.plugin:  # the embedded engine sends heartbeats
-                threading.Thread(
-                    target=self._watch_core, args=(engine,), name=f"core of {engine.name}", daemon=True
-                ).start()
+            if engine.process is None or engine.capabilities.plugin:  # embedded ones send heartbeats
+                options: Any = {"lost": self._notice, "back": self._is_well, "closed": self._closed}
+                Health(engine, self._args.heartbeat_timeout, **options)
 
     def _check_theirs(self, router: Router) -> None:
         """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
@@ -198,17 +190,45 @@ class Fleet:
 
     # ---- death and return ----------------------------------------------------------------------------------------
 
-    def _lose(self, engine: Engine, fault: str) -> None:
+    def _notice(self, engine: Engine, fault: str, silent: bool) -> None:
+        """A thread that watches it has found a fault.
+
+        Args:
+            silent: requests that are there may never be answered. Its end fails them; one of somebody else's is not
+                ended, so all that are on their way through the router are made again.
+        """
+        if self._states[engine.url] not in ("serving", "ready"):
+            return
+        try:
+            process = engine.process
+            where = process.describe() if process is not None else engine.url  # with its stacks, before it is ended
+            with self._lock:
+                known = self._states[engine.url] in ("serving", "ready") and engine.process is process
+                if not known or self._closed.is_set():
+                    return
+                self._lose(engine, fault, where)
+                if silent and process is None and engine.model in self.routers:
+                    self.routers[engine.model].drop_requests()
+        except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
+            found = EngineError(f"{engine.name} {fault}", where=f"{engine.url}: {error!r}", remedy="see its log")
+            self._fault = error if isinstance(error, EngineError) else found
+
+    def _is_well(self, engine: Engine) -> None:
+        with self._lock:
+            if engine.process is None and self._states[engine.url] == "starting":
+                self._states[engine.url] = "ready"
+
+    def _lose(self, engine: Engine, fault: str, where: str = "") -> None:
         alike = [e for e in self.of_model(engine.model) if e.role == engine.role and e is not engine]
         enough = ("serving", "ready", *(["starting"] if self._last_comes_back else []))
         others = any(self._states[e.url] in enough for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
-            where, remedy = engine.url, "it was the last engine of its kind"
+            remedy = "it was the last engine of its kind"
             if engine.process is not None:
-                where, remedy = engine.process.describe(), engine.process.remedy()
-            raise EngineError(f"{engine.name} {fault}", where=where, remedy=remedy)
+                remedy += f"; {engine.process.remedy()}"
+            raise EngineError(f"{engine.name} {fault}", where=where or engine.url, remedy=remedy)
         if comes_back:
             self._states[engine.url] = "starting"
         else:
@@ -248,33 +268,6 @@ class Fleet:
                 self._status(f"{engine.name} did not come back, the run goes on without it: {what}")
             return
         self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
-
-    def _watch_health(self, engines: Sequence[Engine]) -> None:
-        failures = dict.fromkeys((e.url for e in engines), 0)
-        while not self._closed.wait(HEALTH_SECONDS):
-            for engine in engines:
-                failures[engine.url] = 0 if engine.healthy(HEALTH_SECONDS) else failures[engine.url] + 1
-                with self._lock:
-                    state = self._states[engine.url]
-                    if state == "starting" and not failures[engine.url]:
-                        self._states[engine.url] = "ready"
-                    elif failures[engine.url] >= HEALTH_FAILURES:
-                        self._notice(engine, f"has not answered /health for {HEALTH_FAILURES} s")
-
-    def _watch_core(self, engine: Engine) -> None:
-        patience = SILENT_HEARTBEATS * self._args.heartbeat_timeout
-        while not self._closed.wait(HEALTH_SECONDS):
-            if not engine.computes(patience):
-                self._notice(engine, f"hangs: it has computed nothing for {patience:.0f} s")
-
-    def _notice(self, engine: Engine, fault: str) -> None:
-        """In a thread of our own."""
-        with self._lock:
-            if self._states[engine.url] in ("serving", "ready") and not self._closed.is_set():
-                try:
-                    self._lose(engine, fault)
-                except EngineError as error:  # the last of its kind, or the router: `check` tells the run
-                    self._fault = error
 
     def _tell_router(self, model: str) -> None:
         if model not in self.routers:

@@ -14,6 +14,7 @@ of those under way says `--pause-mode`:
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
@@ -31,7 +32,7 @@ import torch
 
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import check_weights
-from instep.engines.launch import Engine, EngineRefusal
+from instep.engines.launch import DYING_SECONDS, Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.processes import Process
 from instep.rollout import admission
@@ -233,7 +234,9 @@ class WeightSync:
             try:
                 answers[engine.url] = calls[engine.url].result()
             except EngineError as error:
-                if not self._gone(engine, 0.0 if isinstance(error, EngineRefusal) else 1.0):
+                refused = isinstance(error, EngineRefusal) and error.code < 500
+                dying = DYING_SECONDS if engine.capabilities.plugin else 1.0
+                if not self._gone(engine, 0.0 if refused else dying):
                     raise
                 self._leave(engine, error)
         return answers
@@ -246,7 +249,7 @@ class WeightSync:
         """
         process = self._began[engine.url]
         if process is None:
-            return seconds > 0 and not engine.healthy(seconds)
+            return seconds > 0 and not (engine.healthy(seconds) and engine.answers(seconds))
         return engine.process is not process or process.died_within(seconds)
 
     def _leave(self, engine: Engine, error: EngineError | None) -> None:
@@ -282,7 +285,7 @@ class WeightSync:
             gap = gaps[engine.url]
             if not gap <= self._tolerance:
                 raise self._wrong(engine, f"differ from the trainer's by {gap:.3g}", self._tolerance, digests, deadline)
-            if changed and scores[engine.url] == self._scores.get(engine.url):
+            if changed and _any_equal(scores[engine.url], self._scores.get(engine.url, []), len(expected)):
                 raise SyncError(
                     f"{engine.name} still answers with old weights: {len(changed)} tensors changed "
                     f"({', '.join(changed[:3])}, ...), but not one of its probe scores did",
@@ -340,13 +343,15 @@ class WeightSync:
         return scores
 
     def _engine_scores(self, engine: Engine, deadline: float) -> list[float]:
+        """Of each replica, one after the other."""
         out: list[float] = []
-        for tokens in self._probe:
+        replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
+        for replica, tokens in itertools.product(replicas, self._probe):
             body = {
                 "token_ids": tokens,
                 "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             }
-            answer = engine.post("/inference/v1/generate", body, timeout=_left(deadline))
+            answer = engine.post("/inference/v1/generate", body, timeout=_left(deadline), replica=replica)
             entries = answer.get("prompt_logprobs")
             if not entries or len(entries) != len(tokens):
                 raise EngineError(f"{engine.name} returned no prompt_logprobs for the probe", where=engine.url)
@@ -391,7 +396,12 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _largest_gap(a: list[float], b: list[float]) -> float:
-    """max |a - b|; infinite where one is not a number."""
-    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+def _largest_gap(expected: list[float], scores: list[float]) -> float:
+    """max |a - b| over all replicas; infinite where one is not a number."""
+    gaps = [abs(x - y) for x, y in zip(itertools.cycle(expected), scores, strict=False)]
     return max(gap if gap == gap else float("inf") for gap in gaps)
+
+
+def _any_equal(scores: list[float], before: list[float], num: int) -> bool:
+    """Whether a replica answers as before; each has `num` scores."""
+    return any(scores[i : i + num] == before[i : i + num] for i in range(0, len(scores), num))

@@ -14,13 +14,12 @@ from typing import TypeVar
 
 import psutil
 
-from instep.errors import EngineUnreachable, RolloutError
+from instep.errors import NoAnswerError, RolloutError
 from instep.rollout import runtime
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
-DYING_SECONDS = 6.0  # that a server of vLLM may take to end after the core that computes for it
 LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
@@ -31,10 +30,14 @@ class Watch:
         check: raises if a process of the run has died or was stopped.
         hooks: the user's functions that run in this process, for messages.
         limit_gb: growth of this process that ends the run; None: half of the memory that is available now.
+        dying_seconds: that an engine which does not answer may take to end, and so to be the cause.
     """
 
-    def __init__(self, check: Callable[[], None], hooks: str, limit_gb: float | None = None):
+    def __init__(
+        self, check: Callable[[], None], hooks: str, limit_gb: float | None = None, dying_seconds: float = 0.0
+    ):
         self._check, self._hooks = check, hooks or "none"
+        self._dying_seconds = dying_seconds
         self._process = psutil.Process()
         self._first_rss: int | None = None
         self._alarm = ALARM_BYTES
@@ -76,7 +79,7 @@ class Watch:
             thread.join(2.0)
             raise
         if failure:
-            dying = DYING_SECONDS if isinstance(failure[0], EngineUnreachable) else 0.0
+            dying = self._dying_seconds if isinstance(failure[0], NoAnswerError) else 0.0
             deadline = time.monotonic() + dying
             while True:
                 self._check()  # a dead engine is the cause of what its clients say

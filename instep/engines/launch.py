@@ -11,15 +11,18 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
 from instep.engines.topology import POLICY, Role
 from instep.errors import EngineError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all, watched
 
+DYING_SECONDS = 6.0  # that vLLM's server may take to end after its core (it looks every 5 s); it answers 500 until then
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+Health = Literal["well", "unwell", "silent", "away"]
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
 
 
@@ -29,6 +32,7 @@ class Engine:
     Args:
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
+        num_replicas: data-parallel ones, of which each has the weights.
     """
 
     def __init__(
@@ -41,9 +45,11 @@ class Engine:
         model: str = POLICY,
         role: Role = "regular",
         update_weights: bool = True,
+        num_replicas: int = 1,
     ):
         self.name, self.url, self.process, self.capabilities = name, url, process, capabilities
         self.model, self.role, self.update_weights = model, role, update_weights
+        self.num_replicas = num_replicas
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
         self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
 
@@ -80,23 +86,34 @@ class Engine:
 
     def healthy(self, timeout: float) -> bool:
         """Whether `/health` answers 200 now."""
+        return self.health(timeout) == "well"
+
+    def health(self, timeout: float) -> Health:
+        """What `/health` says: 200, an error (vLLM's core is dead), nothing in time; or nobody is there."""
         try:
-            with _open(self.url + "/health", timeout=timeout) as answer:
-                return bool(answer.status == 200)
+            with _open(self.url + "/health", timeout=timeout):
+                return "well"
+        except urllib.error.HTTPError:
+            return "unwell"
+        except TimeoutError:
+            return "silent"
         except (OSError, http.client.HTTPException):
-            return False
+            return "away"
 
     def computes(self, timeout: float) -> bool:
         """False if the process that computes is silent for so long, and no control call keeps it busy.
 
-        vLLM's server asks it for this answer (and not for that of `/health`). A call has a bound of its own. Of an
-        engine that cannot be reached this says nothing: True.
+        A call has a bound of its own. Of an engine that cannot be reached this says nothing: True.
         """
+        return self.answers(timeout) or bool(self._calls) or time.monotonic() - self._last_call < timeout
+
+    def answers(self, timeout: float) -> bool:
+        """False if `/is_paused` gets no answer: vLLM's server asks its core for it (and not for that of `/health`)."""
         try:
             with _open(self.url + "/is_paused", timeout=timeout):
                 return True
         except TimeoutError:
-            return bool(self._calls) or time.monotonic() - self._last_call < timeout
+            return False
         except (OSError, http.client.HTTPException):
             return True
 
@@ -110,8 +127,19 @@ class Engine:
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
 
-    def post(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any) -> dict[str, Any]:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout: float,
+        replica: int | None = None,
+        **query: Any,
+    ) -> dict[str, Any]:
         """POST JSON to a control route; the processes of the run are watched meanwhile.
+
+        Args:
+            replica: which one is to answer; None: any, or, where all are meant (a pause, say), all of them.
 
         Raises:
             EngineRefusal: the engine answered with an error.
@@ -119,16 +147,20 @@ class Engine:
         """
         self._calls.add(call := object())
         try:
-            return watched(lambda: self._post(path, body, timeout, query), f"{self.name} {path}", lambda: self.watch())
+            work = partial(self._post, path, body, timeout, replica, query)
+            return watched(work, f"{self.name} {path}", lambda: self.watch())
         finally:
             self._last_call = time.monotonic()
             self._calls.discard(call)
 
-    def _post(self, path: str, body: dict[str, Any] | None, timeout: float, query: dict[str, Any]) -> dict[str, Any]:
+    def _post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, replica: int | None, query: dict[str, Any]
+    ) -> dict[str, Any]:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")
-        request = urllib.request.Request(
-            url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
+        headers = {"Content-Type": "application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
+        request = urllib.request.Request(url, json.dumps(body or {}).encode(), headers, method="POST")
         try:
             with _open(request, timeout=max(0.1, timeout)) as answer:
                 text = answer.read()
@@ -187,11 +219,11 @@ class Engine:
 
 
 class EngineRefusal(EngineError):
-    """An engine answered a control call with an HTTP error."""
+    """An engine answered a control call with an HTTP error, `code`."""
 
-    def __init__(self, what: str, *, where: str = "", remedy: str = "", tensor: str | None = None):
+    def __init__(self, what: str, *, where: str = "", remedy: str = "", tensor: str | None = None, code: int = 400):
         super().__init__(what, where=where, remedy=remedy)
-        self.tensor = tensor
+        self.tensor, self.code = tensor, code
 
     @classmethod
     def from_answer(cls, engine: Engine, path: str, code: int, text: str) -> EngineRefusal:
@@ -202,7 +234,7 @@ class EngineRefusal(EngineError):
                 message, tensor = match[2], match[1] or None
         except (ValueError, KeyError, TypeError, AttributeError):
             message, tensor = text[:500], None
-        return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor)
+        return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor, code=code)
 
 
 def embedded_command(args: Any, path: str, words: Sequence[str], host: str, port: int | str) -> list[str]:

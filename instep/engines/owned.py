@@ -31,6 +31,7 @@ _OWNED: dict[Package, tuple[tuple[str, str, str], ...]] = {
             "--vllm-data-parallel-size",
         ),
         ("port", "instep chooses the ports", "--engine-port"),
+        ("api_server_count", "a control call would reach one of several servers", ""),
         (
             "host uds root_path grpc grpc_port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
             "enable_ssl_refresh",
@@ -56,6 +57,11 @@ _OWNED: dict[Package, tuple[tuple[str, str, str], ...]] = {
             "decode_selector vllm_discovery_address",
             _PD,
             "",
+        ),
+        (
+            "intra_node_data_parallel_size",
+            "vLLM spreads requests over its replicas itself",
+            "--vllm-data-parallel-size",
         ),
         ("enable_igw", "each model has a router of its own", "--vllm-config"),
         ("prometheus_host prometheus_port", "instep chooses the ports", ""),

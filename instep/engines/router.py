@@ -38,13 +38,23 @@ _DEFAULTS = {
 }
 
 
-class Router:
-    """A running router: its address, its process (None for one that somebody else runs) and who is behind it."""
+Start = Callable[[Sequence[str]], SupervisedProcess]
 
-    def __init__(self, url: str, process: SupervisedProcess | None = None):
-        self.url, self.process = url, process
+
+class Router:
+    """A router: its address, its process (None for one that somebody else runs) and who is behind it.
+
+    Args:
+        start: starts the process at `url`; None: somebody else runs it.
+    """
+
+    def __init__(self, url: str, start: Start | None = None):
+        self.url, self._start = url, start
+        self.process = start(()) if start is not None and self._starts_empty else None
         self._members: set[str] = set()
         self._lock = threading.Lock()
+
+    _starts_empty = True
 
     @property
     def members(self) -> list[str]:
@@ -95,6 +105,22 @@ class Router:
                 self._call("POST", "/add_worker", url=url)
             self._members = set(urls)
 
+    def drop_requests(self) -> None:
+        """Start it anew (half a second, at the same address): clients make what was on its way through it again.
+
+        One that somebody else runs stays as it is. Nobody may look at its process meanwhile.
+        """
+        if self.process is not None:
+            self._begin(self.members)
+
+    def _begin(self, urls: Sequence[str]) -> None:
+        assert self._start is not None
+        with self._lock:
+            self.stop()
+            self.process, self._members = self._start(()), set()
+        self.wait_ready(CALL_SECONDS)
+        self.set_members(urls)
+
     def _call(self, method: str, path: str, **query: str) -> Any:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")
         request = urllib.request.Request(url, b"" if method == "POST" else None, method=method)
@@ -120,28 +146,23 @@ class Router:
 class DisaggregatedRouter(Router):
     """One before prefill and decode engines.
 
-    vllm-router takes none of them in while it runs, so it is started with all that serve, and anew (half a second, at
-    the same address) when one joins; requests that were on their way are made again by the client. One that dies
-    leaves it as it leaves any router.
-
-    Args:
-        start: starts the process that has these engines behind it.
+    vllm-router takes none of them in while it runs, so it is started with all that serve, and anew when one joins. One
+    that dies leaves it as it leaves any router.
     """
 
-    def __init__(self, url: str, start: Callable[[Sequence[str]], SupervisedProcess]):
-        super().__init__(url)
-        self._start = start
+    _starts_empty = False
 
     def wait_ready(self, timeout: float) -> None:
         """It is started with its first engines."""
 
     def set_members(self, urls: Sequence[str]) -> None:
-        with self._lock:
-            joins = not self._members.issuperset(urls)
-        if not joins:
-            if self.process is not None:
-                super().set_members(urls)
-            return
+        if not set(urls) <= set(self.members):
+            self._begin(urls)
+        elif self.process is not None:
+            super().set_members(urls)
+
+    def _begin(self, urls: Sequence[str]) -> None:
+        assert self._start is not None
         with self._lock:
             self.stop()
             self.process, self._members = self._start(urls), set(urls)

@@ -25,7 +25,7 @@ def resolve_backend(args: Any) -> None:
         how = " (auto, beside a GPU)"
     else:
         how = ""
-    if args.rollout_backend == "vllm":
+    if args.rollout_backend == "vllm" and not args.rollout_external_engine_addrs:  # those say themselves what they are
         for module, name in (("vllm", "vLLM"), ("instep_vllm", "its plugin instep-vllm")):
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
@@ -34,7 +34,7 @@ def resolve_backend(args: Any) -> None:
                     remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
                     "or name --rollout-backend embedded",
                 )
-    capabilities_of(args).check_pause(args.pause_mode)
+        capabilities_of(args).check_pause(args.pause_mode)
     if args.rollout_backend == "vllm" or args.rollout_external_engine_addrs:
         # vLLM shares a prompt anyway, and was slower so (0.26, H200, one run); what others take is not known.
         args.responses_per_request = 1

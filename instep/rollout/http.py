@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from instep.errors import EngineError, EngineUnreachable
+from instep.errors import EngineError, NoAnswerError
 from instep.rollout import runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
 
@@ -69,7 +69,7 @@ async def _ask(
             ) from None
         finally:
             runtime.requests_in_flight[url] -= 1
-    raise EngineUnreachable(
+    raise NoAnswerError(
         f"{max_retries + 1} attempts failed, the last with {problem}",
         where=url,
         remedy="see the server's log; is it still running, and at this address?",

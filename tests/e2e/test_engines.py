@@ -207,3 +207,17 @@ def test_vllm_refuses_what_it_would_die_of(tiny, tmp_path):
     )
     assert done.returncode != 0 and wanted in done.stderr + done.stdout, done.stderr
     assert not os.path.exists(tmp_path / "summary.json")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a CPU: two replicas need two GPUs")
+def test_both_replicas_of_a_data_parallel_engine_are_fed_and_proven(small, tmp_path):
+    """Tokens have the trainer's log-probs, whichever replica made them; what is left over is aborted in both."""
+    more = ["--rollout-num-gpus-per-engine", "2", "--vllm-data-parallel-size", "2"]
+    done = run([*two_engines(small, tmp_path, "vllm", *more, "--over-sampling-batch-size", "8")], 400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = steps_of(tmp_path)
+    assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5
+    log = (tmp_path / "logs" / "engine-0.log").read_text()
+    assert all(f"EngineCore_DP{rank}" in log for rank in (0, 1)), log[-3000:]

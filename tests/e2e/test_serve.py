@@ -35,9 +35,7 @@ class Server:
         command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--num-threads", "2"]
         command += ["--device", "cpu", *self.more]
         with open(self.output, "w") as out:
-            self.process = subprocess.Popen(
-                [*command, "--device", "cpu", *self.more], env=ENVIRONMENT, stdout=out, stderr=out
-            )
+            self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=out)
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=30
         )

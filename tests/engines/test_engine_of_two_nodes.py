@@ -25,7 +25,6 @@ FLAGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("vLLM")
 @pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one process per node needs a GPU for each; this is for CPUs")
 @pytest.mark.parametrize("more", ["", "--vllm-data-parallel-size 2"], ids=["TP2", "DP2"])

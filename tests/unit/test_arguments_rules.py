@@ -84,6 +84,7 @@ CONTRADICTIONS = [
         "would be of the old ones\n  where:  --pause-mode keep with prefill and decode engines",
     ),
     ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
+    ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
     ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
     ("--min-lr 1", "", "is above --lr"),

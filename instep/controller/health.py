@@ -1,0 +1,71 @@
+"""Engines seen over HTTP, for what no process tells: one of somebody else's that is away, a vLLM that computes nothing.
+
+vLLM's server answers `/health` with 503 when its core is dead (its own end follows seconds later), but it does not
+notice one that hangs. So the core is asked as well, by a question that the server cannot answer alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from instep.engines.launch import Engine
+
+LOOK_SECONDS = 0.5  # between two looks at /health
+ANSWER_SECONDS = 1.0  # for its answer
+FAILURES = 3  # in a row, after at most 4.5 s: then it counts as dead
+# A core that answers nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
+# workers) hangs: there is no sign of life within a step, and a first one may have kernels to compile.
+SILENT_HEARTBEATS = 5
+
+
+def patience(heartbeat_timeout: float) -> float:
+    """Seconds for which a core may be silent: never less than vLLM itself waits for its workers."""
+    theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
+    return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
+
+
+class Health:
+    """Watches one engine until `closed`, in threads of its own.
+
+    Args:
+        lost: told what is wrong, and whether requests may wait there for an answer that never comes.
+        back: told that an engine of somebody else's is well.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        heartbeat_timeout: float,
+        *,
+        lost: Callable[[Engine, str, bool], None],
+        back: Callable[[Engine], None],
+        closed: threading.Event,
+    ):
+        self._engine, self._lost, self._back, self._closed = engine, lost, back, closed
+        self._patience = patience(heartbeat_timeout)
+        self._hangs = False
+        for look in (self._look, *([self._ask_core] if engine.capabilities.plugin else [])):
+            threading.Thread(target=look, name=f"health of {engine.name}", daemon=True).start()
+
+    def _look(self) -> None:
+        failures = 0
+        while not self._closed.wait(LOOK_SECONDS):
+            health = self._engine.health(ANSWER_SECONDS)
+            ours = self._engine.process is not None  # whose end is seen at once; a busy server may be late
+            failures = failures + 1 if health == "unwell" or (health != "well" and not ours) else 0
+            if failures >= FAILURES:
+                what = f"has not answered /health with 200, {FAILURES} times in a row"
+                self._lost(self._engine, what, health == "silent")
+            elif health == "well" and not self._hangs:
+                self._back(self._engine)
+
+    def _ask_core(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            began = time.monotonic()
+            self._hangs = not self._engine.computes(self._patience)
+            if self._hangs:
+                silent = time.monotonic() - began
+                self._lost(self._engine, f"hangs: it has computed nothing for {silent:.0f} s", True)
