@@ -16,9 +16,11 @@ from typing import Any, Literal
 
 from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
 from instep.engines.topology import POLICY, Role
-from instep.errors import EngineError
+from instep.errors import ConfigError, EngineError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all, watched
 
+INFO_SECONDS = 60.0  # for what vLLM says of itself; it looks at its host first
+PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
 DYING_SECONDS = 6.0  # that vLLM's server may take to end after its core (it looks every 5 s); it answers 500 until then
 # Engines are on loopback or named by address: a proxy of the environment never stands between.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -122,10 +124,26 @@ class Engine:
         try:
             with _open(self.url + "/version", timeout=10.0) as answer:
                 self.capabilities = of_vllm(json.loads(answer.read())["version"])
-        except urllib.error.HTTPError:
-            self.capabilities = EMBEDDED
+            with _open(self.url + "/server_info?config_format=json", timeout=INFO_SECONDS) as answer:
+                config = json.loads(answer.read())["vllm_config"]
+            self.num_replicas = int(config["parallel_config"]["data_parallel_size"])
+            log_probs = config["model_config"]["logprobs_mode"]
+            transfer = (config["weight_transfer_config"] or {}).get("backend", "none")
+        except urllib.error.HTTPError as error:
+            if error.url.endswith("/version"):
+                self.capabilities = EMBEDDED
+                return
+            what = f"{self.name} has no control routes"
+            raise ConfigError(what, where=self.url, remedy="start it with VLLM_SERVER_DEV_MODE=1") from None
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
+        if log_probs != "processed_logprobs":
+            what = f"{self.name} answers with {log_probs}, not with those of the distribution that it samples from"
+            raise ConfigError(what, where=self.url, remedy="start it with --logprobs-mode processed_logprobs")
+        if self.update_weights and transfer != PLUGIN_ENGINE:
+            what = f"{self.name} takes weights by {transfer}, not by {PLUGIN_ENGINE}"
+            remedy = f"""start it with instep-vllm and --weight-transfer-config '{{"backend": "{PLUGIN_ENGINE}"}}'"""
+            raise ConfigError(what, where=self.url, remedy=remedy)
 
     def post(
         self,

@@ -13,12 +13,11 @@ from typing import Any
 
 from instep.engines.capabilities import release
 from instep.engines.flags import TABLES, installed_version
-from instep.engines.launch import engine_dtype
+from instep.engines.launch import PLUGIN_ENGINE, engine_dtype
 from instep.engines.topology import Role
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
-WEIGHT_TRANSFER = "instep_shm"  # the plugin's name for its weight-transfer engine
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 SEVERAL = ("middleware",)  # flags that may stand there more than once
@@ -40,7 +39,7 @@ def launch_words(args: Any, *, num_gpus: int, role: Role, update_weights: bool) 
         "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
     }
     if update_weights:
-        words["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER})]
+        words["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
     if release(version) >= (0, 32):
         words["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
     elif role != "regular":

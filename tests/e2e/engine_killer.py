@@ -31,6 +31,17 @@ async def reward(args: Any, sample: Any) -> float:
     return float(len(sample.tokens) % 2)
 
 
+async def reward_that_stops_it(args: Any, sample: Any) -> float:
+    """Engine 1 stands still from one call on: its requests get no answer, and no end."""
+    global _num_calls
+    _num_calls += 1
+    if _num_calls == KILL_AT:
+        process = process_at(args.rollout_engine_urls[1])
+        for part in (process, *process.children()):
+            part.suspend()
+    return float(len(sample.tokens) % 2)
+
+
 def process_at(url: str) -> psutil.Process:
     """The engine's own process, or, where KILL_CORE is set, the one of vLLM that computes."""
     port = str(urlsplit(url).port)

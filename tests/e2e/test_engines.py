@@ -149,6 +149,28 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
 
 
 @pytest.mark.router
+def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_path):
+    """Nobody ends it, so the router drops the requests that wait there, and the other engine answers them."""
+    given = two_engines(tiny, tmp_path, "embedded")
+    args = parse(given[1:], "train")
+    args.device, args.precision = "cpu", "fp32"
+    engines = [start_engine(args, spec, num_threads=1, log_dir=tmp_path / "theirs") for spec in plan_engines(args)]
+    try:
+        for engine in engines:
+            engine.wait_ready(120)
+        at = given.index("--rollout-num-gpus")
+        hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward_that_stops_it", "--no-hook-trial"]
+        command = [*given[:at], *given[at + 2 :], *hooks, "--rollout-external-engine-addrs"]
+        done = run([*command, *(e.url.removeprefix("http://") for e in engines)], 200)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "engine 1 has not answered /health with 200, 3 times in a row: it is waited for" in done.stdout
+        nothing_lost(tmp_path)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.mark.router
 def test_a_session_stays_with_its_engine(tiny, tmp_path):
     """Requests of one session, one after another and at once, go to one engine; sessions spread over both."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")

@@ -17,7 +17,7 @@ from instep.controller.fleet import Fleet
 from instep.engines.capabilities import of_vllm
 from instep.engines.launch import Engine
 from instep.engines.start import external_engines
-from instep.errors import EngineError
+from instep.errors import ConfigError, EngineError
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from tests.e2e.commands import grpo_arguments
@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.well, self.hangs, self.version, self.workers = True, False, None, []
+        self.mode = "processed_logprobs"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -49,7 +50,9 @@ class Handler(BaseHTTPRequestHandler):
         while path == "/is_paused" and self.server.hangs:
             time.sleep(0.05)
         code = 404 if path == "/version" and version is None else 200 if self.server.well else 503
-        text = json.dumps({"urls": self.server.workers, "version": version}).encode()
+        config = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": self.server.mode}}
+        config["weight_transfer_config"] = {"backend": "instep_shm"}
+        text = json.dumps({"urls": self.server.workers, "version": version, "vllm_config": config}).encode()
         self.send_response(code)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
@@ -91,6 +94,18 @@ def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fa
         with pytest.raises(EngineError, match="engine 0 has not answered /health"):
             wait_until(fleet.check)
         fleet.close()
+
+
+def test_a_vllm_of_somebody_else_says_what_it_is(tiny, tmp_path):
+    with Server() as engine:
+        engine.version = "0.32.0"
+        fleet = fleet_of(tiny, tmp_path, [engine])
+        fleet.wait_ready(10)
+        assert fleet.engines[0].num_replicas == 2 and fleet.engines[0].capabilities.plugin
+        fleet.close()
+        engine.mode = "raw_logprobs"
+        with pytest.raises(ConfigError, match="engine 0 answers with raw_logprobs"):
+            fleet_of(tiny, tmp_path, [engine]).wait_ready(10)
 
 
 def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
