@@ -234,7 +234,7 @@ class WeightSync:
             try:
                 answers[engine.url] = calls[engine.url].result()
             except EngineError as error:
-                refused = isinstance(error, EngineRefusal) and error.code < 500
+                refused = isinstance(error, EngineRefusal) and (error.code < 500 or error.tensor is not None)
                 dying = DYING_SECONDS if engine.capabilities.plugin else 1.0
                 if not self._gone(engine, 0.0 if refused else dying):
                     raise
