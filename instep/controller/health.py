@@ -58,6 +58,8 @@ class Health:
             failures = failures + 1 if health == "unwell" or (health != "well" and not ours) else 0
             if failures >= FAILURES:
                 what = f"has not answered /health with 200, {FAILURES} times in a row"
+                if health == "unwell" and self._engine.capabilities.plugin:
+                    what = "died: its server answers /health with an error"
                 self._lost(self._engine, what, health == "silent")
             elif health == "well" and not self._hangs:
                 self._back(self._engine)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-KILL_AT, WAIT_AT = 20, 40  # calls
+KILL_AT, WAIT_AT = int(os.environ.get("KILL_AT", "20")), 40  # calls
 WAIT_SECONDS = 240.0
 _num_calls = 0
 

@@ -28,7 +28,7 @@ def vllm_core_killed(place: Place) -> None:
     with vllm(place) as run:
         run.wait_steps()
         run.signal("vllm", signal.SIGKILL, which=1)
-        run.error("vllm_core_killed", "EngineError: engine 0 died with exit code", "log")
+        run.error("vllm_core_killed", "EngineError: engine 0 died", "log")
 
 
 @scenario(vllm=True, slow=True, vllm_stopped="error: vLLM's server is stopped (SIGSTOP)")
