@@ -54,12 +54,14 @@ class Health:
         failures = 0
         while not self._closed.wait(LOOK_SECONDS):
             health = self._engine.health(ANSWER_SECONDS)
-            ours = self._engine.process is not None  # whose end is seen at once; a busy server may be late
-            failures = failures + 1 if health == "unwell" or (health != "well" and not ours) else 0
+            ours = self._engine.process is not None
+            late = ours and health == "silent"  # a busy server; its process is watched
+            failures = 0 if health == "well" or late else failures + 1
             if failures >= FAILURES:
                 what = f"has not answered /health with 200, {FAILURES} times in a row"
-                if health == "unwell" and self._engine.capabilities.plugin:
-                    what = "died: its server answers /health with an error"
+                if health != "silent" and self._engine.capabilities.plugin:  # which outlives its core for a while
+                    how = "answers /health with an error" if health == "unwell" else "takes no connection any more"
+                    what = f"died: its server {how}"
                 self._lost(self._engine, what, health == "silent")
             elif health == "well" and not self._hangs:
                 self._back(self._engine)
