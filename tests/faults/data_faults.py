@@ -281,7 +281,7 @@ def reward_leaks(place: Place) -> None:
             kept.append(b"x" * 100_000_000)
             return 1.0
         """
-    with place.run(*ENDLESS, "--controller-memory-limit", "0.4", hooks=marking(hooks)) as run:
+    with place.run(*ENDLESS, "--controller-memory-limit", "0.4", "--no-hook-trial", hooks=marking(hooks)) as run:
         words = ("the controller has grown by", "my_hooks.reward", "--controller-memory-limit")
         run.error("reward_leaks", "RolloutError: ", *words)
 
