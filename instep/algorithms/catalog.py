@@ -7,7 +7,7 @@ A new algorithm is one record here; if its mathematics is new, it is one file an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -177,3 +177,8 @@ def algorithm_of(args: Any) -> Algorithm:
 def names_where(holds: Callable[[Estimator, Loss], bool]) -> tuple[str, ...]:
     """The values of `--advantage-estimator` for whose estimator and loss it holds, in the order of the catalog."""
     return tuple(a.name for a in ALGORITHMS.values() if a.estimator is not None and holds(a.estimator, a.loss))
+
+
+def listed(names: Sequence[str], last: str = "or") -> str:
+    """The names in a sentence: `a, b or c`."""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from instep.algorithms.catalog import ALGORITHMS, names_where
-from instep.arguments.algorithm.combination import Combination, either
+from instep.algorithms.catalog import ALGORITHMS, listed, names_where
+from instep.arguments.algorithm.combination import Combination, only_with
 from instep.arguments.args import Args
 
 _DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
@@ -23,7 +23,7 @@ RULES = (
         "--n-samples-per-prompt 1",
         lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
         "a group of one has no advantage: every sample equals its group's mean",
-        f"use at least 2 (the default is 8), or {either(_UNCOMPARED)}",
+        f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
         reads="n_samples_per_prompt",
     ),
     Combination(
@@ -41,7 +41,7 @@ RULES = (
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
         "nothing of this estimator is left without the comparison within a group",
-        f"leave it out, or use {either(_UNCOMPARED)}",
+        f"leave it out, or use {listed(_UNCOMPARED)}",
     ),
     Combination(
         _UNCOMPARED,
@@ -79,7 +79,7 @@ RULES = (
         "--gamma",
         lambda a, given: a.gamma != 1,
         "has no effect: one advantage for all tokens of a response, nothing to discount",
-        f"leave it out, or use {either(_DISCOUNTED)}",
+        f"leave it out, or use {listed(_DISCOUNTED)}",
         reads="gamma",
     ),
     Combination(
@@ -87,7 +87,7 @@ RULES = (
         "--lambd",
         lambda a, given: a.lambd != 1,
         "has no effect without a critic",
-        f"leave it out, or use {either(_WITH_CRITIC)}",
+        f"leave it out, or use {listed(_WITH_CRITIC)}",
         reads="lambd",
     ),
     # ---- KL ----
@@ -138,13 +138,7 @@ RULES = (
         "sample at temperature 1, or leave --ref-served-model out",
         reads="rollout_temperature",
     ),
-    Combination(
-        (),
-        "--use-unbiased-kl",
-        lambda a, given: a.use_unbiased_kl and not a.use_kl_loss,
-        "has no effect without --use-kl-loss",
-        "give both",
-    ),
+    *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
     Combination(
         names_where(lambda estimator, loss: not estimator.kl_on_tokens),
         "--kl-coef --custom-reward-post-process-path",
@@ -217,14 +211,7 @@ RULES = (
         "take the penalty off in the hook",
         reads="overlong_buffer_len custom_reward_post_process_path",
     ),
-    Combination(
-        (),
-        "--overlong-penalty-factor",
-        lambda a, given: "overlong_penalty_factor" in given and a.overlong_buffer_len is None,
-        "has no effect without --overlong-buffer-len",
-        "give both",
-        reads="overlong_buffer_len",
-    ),
+    *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
     Combination(
         (),
         "--overlong-buffer-len without --rollout-max-response-len",

@@ -57,15 +57,15 @@ class Combination:
 
 
 def only_with(needed: tuple[str, ...], *flags: str) -> list[Combination]:
-    """Flags that have an effect only where one of the switches `needed` is given."""
+    """Flags that have an effect only where one of the flags `needed` is given, of which none may be 0."""
+    others = [attribute(flag) for flag in needed]
 
-    def unused(flag: str) -> When:
-        return lambda args, given: attribute(flag) in given and not any(getattr(args, attribute(n)) for n in needed)
+    def unused(name: str) -> When:
+        return lambda args, given: name in given and not any(getattr(args, other) for other in others)
 
     what = f"has no effect without {' or '.join(needed)}"
-    return [Combination((), flag, unused(flag), what, "give both", reads=attribute(flag)) for flag in flags]
-
-
-def either(names: tuple[str, ...]) -> str:
-    """The names in a sentence: `a, b or c`."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    names = {flag: attribute(flag) for flag in flags}
+    return [
+        Combination((), flag, unused(name), what, "give both", reads=" ".join((name, *others)))
+        for flag, name in names.items()
+    ]

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep.algorithms.catalog import names_where
-from instep.arguments.algorithm.combination import Combination, attribute, either, given
+from instep.algorithms.catalog import listed, names_where
+from instep.arguments.algorithm.combination import Combination, attribute, given
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
 from instep.arguments.roles import args_of_role
@@ -15,7 +15,7 @@ from instep.cluster.placement import num_critic_gpus
 
 NO_CRITIC = "there is no critic without PPO"
 ADD_CRITIC = (
-    f"leave it out, or add --advantage-estimator {either(names_where(lambda estimator, loss: estimator.has_critic))}"
+    f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
 )
 RULES = tuple(
     Combination(

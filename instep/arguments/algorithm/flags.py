@@ -1,6 +1,6 @@
 """The flags of what is optimized: advantages, losses, KL."""
 
-from instep.algorithms.catalog import ALGORITHMS, OFFLINE, names_where
+from instep.algorithms.catalog import ALGORITHMS, OFFLINE, listed, names_where
 from instep.arguments.flag import (
     COUNT,
     FLOAT,
@@ -21,19 +21,15 @@ from instep.arguments.flag import (
 )
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
-
-
 def _own_defaults(attribute: str) -> str:
     """The defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
     return ", ".join(f"{a.defaults[attribute]:g} with {a.name}" for a in ALGORITHMS.values() if attribute in a.defaults)
 
 
 _DEFAULT = next(iter(ALGORITHMS.values()))
-_OWN_FORM = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator and a != _DEFAULT]
-_DISCOUNTED = _listed(names_where(lambda estimator, loss: estimator.discounts))
-_WITH_CRITIC = _listed(names_where(lambda estimator, loss: estimator.has_critic))
+_OWN_LOSS = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator and a != _DEFAULT]
+_DISCOUNTED = listed(names_where(lambda estimator, loss: estimator.discounts), "and")
+_WITH_CRITIC = listed(names_where(lambda estimator, loss: estimator.has_critic), "and")
 
 ALGORITHM = Group(
     "Algorithm",
@@ -42,7 +38,7 @@ ALGORITHM = Group(
             "--advantage-estimator",
             default=_DEFAULT.name,
             help="how advantages are made from rewards; "
-            f"{_listed(tuple(f'{a.name} ({a.paper})' for a in _OWN_FORM))} are {_DEFAULT.name} with a loss of their "
+            f"{listed([f'{a.name} ({a.paper})' for a in _OWN_LOSS], 'and')} are {_DEFAULT.name} with a loss of their "
             "own (docs/algorithms.md)",
             choices=tuple(ALGORITHMS),
             seeds="VSC",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from instep.algorithms.catalog import names_where
-from instep.arguments.algorithm.combination import Combination, either, given, only_with
+from instep.algorithms.catalog import listed, names_where
+from instep.arguments.algorithm.combination import Combination, given, only_with
 from instep.arguments.args import Args
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
@@ -53,7 +53,7 @@ RULES: tuple[Combination, ...] = (
         "--sapo-tau-pos or --sapo-tau-neg",
         given("--sapo-tau-pos", "--sapo-tau-neg"),
         "has no effect without SAPO's gate",
-        f"leave it out, or use {either(_SMOOTH_GATE)}",
+        f"leave it out, or use {listed(_SMOOTH_GATE)}",
     ),
     Combination(
         (),
