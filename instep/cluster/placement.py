@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from instep.engines.spec import Slot
 from instep.engines.topology import ServedModel, served_models
 from instep.errors import ConfigError
 
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 OFFLINE = ("sft", "dpo")  # the commands that sample nothing: no engine, no critic
-
-
-@dataclass(frozen=True, order=True)
-class Slot:
-    """One GPU (or one CPU process) of one node."""
-
-    node: int
-    gpu: int
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import torch
 
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import check_weights
-from instep.engines.launch import DYING_SECONDS, Engine, EngineRefusal
+from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.processes import Process
 from instep.rollout import admission
@@ -155,7 +155,7 @@ class WeightSync:
         """Until no request of this run is under way; with `keep` they stay, and engines tell the versions."""
         while self._args.pause_mode != "keep" and admission.num_under_way():
             if self._args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
-                self._post("/abort_requests", deadline)
+                self._each(lambda e: e.abort_requests(timeout=_left(deadline)))
             time.sleep(admission.LOOK_SECONDS)
             self._workers.watch()
             _left(deadline)
@@ -165,13 +165,13 @@ class WeightSync:
     def _transfer(self, way: str, deadline: float) -> list[BucketManifest]:
         nonce = secrets.token_hex(8)
         try:
-            self._post("/pause", deadline, mode=self._args.pause_mode)
+            self._each(lambda e: e.pause(self._args.pause_mode, timeout=_left(deadline)))
             self._each(lambda e: e.start_update(str(self.version), nonce, timeout=_left(deadline)))
             manifests = self._send_shm(nonce, deadline) if way == "shm" else self._send_disk(deadline)
             names = [t.name for m in manifests for t in m.tensors]
             self._each(lambda e: e.finish_update(str(self.version), names, timeout=_left(deadline)))
-            self._post("/reset_prefix_cache", deadline)
-            self._post("/resume", deadline)
+            self._each(lambda e: e.reset_cache(timeout=_left(deadline)))
+            self._each(lambda e: e.resume(timeout=_left(deadline)))
         except EngineRefusal as refusal:
             tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
             raise SyncError(
@@ -219,9 +219,6 @@ class WeightSync:
             self._each(lambda e: e.update(info, timeout=_left(deadline)))
         return []
 
-    def _post(self, path: str, deadline: float, **query: Any) -> None:
-        self._each(lambda e: e.post(path, timeout=_left(deadline), **query))
-
     def _each(self, call: Callable[[Engine], T]) -> dict[str, T]:
         """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
         for engine in [e for e in self._targets if self._gone(e, 0.0)]:
@@ -235,7 +232,7 @@ class WeightSync:
                 answers[engine.url] = calls[engine.url].result()
             except EngineError as error:
                 refused = isinstance(error, EngineRefusal) and (error.code < 500 or error.tensor is not None)
-                dying = DYING_SECONDS if engine.capabilities.plugin else 1.0
+                dying = max(1.0, engine.kind.dying_seconds)
                 if not self._gone(engine, 0.0 if refused else dying):
                     raise
                 self._leave(engine, error)
@@ -347,15 +344,7 @@ class WeightSync:
         out: list[float] = []
         replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
         for replica, tokens in itertools.product(replicas, self._probe):
-            body = {
-                "token_ids": tokens,
-                "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
-            }
-            answer = engine.post("/inference/v1/generate", body, timeout=_left(deadline), replica=replica)
-            entries = answer.get("prompt_logprobs")
-            if not entries or len(entries) != len(tokens):
-                raise EngineError(f"{engine.name} returned no prompt_logprobs for the probe", where=engine.url)
-            out += [float(e[str(t)]["logprob"]) for e, t in zip(entries[1:], tokens[1:], strict=True)]
+            out += engine.prompt_log_probs(tokens, timeout=_left(deadline), replica=replica)
         return out
 
     def _name_culprits(self, engine: Engine, sent: dict[str, str], deadline: float) -> str:
@@ -364,8 +353,7 @@ class WeightSync:
         if not engine.capabilities.digests:
             wrong = sorted(n for n, d in sent.items() if ours.get(n) != d)
             return f"Sent wrongly: {', '.join(wrong[:8]) or 'nothing'}; this engine cannot say what it holds."
-        answer = engine.post("/weight_checker", {"action": "checksum"}, timeout=_left(deadline))
-        theirs = answer.get("checksums", {})
+        theirs = engine.weight_digests(timeout=_left(deadline))
         wrong_sent = sorted(n for n, d in sent.items() if ours.get(n) != d)
         wrong_held = sorted(n for n, d in ours.items() if n in theirs and theirs[n] != d)
         if wrong_held:

@@ -19,7 +19,7 @@ from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.sync import EngineGone, WeightSync
 from instep.data.batch import build_batch
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments

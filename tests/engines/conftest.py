@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -23,13 +22,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments import parse
-from instep.cluster import engine_start
-from instep.cluster.engine_plan import Addresses, plan_engines
-from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
-from instep.engines.launch import Engine as ControlledEngine
+from instep.cluster.engine_plan import plan_engines
+from instep.engines.capabilities import Capabilities
+from instep.engines.engine import Engine as ControlledEngine
+from instep.engines.kind import kind_of
+from instep.engines.spec import Addresses
 from instep.engines.vllm import vllm_env
+from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
 from instep.ports import free_port
-from instep.rollout.client import FINAL_ONLY
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
@@ -103,7 +103,7 @@ def engine_environment(kind: str = "embedded") -> dict[str, str]:
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
     if kind == "vllm":
         args = vllm_args(model)
-        return [sys.executable, *engine_start.engine_command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
+        return [sys.executable, *kind_of(kind).command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]
@@ -122,11 +122,11 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return EMBEDDED if self.kind == "embedded" else of_vllm(importlib.metadata.version("vllm"))
+        return kind_of(self.kind).capabilities
 
     def control(self) -> ControlledEngine:
         """The same engine as a controller sees it."""
-        return ControlledEngine(self.kind, self.url, None, self.capabilities)
+        return ControlledEngine(self.kind, self.url, None, kind_of(self.kind))
 
     def call(
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
@@ -162,10 +162,9 @@ class Engine:
         return self.pool.submit(self.generate, token_ids, **sampling_params)
 
     def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
-        body = {"token_ids": token_ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        entries = self.ok("/inference/v1/generate", body)["prompt_logprobs"]
-        assert entries[0] is None
-        return [e[str(t)]["logprob"] for e, t in zip(entries[1:], token_ids[1:], strict=True)]
+        answer = self.ok("/inference/v1/generate", VLLM_WIRE.scoring_request(token_ids))
+        assert answer["prompt_logprobs"][0] is None
+        return VLLM_WIRE.prompt_log_probs(answer, token_ids, self.url)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch
 from instep.arguments import parse
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.data.source import RolloutDataSourceWithBuffer
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.errors import EngineError, RewardError, RolloutError
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
