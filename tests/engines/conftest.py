@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,9 @@ from instep.engines.spec import Addresses
 from instep.engines.vllm import vllm_env
 from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
 from instep.ports import free_port
+from instep.rollout import runtime
+from tests.assets import make_checkpoint as make_tiny_checkpoint
+from tests.engines import rollouts
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
@@ -214,3 +217,61 @@ def _leave_engine_clean(request: pytest.FixtureRequest) -> Iterator[None]:
         engine = request.getfixturevalue("engine")
         engine.ok("/abort_requests")
         engine.ok("/resume")
+
+
+# ---- one embedded engine for tests of rollouts, and arguments about it
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", max_len=1024)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlledEngine]:
+    engine = rollouts.start_engine(tiny_model, tmp_path_factory.mktemp("engine"))
+    yield engine
+    runtime.shutdown()
+    engine.stop()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i} + {i} ="}], "label": str(2 * i)}
+        for i in range(rollouts.NUM_PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def make_args(tiny_model: Path, data: Path, server: ControlledEngine) -> Callable[..., Any]:
+    """Arguments by the real parser, as hooks get them."""
+
+    def make(*extra: str, url: str = server.url, kind: str = "embedded") -> Any:
+        argv = ["--hf-checkpoint", str(tiny_model), "--prompt-data", str(data), "--input-key", "prompt"]
+        argv += ["--label-key", "label", "--apply-chat-template", "--num-rollout", "3", "--rollout-batch-size", "4"]
+        argv += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "12", "--rollout-timeout", "60"]
+        argv += ["--actor-num-gpus-per-node", "1"]
+        reward = [] if "--rm-type" in extra else ["--custom-rm-path", f"{rollouts.__name__}.parity"]
+        reward = [] if "--custom-rm-path" in extra else reward
+        port = int(url.rsplit(":", 1)[1])
+        return parse([*argv, *reward, *extra]).view(
+            {
+                "vllm_router_ip": "127.0.0.1",
+                "vllm_router_port": port,
+                "vllm_model_routers": {"actor": ("127.0.0.1", port)},
+                "rollout_engine_urls": [url],
+                "rollout_engine_kind": kind,
+                "num_rollout": 3,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls() -> None:
+    rollouts.calls.clear()
