@@ -164,7 +164,7 @@ def _processes() -> Iterator[str]:
 
 
 def _engine_state(engine: Engine) -> Iterator[str]:
-    for route in ("/is_paused", "/weight_info"):
+    for route in engine.kind.state_routes:
         try:
             yield f"{route}: {get_json(engine.url + route, ENGINE_SECONDS)}"
         except (OSError, ValueError) as error:

@@ -33,7 +33,8 @@ class EngineKind(Protocol):
         needs_router: whether an engine that is alone stands behind a router, too.
         sends_heartbeats: whether its process, silent for `--heartbeat-timeout`, is known to compute no more.
         dying_seconds: that its server may take to end after what computes has died.
-        core_route: a GET that only what computes can answer, and not the server by itself.
+        core_route: a GET that only what computes can answer, and not the server by itself; state_routes: those that
+            say what an engine is doing, for a dump.
         capabilities: what its engines offer (of an engine that runs: what that one does).
         wire: its wire format.
     """
@@ -47,6 +48,7 @@ class EngineKind(Protocol):
     sends_heartbeats: bool = True
     dying_seconds: float = 0.0
     core_route: str = "/is_paused"
+    state_routes: tuple[str, ...] = ("/is_paused", "/weight_info")
 
     @property
     def capabilities(self) -> Capabilities: ...

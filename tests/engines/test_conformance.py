@@ -1,4 +1,4 @@
-"""What the client relies on, whatever engine answers (design, section 4): log-probs, ends of responses, many at once."""
+"""What the client relies on, whatever engine answers (design, section 4): log-probs, ends of responses, batches."""
 
 from __future__ import annotations
 
