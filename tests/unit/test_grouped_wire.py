@@ -45,7 +45,7 @@ def test_consecutive_seeds_of_one_prompt_are_one_request():
         asked = [engine.ask(seed) for seed in (7, 5, 6, 9, 6)]
         others = [engine.ask(8, (3,)), engine.ask(8, top_p=0.5), engine.ask(None)]
         assert await tokens(*asked, *others) == [7, 5, 6, 9, 6, 8, 8, 0]
-        assert sorted(engine.requests, key=str) == sorted([(5, 2), (6, 2), (9, 1), (8, 1), (8, 1), (None, 1)], key=str)
+        assert sorted(engine.requests, key=str) == [(5, 3), (8, 1), (8, 1), (9, 1), (None, 1)]
         engine.requests.clear()
         assert await tokens(engine.ask(1)) + await tokens(engine.ask(2)) == [1, 2]  # one after the other
         assert engine.requests == [(1, 1), (2, 1)]

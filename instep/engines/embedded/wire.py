@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from instep.engines.wire import Completion, GenerationRequest, Send, WireFormat
 
 MAX_TOGETHER = 64  # responses of one request
-_Waiting = list[tuple[int, asyncio.Future[Completion]]]  # a seed, and who waits for its response
+
+
+@dataclass
+class _Turn:
+    """What was asked for in one turn of the event loop with one prompt and one set of parameters.
+
+    Attributes:
+        requests: by their first seed; waiting: how many wait for a response of each.
+    """
+
+    seeds: set[int] = field(default_factory=set)
+    requests: dict[int, asyncio.Task[list[Completion]]] = field(default_factory=dict)
+    waiting: Counter[int] = field(default_factory=Counter)
 
 
 class GroupedWire(WireFormat):
@@ -21,55 +34,32 @@ class GroupedWire(WireFormat):
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, _Waiting] = {}  # of this turn of a loop
+        self._turns: dict[Hashable, _Turn] = {}
 
     async def complete(self, request: GenerationRequest, send: Send) -> Completion:
-        params, loop = dict(request.sampling_params), asyncio.get_running_loop()
+        params = dict(request.sampling_params)
         seed = params.pop("seed", None)
         if seed is None:
             return await super().complete(request, send)
-        words = json.dumps(params, sort_keys=True)
-        key = (loop, request.url, request.model, request.session, tuple(request.token_ids), words)
-        if key not in self._waiting:
-            self._waiting[key] = []
-            loop.call_soon(lambda: self._begin(self._waiting.pop(key), request, send))  # when all of this turn are here
-        response: asyncio.Future[Completion] = loop.create_future()
-        self._waiting[key].append((seed, response))
-        return await response
-
-    def _begin(self, waiting: _Waiting, request: GenerationRequest, send: Send) -> None:
-        """One request for each run of consecutive seeds."""
-        waiting.sort(key=lambda entry: entry[0])
-        while waiting:
-            first = waiting[0][0]
-            count = 1
-            while count < min(len(waiting), MAX_TOGETHER) and waiting[count][0] == first + count:
-                count += 1
-            mine, waiting = waiting[:count], waiting[count:]
-            one = replace(request, sampling_params={**request.sampling_params, "seed": first})
-            task = asyncio.ensure_future(self.complete_n(one, count, send))
-            _connect(task, [response for _, response in mine])
-
-
-def _connect(task: asyncio.Task[list[Completion]], responses: list[asyncio.Future[Completion]]) -> None:
-    """The outcome of `task` goes to all `responses`; it is cancelled when nobody waits for any of them any more."""
-
-    def give(task: asyncio.Task[list[Completion]]) -> None:
-        error = None if task.cancelled() else task.exception()
-        for i, response in enumerate(responses):
-            if response.done():
-                continue
-            if task.cancelled():
-                response.cancel()
-            elif error is not None:
-                response.set_exception(error)
-            else:
-                response.set_result(task.result()[i])
-
-    def look(response: asyncio.Future[Completion]) -> None:
-        if all(other.cancelled() for other in responses):
-            task.cancel()
-
-    task.add_done_callback(give)
-    for response in responses:
-        response.add_done_callback(look)
+        where = (asyncio.get_running_loop(), request.url, request.model, request.session)
+        key = (*where, tuple(request.token_ids), json.dumps(params, sort_keys=True))
+        turn = self._turns.setdefault(key, _Turn())
+        turn.seeds.add(seed)
+        await asyncio.sleep(0)  # until all that begin in this turn are there
+        if self._turns.get(key) is turn:
+            del self._turns[key]
+        first = seed
+        while first - 1 in turn.seeds:
+            first -= 1
+        first += (seed - first) // MAX_TOGETHER * MAX_TOGETHER
+        if first not in turn.requests:
+            n = next(n for n in range(1, MAX_TOGETHER + 1) if n == MAX_TOGETHER or first + n not in turn.seeds)
+            one = replace(request, sampling_params={**params, "seed": first})
+            turn.requests[first] = asyncio.create_task(self.complete_n(one, n, send))
+        turn.waiting[first] += 1
+        try:
+            return (await asyncio.shield(turn.requests[first]))[seed - first]
+        finally:
+            turn.waiting[first] -= 1
+            if not turn.waiting[first]:
+                turn.requests[first].cancel()  # it is done, or nobody waits for it any more
