@@ -15,6 +15,7 @@ RUNTIME_ATTRIBUTES = (
     "vllm_router_port",
     "vllm_model_routers",
     "rollout_engine_urls",
+    "rollout_engine_kind",
     "vllm_model_engine_urls",
     "num_rollout",
 )
@@ -55,7 +56,7 @@ class Args(argparse.Namespace):
     Only flags that act have an attribute. Further attributes, derived or gathered: `command`, `world_size`,
     `dp_size`, `rollout_num_engines`, `eval_datasets`, `megatron_overrides`, `vllm_overrides` and
     `router_overrides` (words of a command line, by field), `vllm_topology` (what `--vllm-config` holds),
-    `topology_num_gpus` (of all engines and placeholders), `responses_per_request`, `notes` (for the user to know).
+    `topology_num_gpus` (of all engines and placeholders), `notes` (for the user to know).
     """
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from instep.arguments.parser import Problem, Scan
 from instep.arguments.serving import derive_serving, serving
 from instep.arguments.table import own_flags
 from instep.cluster.placement import num_critic_gpus
-from instep.engines.topology import responses_per_request, served_models
+from instep.engines.topology import served_models
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
@@ -358,7 +358,6 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     file_decides = args.vllm_topology is not None and (args.colocate or "rollout_num_gpus" not in given)
     if file_decides and not args.debug_train_only:
         args.rollout_num_gpus = args.topology_num_gpus
-    args.responses_per_request = responses_per_request(args, models) if models else 1
     args.rollout_num_engines = sum(group.num_engines for model in models for group in model.groups)
     derive_distillation(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key

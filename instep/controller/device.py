@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from instep.engines.start import resolve_backend
+from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
 
@@ -16,7 +16,7 @@ def resolve_device(args: Any, *, with_engines: bool) -> None:
     cluster may be one without GPUs: there `--device cuda` is what its nodes have.
 
     Raises:
-        ConfigError: there is no such device, or vLLM is meant and not installed.
+        ConfigError: there is no such device, or an engine is meant that is not installed.
     """
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,8 @@ from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
 from instep.arguments.table import nearest, own_flags, passed_through
-from instep.cluster.placement import Slot, make_plan
+from instep.cluster.placement import make_plan
+from instep.engines.spec import Slot
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
