@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.atomic import write_text
 from instep.data.dataset import Dataset, load_dataset
 from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.hooks import load_function
@@ -121,14 +121,8 @@ class RolloutDataSourceWithBuffer:
         Raises:
             CheckpointError: a sample's metadata is not JSON, or the file cannot be written.
         """
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with temporary.open("w") as file:
-                json.dump(self.state_dict(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_text(Path(path), json.dumps(self.state_dict()), flush=True)
         except TypeError as error:
             raise CheckpointError(
                 f"the buffered samples cannot be saved: {error}",
@@ -137,8 +131,6 @@ class RolloutDataSourceWithBuffer:
             ) from error
         except OSError as error:
             raise CheckpointError(f"cannot write the data source: {error.strerror}", where=str(path)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def load(self, path: str | Path) -> None:
         """Go back to what `save` wrote.

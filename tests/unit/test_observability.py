@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from instep.errors import ConfigError
+from instep.errors import ConfigError, RewardError
 from instep.observability.memory import PssSampler, read_pss, tree_memory
-from instep.observability.metrics import rollout_metrics, sample_reward
+from instep.observability.metrics import rollout_metrics
 from instep.observability.progress import Progress, duration, number, sparkline
 from instep.observability.run_logger import RunLogger
 from instep.observability.sinks import read_json_lines, without_secrets, write_json
@@ -91,12 +91,12 @@ def test_rollout_metrics_leave_out_what_is_unknown() -> None:
 
 def test_dict_rewards_need_their_key() -> None:
     sample = Sample(reward={"score": 0.5, "format": 1}, index=7, group_index=3)
-    assert sample_reward(sample, "score") == 0.5
+    assert rollout_metrics([[sample]], reward_key="score")["rollout/reward_mean"] == 0.5
     assert rollout_metrics([[sample]], reward_key="format")["rollout/reward_mean"] == 1.0
     for key in (None, "socre"):
-        with pytest.raises(ConfigError, match="format.*score") as error:
+        with pytest.raises(RewardError, match="format.*score") as error:
             rollout_metrics([[sample]], reward_key=key)
-        assert "sample 7 of group 3" in str(error.value)
+        assert "group 3, sample 7" in str(error.value)
 
 
 # Files
