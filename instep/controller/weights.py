@@ -9,8 +9,8 @@ from typing import Any
 
 from instep.cluster.local import WorkerGroup
 from instep.controller.run_state import find_checkpoint, save_checkpoint
+from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
-from instep.rollout.tokens import load_tokenizer
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.atomic import write_text
 from instep.data.dataset import Dataset, load_dataset
+from instep.data.tokenizer import load_tokenizer
 from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.hooks import load_function
 from instep.types import Group, Sample
@@ -195,16 +196,7 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"no tokenizer could be loaded: {error}",
-                where=f"--hf-checkpoint {args.hf_checkpoint}",
-                remedy="name a Hugging Face checkpoint with a tokenizer",
-            ) from error
+        tokenizer = load_tokenizer(str(args.hf_checkpoint))
     return load_dataset(
         args.prompt_data,
         input_key=args.input_key,
