@@ -1,8 +1,9 @@
-"""Files that are there whole or not at all: written beside their place, then renamed into it."""
+"""Files and folders that are there whole or not at all: written beside their place, then renamed into it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,3 +28,13 @@ def write_text(path: Path, text: str, *, flush: bool = False) -> None:
         if flush:
             file.flush()
             os.fsync(file.fileno())
+
+
+def replace_folder(new: Path, place: Path, old: Path) -> None:
+    """Rename the folder `new` to `place`. What stood there is `old` meanwhile, and goes once `new` stands in its place;
+    a process that is killed between the two renames leaves `old` alone."""
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        os.rename(place, old)
+    os.rename(new, place)
+    shutil.rmtree(old, ignore_errors=True)

@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from instep.cluster.local import WorkerGroup
-from instep.controller.role import check_weights
+from instep.controller.role import RoleTrainer
 from instep.engines.launch import DYING_SECONDS, Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.processes import Process
@@ -84,8 +83,8 @@ class WeightSync:
         vocab_size: the probe's tokens are drawn below it.
     """
 
-    def __init__(self, args: Any, workers: WorkerGroup, engines: Sequence[Engine], *, vocab_size: int, max_len: int):
-        self._args, self._workers, self.engines = args, workers, list(engines)
+    def __init__(self, args: Any, actor: RoleTrainer, engines: Sequence[Engine], *, vocab_size: int, max_len: int):
+        self._args, self._actor, self.engines = args, actor, list(engines)
         for engine in self.engines:
             engine.capabilities.check_pause(args.pause_mode)
         self._targets = self.engines  # of the session that runs
@@ -157,7 +156,7 @@ class WeightSync:
             if self._args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
                 self._post("/abort_requests", deadline)
             time.sleep(admission.LOOK_SECONDS)
-            self._workers.watch()
+            self._actor.watch()
             _left(deadline)
 
     # ---- transfer ------------------------------------------------------------------------------------------------
@@ -199,8 +198,8 @@ class WeightSync:
 
         pool = ThreadPoolExecutor(1)  # buckets in order
         try:
-            request = (str(self.version), nonce, self._directory)
-            self._workers.call("publish_shm", *request, timeout=_left(deadline), on_event=on_event)
+            request = ("shm", str(self.version), nonce, self._directory)
+            self._actor.publish(*request, timeout=_left(deadline), on_event=on_event)
             for future in loads:
                 future.result(timeout=_left(deadline))
         except TimeoutError:
@@ -214,7 +213,7 @@ class WeightSync:
         shared = self._args.run_dir if elsewhere else None  # which all hosts see
         with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=shared) as root:
             path = Path(root).absolute() / "hf"
-            self._workers.call("export_hf", path, timeout=_left(deadline))
+            self._actor.workers.call("export_hf", path, timeout=_left(deadline))
             info = {"backend": "disk", "path": str(path)}
             self._each(lambda e: e.update(info, timeout=_left(deadline)))
         return []
@@ -325,8 +324,7 @@ class WeightSync:
         )
 
     def _trainer_digests(self, deadline: float) -> dict[str, str]:
-        results = self._workers.call("weight_digests", timeout=_left(deadline))
-        return next(r for r in results if r)
+        return self._actor.weight_digests(_left(deadline))
 
     def _trainer_scores(self, deadline: float) -> list[float]:
         lengths = torch.tensor([len(p) for p in self._probe])
@@ -336,10 +334,9 @@ class WeightSync:
             response_lengths=lengths - 1,
             sample_columns={"temperature": torch.ones(len(self._probe))},
         )
-        results = self._workers.call("score", batch, timeout=_left(deadline))
-        scores: list[float] = next(r for r in results if r is not None).tolist()
+        scores = self._actor.probe_log_probs(batch, _left(deadline))
         if not all(map(math.isfinite, scores)):
-            check_weights(self._workers, _left(deadline))  # the better name for it
+            self._actor.check_weights(_left(deadline))  # the better name for it
         return scores
 
     def _engine_scores(self, engine: Engine, deadline: float) -> list[float]:

@@ -17,10 +17,12 @@ from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
+from instep.controller.role import RoleTrainer
 from instep.controller.sync import EngineGone, WeightSync
 from instep.data.batch import build_batch
 from instep.engines.launch import Engine
 from instep.errors import SyncError
+from instep.training import lr_schedule
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments
 
@@ -38,10 +40,11 @@ def stack(tiny, tmp_path_factory):
     engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
     engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
-        workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
-        workers.call("load_weights", tiny / "hf", timeout=60)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
+        actor.load_weights(tiny / "hf")
         engine.wait_ready(120)
-        yield args, workers, engine
+        yield args, actor, engine
     finally:
         workers.close()
         engine.stop()
@@ -49,8 +52,8 @@ def stack(tiny, tmp_path_factory):
 
 @pytest.fixture
 def sync(stack):
-    args, workers, engine = stack
-    session = WeightSync(args, workers, [engine], vocab_size=50, max_len=128)
+    args, actor, engine = stack
+    session = WeightSync(args, actor, [engine], vocab_size=50, max_len=128)
     yield session
     session.close()
 
@@ -86,12 +89,12 @@ def test_a_stale_checkpoint_of_the_engine_does_not_matter(sync):
 
 
 def test_the_golden_way_gives_the_same_scores(stack, sync):
-    _, workers, engine = stack
+    _, actor, engine = stack
     sync.run("disk")
     golden = sync._engine_scores(engine, time.monotonic() + 60)
     sync.run("shm")
     assert sync._engine_scores(engine, time.monotonic() + 60) == golden
-    train_once(workers, 1e-3)
+    train_once(actor.workers, 1e-3)
     sync.run("shm")
     assert sync._engine_scores(engine, time.monotonic() + 60) != golden
 
@@ -168,7 +171,7 @@ def test_one_flipped_low_bit_is_named(sync, monkeypatch):
 
 
 def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, monkeypatch, tmp_path):
-    _, workers, _ = stack
+    _, actor, _ = stack
     kept = {}
 
     def keep(manifest):
@@ -178,7 +181,7 @@ def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, m
     with monkeypatch.context() as patch:
         tamper(patch, keep)
         sync.run()
-    train_once(workers, 1e-6)
+    train_once(actor.workers, 1e-6)
 
     def replay(manifest):
         shutil.copy(kept["file"], manifest["path"])
@@ -193,9 +196,9 @@ def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, m
 
 def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
     """All control calls answer 200, but the weights stay: the probe must see it even at learning rate 1e-6."""
-    _, workers, _ = stack
+    _, actor, _ = stack
     sync.run()
-    train_once(workers, 1e-6)
+    train_once(actor.workers, 1e-6)
     original = Engine.post
 
     def post(self, path, body=None, **kwargs):
@@ -240,7 +243,8 @@ def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monke
 
 def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp_path, monkeypatch):
     """While the workers publish, it dies and comes back at its address: it leaves the session, and joins by another."""
-    args, workers, engine = stack
+    args, actor, engine = stack
+    workers = actor.workers
     spec = replace(plan_engines(args)[0], index=1)
     victim = start_engine(args, spec, num_threads=1, log_dir=tmp_path)
     victim.wait_ready(120)
@@ -249,7 +253,7 @@ def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp
     call, deaths = workers.call, []
 
     def come_back(method, *given, **options):
-        if method == "publish_shm" and not deaths:
+        if method == "publish" and not deaths:
             deaths.append(victim.process.pid)
             victim.process.kill()
             victim.process = start_engine(args, spec, num_threads=1, log_dir=tmp_path, port=port).process

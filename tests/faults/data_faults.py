@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from instep.checkpoints.files import check_whole
+from instep.checkpoints.integrity import check_whole
 from tests.faults.harness import ENDLESS, Place, Result, steps
 from tests.faults.registry import scenario, unindent
 
@@ -34,7 +34,7 @@ def disk_full_at_save(place: Place) -> None:
     """The folder holds two checkpoints, and half of a third has room in it."""
     sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
     marking = """
-        import instep.controller.run_state as module
+        import instep.checkpoints.folders as module
         save = module.save_checkpoint
         def save_checkpoint(*args):
             mark()
@@ -113,7 +113,7 @@ def checkpoint_truncated(place: Place) -> None:
 @scenario(slow=True, save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
 def save_killed(place: Place) -> None:
     kill = """
-        import instep.checkpoints.files as module, signal
+        import instep.checkpoints.integrity as module, signal
         module.write_manifest = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
         """
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
