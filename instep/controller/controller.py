@@ -36,7 +36,8 @@ from instep.controller.metrics import (
 )
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync import EngineGone, SyncResult, WeightSync
+from instep.controller.sync.session import EngineGone
+from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
 from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
@@ -191,8 +192,8 @@ class Controller:
         admission.guard(get_model_url(self.hook_args, endpoint="/"))
         if self._engines and self._trainer is not None:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
-            fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
-            self._sync = WeightSync(args, self._trainer.actor, fed, vocab_size=vocab_size, max_len=max_len)
+            vocab_size = int(self._hf_config["vocab_size"])
+            self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (reference := served_reference(args, self.hook_args)) is not None:
@@ -231,10 +232,9 @@ class Controller:
             return
         fleet = self._require_fleet()
         with self.log.phase("sync"):
-            self._sync.engines[:] = began = fleet.available()
-            self.last_sync = self._sync.run()
-            fleet.set_back([engine for engine in began if engine not in self._sync.engines])
-            fleet.admit(self._sync.engines)
+            began = fleet.available()
+            self.last_sync = self._sync.run(began)
+            fleet.synced(began, self.last_sync.engines)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
