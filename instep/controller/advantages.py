@@ -21,8 +21,7 @@ from instep.algorithms.kl import approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
 from instep.errors import InstepError, RolloutError
 from instep.hooks import load_function, raised_at
-from instep.rollout.outputs import as_number, name_of
-from instep.types import Sample, TokenBatch
+from instep.types import Sample, TokenBatch, as_number, name_of
 
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 

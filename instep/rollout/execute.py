@@ -13,11 +13,11 @@ from typing import Any
 from instep.errors import DataError, InstepError, RolloutError
 from instep.hooks import load_function, raised_at
 from instep.rollout.client import to_vllm
-from instep.rollout.outputs import DONE, check_sample, flatten, name_of
+from instep.rollout.outputs import DONE, check_sample, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
-from instep.types import Group, Sample, Status
+from instep.types import Group, Sample, Status, name_of
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have seeds in a row
