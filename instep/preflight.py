@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
-from instep.arguments.table import own_flags, own_hooks
 from instep.checkpoints.files import check_whole
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.run_state import find_checkpoint, read_state

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArgs
 from instep.arguments.engine_flags import given_words
 from instep.arguments.engine_rules import read_topology
 from instep.arguments.parser import Problem, scan
 from instep.arguments.roles import read_roles
-from instep.arguments.table import own_flags, passed_through
 from instep.arguments.validate import derive, validate
 from instep.errors import ConfigError
 

@@ -9,7 +9,7 @@ from instep.arguments.flag import (
     NON_NEGATIVE,
     POSITIVE,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     hook,
     http_address,
@@ -19,7 +19,7 @@ from instep.arguments.flag import (
     switch,
 )
 
-ALGORITHM = Group(
+ALGORITHM = FlagGroup(
     "Algorithm",
     (
         Flag(

@@ -7,7 +7,7 @@ import difflib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.arguments.table import GROUPS, find
+from instep.arguments.all_flags import GROUPS, find
 
 # Attributes that exist only once a run has started, for every kind of engine.
 RUNTIME_ATTRIBUTES = (

@@ -1,11 +1,11 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, Group, Number, later, refused, switch
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 
 RAY = "messages travel in one way"
 OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
 
-CLUSTER = Group(
+CLUSTER = FlagGroup(
     "Cluster and device",
     (
         Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", seeds="VSC"),

@@ -1,8 +1,8 @@
 """Prompts, batches and how long a run is."""
 
-from instep.arguments.flag import COUNT, INDEX, Flag, Group, hook, json_object, later, negation, refused, switch
+from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_object, later, negation, refused, switch
 
-DATA = Group(
+DATA = FlagGroup(
     "Data and batches",
     (
         Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", seeds="C"),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import textwrap
 
+from instep.arguments.all_flags import own_flags
 from instep.arguments.engine_flags import as_flag
 from instep.arguments.flag import Flag
-from instep.arguments.table import own_flags
 from instep.engines.flags import PREFIXES, TABLES, EngineFlag, FlagTable, Package, flag_table, read_table
 
 _INTRODUCTION = """\

@@ -1,8 +1,8 @@
 """Where metrics go."""
 
-from instep.arguments.flag import HARDENING, INDEX, Flag, Group, later, refused, switch
+from instep.arguments.flag import HARDENING, INDEX, Flag, FlagGroup, later, refused, switch
 
-LOGGERS = Group(
+LOGGERS = FlagGroup(
     "Logging",
     (
         switch("--use-wandb", "log to Weights & Biases", "CA"),

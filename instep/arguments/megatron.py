@@ -22,7 +22,7 @@ from instep.arguments.flag import (
     MOE,
     POSITIVE,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     json_object,
     later,
@@ -30,7 +30,7 @@ from instep.arguments.flag import (
     text,
 )
 
-PARALLEL = Group(
+PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
     (
         Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", seeds="VSM"),
@@ -68,7 +68,7 @@ PARALLEL = Group(
 _NO_EFFECT = "accepted for Megatron's scripts, without effect: data is packed"
 ZERO = Number(float, 0, 0)
 
-SHAPE = Group(
+SHAPE = FlagGroup(
     "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
     (
         Flag("--num-layers", COUNT, None, "layers", seeds="VSM"),

@@ -1,8 +1,8 @@
 """Which model, and its checkpoints."""
 
-from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, Group, later, refused, switch
+from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, later, refused, switch
 
-MODEL = Group(
+MODEL = FlagGroup(
     "Model and checkpoints",
     (
         Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", seeds="VSC"),

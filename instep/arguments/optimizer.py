@@ -1,10 +1,10 @@
 """The optimizer and its learning rate, under Megatron's names."""
 
-from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, Group, Number, later
+from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
 
 BETA = Number(float, 0, 1)
 
-OPTIMIZER = Group(
+OPTIMIZER = FlagGroup(
     "Optimizer",
     (
         Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", seeds="M"),

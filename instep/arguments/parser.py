@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.arguments.all_flags import find, nearest
 from instep.arguments.engine_flags import family, unknown_engine_flag
 from instep.arguments.flag import Flag
-from instep.arguments.table import find, nearest
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Rewards."""
 
-from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, Group, hook, switch
+from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, FlagGroup, hook, switch
 
 RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")  # a test compares it with rollout/rewards
 
@@ -14,7 +14,7 @@ def rm_type(value: str) -> str:
 
 TYPE_LABELS[rm_type] = "NAME"
 
-REWARD = Group(
+REWARD = FlagGroup(
     "Reward",
     (
         Flag(

@@ -13,11 +13,11 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
 from instep.arguments.flag import Flag
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.parser import Problem
-from instep.arguments.table import find, own_flags
 from instep.cluster.placement import num_critic_gpus
 
 ROLES = ("actor", "critic")

@@ -7,14 +7,14 @@ from instep.arguments.flag import (
     INDEX,
     INT,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     hook,
     later,
     switch,
 )
 
-ROLLOUT = Group(
+ROLLOUT = FlagGroup(
     "Rollout",
     (
         Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", seeds="C"),
@@ -91,7 +91,7 @@ ROLLOUT = Group(
     ),
 )
 
-EVAL = Group(
+EVAL = FlagGroup(
     "Evaluation",
     (
         Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", seeds="CM"),

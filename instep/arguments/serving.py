@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
-from instep.arguments.table import own_flags, passed_through
 
 DEFAULT_PORT = 8000  # vLLM's own
 

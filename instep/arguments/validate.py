@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.arguments import algorithm_rules, critic_rules, loss_rules
+from instep.arguments.all_flags import own_flags
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
@@ -18,7 +19,6 @@ from instep.arguments.files import evaluation, paths, row_names_reward, saving
 from instep.arguments.flag import http_address
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.serving import derive_serving, serving
-from instep.arguments.table import own_flags
 from instep.cluster.placement import OFFLINE, num_critic_gpus
 from instep.engines.topology import responses_per_request, served_models
 

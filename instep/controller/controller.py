@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instep.arguments.table import own_hooks
+from instep.arguments.all_flags import own_hooks
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster

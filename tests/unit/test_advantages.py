@@ -12,7 +12,7 @@ import torch
 
 from instep.algorithms.advantages import ESTIMATORS
 from instep.arguments import parse, rules
-from instep.arguments.table import own_flags
+from instep.arguments.all_flags import own_flags
 from instep.arguments.validate import COMBINATIONS
 from instep.controller.advantages import add_advantages
 from instep.data.batch import build_batch

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import parse
+from instep.arguments.all_flags import own_flags
 from instep.arguments.combinations import combinations_markdown
 from instep.arguments.rules import ALL
-from instep.arguments.table import own_flags
 from tests.assets import make_prompts
 
 ROOT = Path(__file__).parents[2]

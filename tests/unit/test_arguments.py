@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
+from instep.arguments.all_flags import nearest, own_flags, passed_through
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
-from instep.arguments.table import nearest, own_flags, passed_through
 from instep.cluster.placement import Slot, make_plan
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal

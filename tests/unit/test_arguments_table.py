@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments.help import flags_markdown
+from instep.arguments.all_flags import GROUPS, find, own_flags, passed_through
 from instep.arguments.megatron import megatron_table
-from instep.arguments.table import GROUPS, find, own_flags, passed_through
+from scripts.docs.arguments import flags_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,7 +177,7 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
 
 def test_docs_are_made_from_the_table():
     assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), (
-        "python -m instep.arguments.help > docs/arguments.md"
+        "python scripts/docs/arguments.py > docs/arguments.md"
     )
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import parse
+from instep.arguments.all_flags import find, own_flags
 from instep.arguments.engine_flags import as_flag
 from instep.arguments.engine_help import engine_flags_markdown, format_engine_help
 from instep.arguments.help import format_help
 from instep.arguments.sglang import SGLANG
-from instep.arguments.table import find, own_flags
 from instep.cli import main
 from instep.engines import flags
 from instep.engines.flags import PREFIXES, TABLES, flag_table, merge, read_table, router_arguments, vllm_arguments

@@ -5,7 +5,7 @@ from instep.arguments.flag import (
     HARDENING,
     NON_NEGATIVE,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     later,
     negation,
@@ -13,7 +13,7 @@ from instep.arguments.flag import (
     switch,
 )
 
-DEBUG = Group(
+DEBUGGING = FlagGroup(
     "Debugging",
     (
         switch("--debug-rollout-only", "no trainer: rollouts and evaluations with the engine alone", "C"),
