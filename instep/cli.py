@@ -148,7 +148,7 @@ def _plan(words: list[str]) -> None:
 
     Console().print(table(make_plan(args)))
     if args.rollout_backend == "auto" and args.device != "cpu":  # as beside a GPU
-        args.rollout_backend = "vllm"
+        args = args.replace(rollout_backend="vllm")
     if args.rollout_backend == "vllm":
         print(*describe_engines(args), sep="\n")
 

@@ -12,6 +12,7 @@ from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
+from instep.arguments.evaluation import EVAL
 from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
@@ -19,7 +20,7 @@ from instep.arguments.model import MODEL
 from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.reward import REWARD
-from instep.arguments.rollout import EVAL, ROLLOUT
+from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
+from instep.arguments.concern import Problem
 from instep.arguments.roles import args_of_role
 from instep.arguments.rules import Rule, attribute, given, without
 from instep.cluster.placement import num_critic_gpus

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem, Scan
+from instep.arguments.concern import Problem
+from instep.arguments.parser import Scan
 from instep.cluster.placement import OFFLINE
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
@@ -22,7 +23,7 @@ _EMBEDDED_DTYPES = ("float32", "bfloat16")
 def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
     args.vllm_topology = None
-    if args.vllm_config is None or scan.broken.intersection(("vllm_config", "rollout_num_gpus_per_engine")):
+    if args.vllm_config is None:
         return
     try:
         args.vllm_topology = read(args.vllm_config)
@@ -31,8 +32,7 @@ def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     except ConfigError as unreadable:
         errors = [unreadable]
     if errors:
-        scan.broken.add("vllm_config")
-        args.vllm_topology = None
+        scan.broken.add("vllm_topology")
     for error in errors:
         yield Problem(error.what, error.where, error.remedy)
 

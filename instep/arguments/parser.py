@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.arguments.all_flags import find, nearest
+from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import family, unknown_engine_flag
 from instep.arguments.flag import Flag
-
-
-@dataclass
-class Problem:
-    """One thing that is wrong: what, at which flag, and what to do."""
-
-    what: str
-    where: str
-    remedy: str = ""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
+from instep.arguments.concern import Problem
 
 # Names of --advantage-estimator by what they do; a test compares them with the registry in algorithms/advantages.
 GRPO_LIKE = ("grpo", "gspo", "cispo", "sapo")  # the advantage is GRPO's

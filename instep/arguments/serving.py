@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
+from instep.arguments.concern import Problem
 
 DEFAULT_PORT = 8000  # vLLM's own
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from instep.algorithms.losses.value import explained_variance
-from instep.arguments.validate import NO_REWARD
+from instep.arguments.distillation import NO_REWARD
 from instep.hooks import load_function
 from instep.observability.metrics import rollout_metrics
 from instep.rollout.outputs import flatten

@@ -4,7 +4,6 @@ The corruption happens where it would: between the trainer's manifest and the en
 control message), while real workers and a real engine run.
 """
 
-import copy
 import shutil
 import time
 from dataclasses import replace
@@ -32,10 +31,9 @@ def stack(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("stack")
     args = parse(grpo_arguments(tiny, folder)[1:], "train")
-    args.device, args.precision, args.rollout_backend = "cpu", "fp32", "embedded"
+    args = args.replace(device="cpu", precision="fp32", rollout_backend="embedded")
     workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    engine_args = copy.copy(args)
-    engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
+    engine_args = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7)))
     engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
         workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)

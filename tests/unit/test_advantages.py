@@ -77,8 +77,7 @@ def hook(monkeypatch):
 
 def named(args, **hooks):
     """`args` with hooks whose module cannot be found by the parser."""
-    vars(args).update(hooks)
-    return args
+    return args.replace(**hooks)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -152,8 +151,7 @@ def test_custom_advantages(arguments, hook):
     assert seen["total_lengths"] == [4, 5] and [s.index for s in seen["samples"]] == [0, 1]
     assert {"log_probs", "ref_log_probs", "rollout_log_probs"} <= seen.keys() and "values" not in seen
     assert seen["estimator"] == "dr_grpo"
-    args.normalize_advantages = True
-    whitened, _ = advantages(args, [sample(0, 0, 1.0, 2), sample(0, 1, 0.0, 3)])
+    whitened, _ = advantages(args.replace(normalize_advantages=True), [sample(0, 0, 1.0, 2), sample(0, 1, 0.0, 3)])
     assert whitened["advantages"].mean().item() == pytest.approx(0, abs=1e-6)
     assert whitened["advantages"].std().item() == pytest.approx(1, abs=1e-6)
 

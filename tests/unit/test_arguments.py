@@ -11,6 +11,7 @@ import pytest
 
 from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
 from instep.arguments.all_flags import nearest, own_flags, passed_through
+from instep.arguments.concern import Draft, Unreadable
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
 from instep.cluster.placement import Slot, make_plan
@@ -240,6 +241,38 @@ def test_the_view_is_read_only_and_knows_the_run():
     with pytest.raises(ValueError, match="undeclared"):
         args.view({"anything": 1})
     assert set(RUNTIME_ATTRIBUTES) >= {"vllm_model_routers", "rollout_engine_urls"}
+
+
+def test_arguments_are_frozen_and_copied_to_be_changed():
+    args = parse(argv())
+    for change in (lambda: setattr(args, "lr", 1.0), lambda: delattr(args, "lr")):
+        with pytest.raises(AttributeError, match=r"args.lr cannot be set.*args.replace\(lr=value\)"):
+            change()
+    other = args.replace(lr=1.0, device="cpu")
+    assert (args.lr, args.device, other.lr, other.device) == (1e-6, "auto", 1.0, "cpu")
+    with pytest.raises(AttributeError, match="frozen"):
+        other.lr = 2.0
+    with pytest.raises(AttributeError, match="did you mean args.rollout_batch_size"):
+        args.replace(rollout_batchsize=1)
+
+
+def test_hooks_see_a_setting_that_the_run_has_tightened():
+    runtime: dict = {}
+    view = parse(argv()).view(runtime)
+    assert view.rollout_max_context_len is None
+    runtime["rollout_max_context_len"] = 64
+    assert view.rollout_max_context_len == view.to_dict()["rollout_max_context_len"] == 64
+
+
+def test_a_value_that_cannot_be_read_raises_where_it_is_read():
+    """Also where it is hidden in what follows from it."""
+    args = Draft({"lr"}, lr=1.0, min_lr=0.0)
+    assert args.min_lr == 0.0 and args.replace(min_lr=2.0).min_lr == 2.0
+    for holder in (args, args.replace(min_lr=2.0)):
+        with pytest.raises(Unreadable):
+            _ = holder.lr
+    text = refusal("--tensor-model-parallel-size x --global-batch-size 12 --rollout-top-k 0 --sequence-parallel")
+    assert "3 things are wrong" in text and "which 12 does not divide" in text and "keeps no token" in text
 
 
 def test_missing_attributes_say_why():

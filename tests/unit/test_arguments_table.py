@@ -182,7 +182,7 @@ def test_docs_are_made_from_the_table():
 
 
 def test_built_in_rewards_are_those_of_the_rollout():
-    from instep.arguments.reward import RULES
+    from instep.arguments.reward import BUILT_IN
     from instep.rollout.rewards import dispatch
 
-    assert RULES == dispatch.RULES
+    assert BUILT_IN == dispatch.RULES
