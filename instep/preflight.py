@@ -11,10 +11,9 @@ from typing import Any
 
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
-from instep.checkpoints.files import check_whole
+from instep.checkpoints.folders import critic_folder, find_checkpoint, read_state, reference_folder, teacher_folder
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
-from instep.controller.run_state import find_checkpoint, read_state
-from instep.controller.weights import find_critic, teacher_folder
+from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
 from instep.data.source import pair_keys, reads_conversations
 from instep.errors import ConfigError, InstepError
@@ -46,17 +45,12 @@ def check_inputs(args: Any) -> None:
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     _check_load(args)
-    if args.ref_load and not (Path(args.ref_load) / "config.json").exists():
-        if find_checkpoint(Path(args.ref_load), args.ref_ckpt_step) is None:
-            raise ConfigError(
-                f"{args.ref_load} is neither a Hugging Face checkpoint nor holds one of instep's",
-                where="--ref-load",
-                remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
-            )
+    if args.ref_load:
+        reference_folder(args)
     if args.use_opd and args.opd_type == "model":
         teacher_folder(args)
     if args.critic_load is not None:
-        check_whole(find_critic(Path(args.critic_load)))
+        check_whole(critic_folder(args))
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from instep.controller.run_state import write_json
+from instep.checkpoints.folders import write_json
 from instep.observability.memory import PssSampler
 from instep.observability.report import make_report
 

@@ -40,6 +40,7 @@ from instep.engines.launch import Engine
 from instep.engines.start import external_engines
 from instep.errors import ConfigError, EngineError, InstepError
 from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
+from instep.weights.way import ON_ONE_HOST
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
@@ -137,7 +138,7 @@ class RayCluster:
     def _check_hosts(self) -> None:
         """Shared folders, and a way of the weight sync that reaches every engine."""
         args, here = self._args, self._ray.is_here
-        if self._with_engines and self._plan.actor and args.sync_way == "shm":
+        if self._with_engines and self._plan.actor and args.sync_way in ON_ONE_HOST:
             fed = [spec for spec in self._specs if spec.update_weights]
             needed = {self._plan.actor[0].node, *(slot.node for spec in fed for slot in spec.slots)}
             for host in (self._hosts[node] for node in sorted(needed)):

@@ -18,6 +18,7 @@ from typing import Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
+from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
@@ -34,22 +35,14 @@ from instep.controller.metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import (
-    changed_arguments,
-    find_checkpoint,
-    read_state,
-    restore_source,
-    save_checkpoint,
-    source_state,
-    start_rollout_id,
-)
+from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync import EngineGone, SyncResult, WeightSync
-from instep.controller.trainer import start_trainer
+from instep.controller.sync.session import EngineGone
+from instep.controller.sync.weight_sync import SyncResult, WeightSync
+from instep.controller.trainer import Trainer
 from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.controller.weights import load_reference, load_teacher, save_critic, save_roles
 from instep.engines.launch import DYING_SECONDS, Engine
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
@@ -92,11 +85,10 @@ class Controller:
         self.max_probe_diff = 0.0
         self._engines: list[Engine] = []
         self._fleet: Fleet | None = None
-        self._workers: WorkerGroup | None = None
+        self._trainer: Trainer | None = None  # none with --debug-rollout-only
         self._cluster: Cluster | None = None
         self._sync: WeightSync | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
-        self._reference = self._scratch / "reference"  # as --ref-update-interval refreshed it
         self._memory = PssSampler()
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = DYING_SECONDS if args.rollout_backend == "vllm" else 0.0
@@ -178,7 +170,7 @@ class Controller:
             status=self.log.status,
         )
         self._cluster.start()
-        self._workers, self._engines = self._cluster.workers, self._cluster.engines
+        self._engines = self._cluster.engines
         for group in self._trainer_groups():
             group.watch = self._check_processes
         for engine in self._engines:
@@ -190,8 +182,8 @@ class Controller:
             log_dir=self.run_dir / "logs",
             status=self.log.progress.line,
         )
-        if self._workers.num_ranks:
-            self._start_trainer(self._cluster)
+        if self._cluster.workers.num_ranks:
+            self._trainer = self._start_trainer(self._cluster)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
@@ -199,10 +191,10 @@ class Controller:
         self._runtime.update(self._fleet.hook_attributes())
         self._runtime["num_rollout"] = self.num_rollout
         admission.guard(get_model_url(self.hook_args, endpoint="/"))
-        if self._engines and self._workers.num_ranks:
+        if self._engines and self._trainer is not None:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
-            fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
-            self._sync = WeightSync(args, self._workers, fed, vocab_size=vocab_size, max_len=max_len)
+            vocab_size = int(self._hf_config["vocab_size"])
+            self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (reference := served_reference(args, self.hook_args)) is not None:
@@ -220,18 +212,18 @@ class Controller:
                 f"prompt and response end at {most} tokens: the model that scores them takes no more"
             )
 
-    def _start_trainer(self, cluster: Cluster) -> None:
+    def _start_trainer(self, cluster: Cluster) -> Trainer:
         args, checkpoint = self.args, self._checkpoint[0] if self._checkpoint is not None else None
-        roles = start_trainer(args, cluster, checkpoint, self.num_rollout, self.log.progress.line)
+        tell, sizes = self.log.progress.line, {"num_rollout": self.num_rollout, "scratch": self._scratch}
+        trainer = Trainer(args, cluster, checkpoint, tell=tell, **sizes)
         if checkpoint is not None:
             self.log.status(f"continuing from {checkpoint} at rollout {self.start_rollout_id}")
-        self._round = TrainingRound(args, self.hook_args, *roles)
+        self._round = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self._round.uses_reference:
-            load_reference(
-                args, cluster.workers, checkpoint if self._resumed_state is not None else None, self._reference
-            )
+            trainer.load_reference(checkpoint if self._resumed_state is not None else None)
         if args.use_opd and args.opd_type == "model":
-            load_teacher(args, cluster.workers)
+            trainer.load_teacher()
+        return trainer
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
@@ -241,10 +233,9 @@ class Controller:
             return
         fleet = self._require_fleet()
         with self.log.phase("sync"):
-            self._sync.engines[:] = began = fleet.available()
-            self.last_sync = self._sync.run()
-            fleet.set_back([engine for engine in began if engine not in self._sync.engines])
-            fleet.admit(self._sync.engines)
+            began = fleet.available()
+            self.last_sync = self._sync.run(began)
+            fleet.synced(began, self.last_sync.engines)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
@@ -309,7 +300,7 @@ class Controller:
         self.num_critic_steps += trained.num_critic_steps
         interval = args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
-            self._require_workers().call("refresh_reference", self._reference, timeout=args.train_timeout)
+            self._require_trainer().refresh_reference()
         self._train_metrics = {**trained.metrics, **training_metrics(trained.steps)}
         self._num_tokens = sum(len(s.tokens) for s in samples)
 
@@ -339,7 +330,7 @@ class Controller:
 
     def save(self, rollout_id: int) -> None:
         """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
-        args, groups = self.args, self._trainer_groups()
+        args, trainer = self.args, self._require_trainer()
         with self.log.phase("save"):
             saved = None
             if args.save:
@@ -354,21 +345,12 @@ class Controller:
                     "wandb_run_id": self.log.wandb_run_id,
                     "args": self.args.to_dict(),
                 }
-
-                def write(folder: Path) -> None:
-                    save_roles(groups, folder, args.train_timeout)
-                    if self._reference.is_dir():
-                        shutil.copytree(self._reference, folder / "reference")
-
-                saved = save_checkpoint(Path(args.save), rollout_id, write, state)
+                saved = trainer.save(Path(args.save), rollout_id, state)
             if args.critic_save:
-                save_critic(groups, Path(args.critic_save), rollout_id, saved, args.train_timeout)
+                trainer.save_critic(Path(args.critic_save), rollout_id, saved)
             if args.save_hf:
-                self.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
+                trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
         self.log.log(rollout_id, {"perf/save_seconds": self.log.take_phase_seconds()["save"]})
-
-    def export_hf(self, path: Path) -> None:
-        self._require_workers().call("export_hf", path, timeout=self.args.train_timeout)
 
     def finish_step(self, rollout_id: int) -> None:
         """Close the line of metrics of one round."""
@@ -377,8 +359,8 @@ class Controller:
         metrics = {**self._rollout_metrics, **self._train_metrics}
         metrics |= speed_metrics(seconds, generated, self._num_tokens if "train" in seconds else 0)
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        for memory in self._require_workers().call("memory", timeout=self.args.train_timeout)[:1]:
-            metrics |= memory
+        if self._trainer is not None:
+            metrics |= self._trainer.actor.peak_memory()
         if self.last_sync is not None:
             metrics |= self.last_sync.metrics()
         self.log.log(rollout_id, metrics)
@@ -431,9 +413,9 @@ class Controller:
         assert self._fleet is not None, "the controller is used as a context manager"
         return self._fleet
 
-    def _require_workers(self) -> WorkerGroup:
-        assert self._workers is not None, "the controller is used as a context manager"
-        return self._workers
+    def _require_trainer(self) -> Trainer:
+        assert self._trainer is not None, "nothing is trained with --debug-rollout-only"
+        return self._trainer
 
     def _restore(self, state: dict[str, Any]) -> None:
         for line in self._changed:

@@ -149,12 +149,13 @@ class Fleet:
             for model in self.routers:
                 self._tell_router(model)
 
-    def set_back(self, engines: Iterable[Engine]) -> None:
-        """These have missed the present weights: they wait for them again."""
+    def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
+        """A session began with some engines, and those of `held` have its weights: they serve, the others wait."""
         with self._lock:
-            for engine in engines:
-                if self._states[engine.url] == "serving":
+            for engine in began:
+                if engine not in held and self._states[engine.url] == "serving":
                     self._states[engine.url] = "ready"
+            self.admit(held)
 
     def check(self) -> None:
         """Notice who has died.

@@ -1,12 +1,14 @@
-"""The workers of one role, actor or critic, as the controller drives them: a batch is divided among their ranks.
+"""The typed facade of the workers of one role, actor or critic: every call that the controller makes to them.
 
-`score` and `train` return at once with the way to wait, so that actor and critic compute at the same time.
+A batch is divided among the data-parallel ranks. Calls whose name begins with `begin_`, and `score` and `train`, return
+at once with the way to wait, so that actor and critic compute at the same time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from instep.errors import TrainingError
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
+from instep.weights.way import Order
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
@@ -25,7 +28,7 @@ Metrics = dict[str, float]
 
 
 class _Share(NamedTuple):
-    """Of one data-parallel rank.
+    """What one data-parallel rank gets of a batch.
 
     Attributes:
         order: the numbers of its samples in the whole batch.
@@ -38,8 +41,13 @@ class _Share(NamedTuple):
     steps: list[list[list[int]]]
 
 
+def begin_setup(workers: WorkerGroup, requests: Sequence[tuple[Any, ...]], timeout: float) -> Callable[[], Any]:
+    """Let all ranks join their process group and build the model; the call that is returned waits for their layout."""
+    return workers.start("setup", timeout=timeout, per_rank=requests)
+
+
 class RoleTrainer:
-    """Scores and trains one rollout after another on the workers of one role.
+    """Scores and trains one rollout after another on the workers of one role, and moves their weights.
 
     Args:
         args: those of the role.
@@ -48,9 +56,16 @@ class RoleTrainer:
 
     def __init__(self, args: Any, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
         self.args, self.workers = args, workers
+        self.is_critic = workers.role == "critic"
         self._layout, self._lr = layout, schedule
         self._dp_size = layout[0].dp_size
         self._num_skipped = 0  # optimizer steps in a row
+
+    def watch(self) -> None:
+        """Raise if a process of the run has died."""
+        self.workers.watch()
+
+    # ---- training ------------------------------------------------------------------------------------------------
 
     def plan(self, batch: TokenBatch) -> Schedule:
         """Steps, which are the same for every role, and their micro-batches on the ranks of this one."""
@@ -98,24 +113,31 @@ class RoleTrainer:
         return finish
 
     def train(
-        self, batch: TokenBatch, schedule: Schedule, num_steps_before: int
+        self, batch: TokenBatch, schedule: Schedule, num_steps_before: int, keep_log_probs: Collection[int] = ()
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin the optimizer steps of `schedule`.
 
+        Args:
+            keep_log_probs: the numbers of the samples whose log-probs are wanted.
+
         Returns:
-            A call that waits. It returns the metrics of each step, and the log-probs that were wanted (see
-            `Worker.train`); it raises TrainingError when steps keep being skipped.
+            A call that waits. It returns the metrics of each step, and by number of the sample the log-probs
+            `[response_length]` that the first step's forward pass has seen, which is before the policy moves; it
+            raises TrainingError when steps keep being skipped.
         """
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        per_rank = [(shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs) for p in self._layout]
+        kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
+        per_rank = [(shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs, kept[p.dp_rank]) for p in self._layout]
         wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
-            answers = [r for r in wait() if r is not None]
-            metrics: list[Metrics] = answers[0][0]
+            answers = [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
+            metrics: list[Metrics] = answers[0][1][0]
             self._check_steps(metrics)
-            return metrics, {i: log_probs for _, kept in answers for i, log_probs in kept.items()}
+            return metrics, {
+                shares[dp_rank].order[n]: log_probs for dp_rank, (_, kept) in answers for n, log_probs in kept.items()
+            }
 
         return finish
 
@@ -125,24 +147,70 @@ class RoleTrainer:
             self._num_skipped = self._num_skipped + 1 if step["skipped_steps"] else 0
         if not self._num_skipped:
             return
-        check_weights(self.workers, self.args.train_timeout)
+        self.check_weights(self.args.train_timeout)
         if self._num_skipped >= MAX_SKIPPED_STEPS:
-            critic = self.workers.role == "critic"
             raise TrainingError(
                 f"the gradients of {self._num_skipped} optimizer steps in a row were not finite",
                 where=f"the training worker ({self.workers.role}); no weight has changed since the last good step",
-                remedy=f"look at rewards and {'returns' if critic else 'advantages'}, lower "
-                f"{'--critic-lr' if critic else '--lr'}, or compute in --precision fp32",
+                remedy=f"look at rewards and {'returns' if self.is_critic else 'advantages'}, lower "
+                f"{'--critic-lr' if self.is_critic else '--lr'}, or compute in --precision fp32",
             )
         logger.warning("the gradients of an optimizer step were not finite: it was skipped")
 
+    def peak_memory(self) -> dict[str, float]:
+        """`perf/gpu_peak_bytes` of the first rank; nothing on a CPU."""
+        memory: dict[str, float] = self.workers.call("memory", timeout=self.args.train_timeout)[0]
+        return memory
 
-def check_weights(workers: WorkerGroup, timeout: float) -> None:
-    """Raise TrainingError, by name, if weights of the role are not finite."""
-    names = [name for names in workers.call("broken_weights", timeout=timeout) for name in names]
-    if names:
-        raise TrainingError(
-            f"{len(names)} weights are not finite: {', '.join(names[:3])}",
-            where=f"the {'critic' if workers.role == 'critic' else 'policy'} in the training worker",
-            remedy="load another checkpoint (--ckpt-step, --hf-checkpoint); if it happened on the way, lower --lr",
-        )
+    # ---- models and weights --------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Path, *, optimizer: bool) -> None:
+        """Go on from what `begin_save` wrote."""
+        self.workers.call("load", checkpoint, optimizer, timeout=self.args.worker_start_timeout)
+
+    def load_weights(self, path: Path, *, fresh_head: bool = False) -> None:
+        """Take weights only, of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic from an actor's."""
+        self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
+
+    def load_reference(self, path: Path) -> None:
+        self.workers.call("load_reference", path, timeout=self.args.worker_start_timeout)
+
+    def load_teacher(self, path: Path) -> None:
+        self.workers.call("load_teacher", path, timeout=self.args.worker_start_timeout)
+
+    def refresh_reference(self, scratch: Path) -> None:
+        """The reference becomes a copy of the actor as it is now; `scratch` holds it afterwards."""
+        self.workers.call("refresh_reference", scratch, timeout=self.args.train_timeout)
+
+    def begin_save(self, folder: Path) -> Callable[[], Any]:
+        """Let every rank write its part of a checkpoint; the call that is returned waits for all."""
+        return self.workers.start("save", folder, timeout=self.args.train_timeout)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face checkpoint of the weights as they are."""
+        self.workers.call("export_hf", path, timeout=self.args.train_timeout)
+
+    def check_weights(self, timeout: float) -> None:
+        """Raise TrainingError, by name, if weights of the role are not finite."""
+        names = [name for names in self.workers.call("broken_weights", timeout=timeout) for name in names]
+        if names:
+            raise TrainingError(
+                f"{len(names)} weights are not finite: {', '.join(names[:3])}",
+                where=f"the {'critic' if self.is_critic else 'policy'} in the training worker",
+                remedy="load another checkpoint (--ckpt-step, --hf-checkpoint); if it happened on the way, lower --lr",
+            )
+
+    # ---- a sync session ------------------------------------------------------------------------------------------
+
+    def publish(self, way: str, order: Order, *, timeout: float, on_event: Callable[[Any], None]) -> None:
+        """Let every rank send its part of the weights by `way`; `on_event` gets what the ranks emit meanwhile."""
+        self.workers.call("publish", way, order, timeout=timeout, on_event=on_event)
+
+    def weight_digests(self, way: str, timeout: float) -> dict[str, str]:
+        """The digest of every weight by its Hugging Face name, as the trainer holds it now."""
+        return next(digests for digests in self.workers.call("weight_digests", way, timeout=timeout) if digests)
+
+    def probe_log_probs(self, batch: TokenBatch, timeout: float) -> list[float]:
+        """Log-probs of the response tokens of `batch`, which every rank scores as a whole."""
+        results = self.workers.call("score", batch, timeout=timeout)
+        return next(result for result in results if result is not None).tolist()

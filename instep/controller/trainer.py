@@ -1,42 +1,175 @@
-"""Starting the trainer: every role's process group, model, first weights and learning-rate schedule."""
+"""The trainer of a run: the actor and PPO's critic, which weights they begin with, and the files they leave behind."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from instep.arguments.roles import args_of_role
+from instep.checkpoints.folders import (
+    CRITIC,
+    critic_folder,
+    reference_folder,
+    save_checkpoint,
+    teacher_folder,
+    weights_folder,
+)
 from instep.cluster.launch import Cluster
-from instep.controller.role import RoleTrainer
-from instep.controller.weights import load_critic, load_policy
+from instep.controller.role import RoleTrainer, begin_setup
+from instep.errors import ConfigError
+from instep.rollout.tokens import load_tokenizer
 from instep.training import lr_schedule
 
 
-def start_trainer(
-    args: Any, cluster: Cluster, checkpoint: Path | None, num_rollout: int, tell: Callable[[str], None]
-) -> list[RoleTrainer]:
-    """The actor, and the critic if there is one, with their weights.
+class Trainer:
+    """The actor, and the critic if there is one, with their weights loaded.
 
     Args:
+        cluster: its processes are started, and have done nothing yet.
         checkpoint: that `--load` holds.
+        num_rollout: the learning-rate schedules end after so many.
+        scratch: a folder that the refreshed reference is kept in.
         tell: gets what the user may want to know.
     """
-    groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
-    setups = [
-        group.start("setup", timeout=args.worker_start_timeout, per_rank=cluster.setup_requests[group.role])
-        for group in groups
-    ]
-    layouts = [wait() for wait in setups]
-    load_policy(args, cluster.workers, checkpoint)
-    if cluster.critic.num_ranks:
-        tell(load_critic(args, cluster.critic, checkpoint))
-    roles = []
-    for group, layout in zip(groups, layouts, strict=True):
-        own = args_of_role(args, group.role)
-        rollouts = num_rollout - (args.num_critic_only_steps if group.role == "actor" else 0)
-        roles.append(RoleTrainer(own, group, layout, lr_schedule.from_args(own, _num_steps(args, rollouts))))
-    return roles
+
+    def __init__(
+        self,
+        args: Any,
+        cluster: Cluster,
+        checkpoint: Path | None,
+        *,
+        num_rollout: int,
+        scratch: Path,
+        tell: Callable[[str], None],
+    ):
+        self._args, self._scratch = args, scratch
+        groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
+        setups = [begin_setup(g, cluster.setup_requests[g.role], args.worker_start_timeout) for g in groups]
+        layouts = [wait() for wait in setups]
+        self.roles = []
+        for group, layout in zip(groups, layouts, strict=True):
+            own = args_of_role(args, group.role)
+            rollouts = num_rollout - (args.num_critic_only_steps if group.role == "actor" else 0)
+            schedule = lr_schedule.from_args(own, _num_steps(args, rollouts))
+            self.roles.append(RoleTrainer(own, group, layout, schedule))
+        self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
+        self._load_actor(checkpoint)
+        if self.critic is not None:
+            tell(self._load_critic(self.critic, checkpoint))
+
+    # ---- which weights they begin with ---------------------------------------------------------------------------
+
+    def _load_actor(self, checkpoint: Path | None) -> None:
+        """`checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule)."""
+        if checkpoint is not None:
+            self.actor.load(checkpoint, optimizer=self._with_optimizer)
+        else:
+            self.actor.load_weights(self._first_weights())
+
+    def _load_critic(self, critic: RoleTrainer, checkpoint: Path | None) -> str:
+        """The critic of `checkpoint`, else `--critic-load`, else the actor's weights with a new head.
+
+        Returns:
+            Where it begins, for the user.
+        """
+        if checkpoint is not None and (checkpoint / CRITIC).is_dir():
+            critic.load(checkpoint / CRITIC, optimizer=self._with_optimizer)
+            return f"the critic continues from {checkpoint / CRITIC}"
+        if self._args.critic_load is not None:
+            path = critic_folder(self._args)
+        else:
+            path = checkpoint or self._first_weights()
+        has_head = (path / CRITIC).is_dir()
+        path = path / CRITIC if has_head else path
+        critic.load_weights(path, fresh_head=not has_head)
+        return f"the critic begins with {path}{'' if has_head else ', and a value head of zeros'}"
+
+    @property
+    def _with_optimizer(self) -> bool:
+        return not (self._args.no_load_optim or self._args.finetune)
+
+    def _first_weights(self) -> Path:
+        """What an actor without a checkpoint begins with."""
+        if self._args.load and (Path(self._args.load) / "config.json").exists():
+            return weights_folder(Path(self._args.load), None, "--load")
+        return reference_folder(self._args)
+
+    # ---- reference and teacher -----------------------------------------------------------------------------------
+
+    @property
+    def _refreshed(self) -> Path:
+        return self._scratch / "reference"
+
+    def load_reference(self, resumed: Path | None) -> None:
+        """The reference that `--ref-update-interval` has refreshed, else `--ref-load`, else `--hf-checkpoint`.
+
+        Args:
+            resumed: the checkpoint of the run that goes on.
+        """
+        path = reference_folder(self._args)
+        if resumed is not None and (resumed / "reference").is_dir():
+            path = Path(shutil.copytree(resumed / "reference", self._refreshed))
+        self.actor.load_reference(path)
+
+    def refresh_reference(self) -> None:
+        """The reference becomes a copy of the actor as it is now."""
+        self.actor.refresh_reference(self._refreshed)
+
+    def load_teacher(self) -> None:
+        """The model of `--opd-teacher-load`.
+
+        Raises:
+            ConfigError: there is none, or its tokenizer is not the student's.
+        """
+        path = teacher_folder(self._args)
+        if (path / "config.json").exists():
+            ours, theirs = (load_tokenizer(str(p)).get_vocab() for p in (self._args.hf_checkpoint, path))
+            other = [token for token, i in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(token) != i]
+            if other:
+                what = f"{ours[other[0]]} is {other[0]!r} to the student, {theirs.get(other[0])} to the teacher"
+                raise ConfigError(
+                    f"the teacher has another vocabulary: {len(other)} of {len(ours)} tokens differ, token {what}",
+                    where=f"--opd-teacher-load {path}",
+                    remedy="distillation compares log-probs token by token: take a teacher with the student's "
+                    "tokenizer",
+                )
+        self.actor.load_teacher(path)
+
+    # ---- what it leaves behind -----------------------------------------------------------------------------------
+
+    def save(self, root: Path, iteration: int, state: dict[str, Any]) -> Path:
+        """Write a complete checkpoint: every role's files, the refreshed reference, and the controller's `state`."""
+
+        def write(folder: Path) -> None:
+            self._save_roles(self.roles, folder)
+            if self._refreshed.is_dir():
+                shutil.copytree(self._refreshed, folder / "reference")
+
+        return save_checkpoint(root, iteration, write, state)
+
+    def save_critic(self, root: Path, iteration: int, whole: Path | None) -> None:
+        """The critic's part of a checkpoint in `root` (--critic-save): that of `whole`, if it has just been saved."""
+
+        def write(folder: Path) -> None:
+            if whole is not None:
+                shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
+            else:
+                self._save_roles([role for role in self.roles if role.is_critic], folder)
+
+        save_checkpoint(root, iteration, write, None)
+
+    def _save_roles(self, roles: list[RoleTrainer], folder: Path) -> None:
+        """The actor's files in `folder`, the critic's in `folder/critic`, written at the same time."""
+        saves = []
+        for role in roles:
+            place = folder / CRITIC if role.is_critic else folder
+            place.mkdir(exist_ok=True)
+            saves.append(role.begin_save(place))
+        for wait in saves:
+            wait()
 
 
 def _num_steps(args: Any, num_rollouts: int) -> int:
@@ -44,3 +177,11 @@ def _num_steps(args: Any, num_rollouts: int) -> int:
     if num_rollouts <= 0:
         return 1
     return max(1, num_rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """The same file under a second name, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

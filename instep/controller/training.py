@@ -134,9 +134,8 @@ class TrainingRound:
             rows = scored.split(batch.response_lengths.tolist())
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
-            if scored is None:
-                batch.sample_columns["keep_log_probs"] = [i if i in keep else -1 for i in range(batch.num_samples)]
-            out.steps, kept = self._actor.train(batch, schedule, num_steps_before)()
+            wanted_now = keep if scored is None else ()
+            out.steps, kept = self._actor.train(batch, schedule, num_steps_before, wanted_now)()
             out.log_probs = out.log_probs or kept
         if critic is not None:
             steps, _ = critic()
@@ -146,7 +145,7 @@ class TrainingRound:
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Its log-probs, while the processes of the run are watched: of an engine that dies its name is told."""
-        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", lambda: self._actor.workers.watch())
+        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.watch)
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Which log-probs are needed. With one on-policy step the old policy is the current one."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
+from instep.checkpoints.folders import TRACKER
 from instep.cluster.placement import num_critic_gpus
 from instep.controller.ledger import Ledger
-from instep.controller.run_state import TRACKER
 from instep.doctor.check import Check
 from instep.errors import ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe

@@ -6,7 +6,7 @@ The controller calls the same method on all ranks at once; tensors come in and g
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, Toke
 from instep.training.losses import finish_metrics, loss_fn_from_args
 from instep.training.value_loss import value_loss_fn
 from instep.types import TokenBatch
-from instep.weights.shm import publish_shm, source_digests
+from instep.weights.way import Order, way_named
 
 
 class Worker:
@@ -141,49 +141,45 @@ class Worker:
 
         Returns:
             On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
-            of `batch`; None elsewhere.
+            of `micro_batches`; None elsewhere.
         """
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
         for name in (n for n in names if n in ("log_probs", "values")):
             outputs = self.backend.forward_only(parts)
             if outputs is not None:
-                columns[name] = torch.cat([getattr(o, name) for o in outputs])
+                columns[name] = torch.cat([getattr(o, name) for o in outputs]).cpu()
         for name, model in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
             if name in names:
                 if model is None:
                     raise ConfigError(f"{name} are needed but their model is not loaded", where="worker")
                 outputs = model.forward_only(parts)
                 if outputs is not None:
-                    columns[name] = torch.cat([o.log_probs for o in outputs])
-        if not self.backend.parallel.is_output_rank:
-            return None
-        lengths = batch.response_lengths.tolist()
-        order = [i for indices in micro_batches for i in indices]
-        return {name: _restore_order(column.cpu(), order, lengths) for name, column in columns.items()}
+                    columns[name] = torch.cat([o.log_probs for o in outputs]).cpu()
+        return columns if self.backend.parallel.is_output_rank else None
 
     def train(
-        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float]
+        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float], keep_log_probs: Collection[int] = ()
     ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor]] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
-            batch: its sample column `keep_log_probs`, if there is one, numbers the samples whose log-probs are wanted;
-                -1 for the others.
             steps: step -> micro-batch -> indices into `batch`.
             lrs: the learning rate of each step.
+            keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
 
         Returns:
             On the rank that answers for its data-parallel rank, None on the others: metrics of each step; and by
-            `keep_log_probs` the log-probs `[response_length]` that the first step's forward pass has seen, which is
-            before the policy moves.
+            index the log-probs `[response_length]` of the wanted samples of the first step, as its forward pass has
+            seen them, which is before the policy moves.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-            loss_fn = self._loss_that_keeps(kept) if n == 0 else self.loss_fn
+            keeps = n == 0 and keep_log_probs
+            loss_fn = self._loss_that_keeps(micro_batches, keep_log_probs, kept) if keeps else self.loss_fn
             outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
@@ -191,16 +187,17 @@ class Worker:
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
         if not self.backend.parallel.is_output_rank:
             return None
-        return results, {number: log_probs.cpu() for number, log_probs in kept.items()}
+        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}
 
-    def _loss_that_keeps(self, kept: dict[int, torch.Tensor]) -> LossFn:
-        """The loss; on the way it copies the log-probs of the samples that are wanted (see `train`)."""
+    def _loss_that_keeps(
+        self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]
+    ) -> LossFn:
+        """The loss; on the way it copies the log-probs of the `wanted` samples into `kept`."""
+        calls = iter(micro_batches)  # every backend takes them in their order, once each
 
         def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
-            numbers = batch.sample_columns.get("keep_log_probs", [])
-            if max(numbers, default=-1) >= 0:
-                parts = outputs.log_probs.detach().split(batch.response_lengths.tolist())
-                kept.update({n: part.clone() for n, part in zip(numbers, parts, strict=True) if n >= 0})
+            parts = outputs.log_probs.detach().split(batch.response_lengths.tolist())
+            kept.update({i: part.clone() for i, part in zip(next(calls), parts, strict=True) if i in wanted})
             return self.loss_fn(batch, outputs)
 
         return loss_fn
@@ -228,15 +225,15 @@ class Worker:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def publish_shm(self, version: str, nonce: str, directory: Path) -> int:
-        """Write the weights as shared-memory buckets; each manifest goes to the controller at once."""
-        self.backend.publish(version)
-        size = int(self.args.update_weight_buffer_size)
-        source = self.backend.weight_source()
-        return publish_shm(source, directory, version=version, nonce=nonce, bucket_bytes=size, emit=self._emit)
+    def publish(self, way: str, order: Order) -> None:
+        """Send the weights as version `order.version` by `way`; what is ready is told to the controller at once."""
+        self.backend.publish(order.version)
+        way_named(way).send(self.backend.weight_source(), order, self._emit)
 
-    def weight_digests(self) -> dict[str, str]:
-        return source_digests(self.backend.weight_source())
+    def weight_digests(self, way: str) -> dict[str, str]:
+        """The digest of every weight by name, of the kind that `way` makes; collective, empty but on emitting ranks."""
+        digest = way_named(way).digest
+        return {spec.name: digest(t) for spec, t in self.backend.weight_source() if t is not None}
 
     def broken_weights(self) -> list[str]:
         """Names of the weights that are not finite; collective, empty on ranks that do not gather."""
@@ -246,7 +243,6 @@ class Worker:
         """Write a Hugging Face checkpoint (collective)."""
         from instep.checkpoints.hf_export import export_hf
 
-        self.backend.publish("export")
         export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -306,10 +302,3 @@ def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
 
 def _cannot_write(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(str(error), where=str(path), remedy="free space or fix permissions")
-
-
-def _restore_order(flat: torch.Tensor, order: list[int], lengths: list[int]) -> torch.Tensor:
-    """`flat` holds the responses of samples `order`; give them back in the order 0, 1, 2, ..."""
-    parts = flat.split([lengths[i] for i in order])
-    by_sample = dict(zip(order, parts, strict=True))
-    return torch.cat([by_sample[i] for i in range(len(lengths))])

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from instep.arguments import parse
+from instep.checkpoints.folders import teacher_folder
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.training import TrainingRound
-from instep.controller.weights import load_teacher
 from instep.errors import RolloutError
 from instep.training import lr_schedule
 from instep.types import Sample
@@ -81,7 +81,7 @@ def run_rounds(root, name, estimator, *, shuffled=False, groups=None, distils=Fa
         workers.call("load_weights", root / "hf", timeout=60)
         workers.call("load_reference", root / "hf", timeout=60)
         if distils:
-            load_teacher(args, workers)
+            workers.call("load_teacher", teacher_folder(args), timeout=60)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
         training = TrainingRound(args, args.view({}), actor)
         rounds = [training.run(groups, step) for step in range(NUM_ROUNDS)]

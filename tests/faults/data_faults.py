@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from instep.checkpoints.files import check_whole
+from instep.checkpoints.integrity import check_whole
 from tests.faults.harness import ENDLESS, Place, Result, steps
 from tests.faults.registry import scenario, unindent
 
@@ -34,7 +34,7 @@ def disk_full_at_save(place: Place) -> None:
     """The folder holds two checkpoints, and half of a third has room in it."""
     sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
     marking = """
-        import instep.controller.run_state as module
+        import instep.checkpoints.folders as module
         save = module.save_checkpoint
         def save_checkpoint(*args):
             mark()
@@ -113,7 +113,7 @@ def checkpoint_truncated(place: Place) -> None:
 @scenario(slow=True, save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
 def save_killed(place: Place) -> None:
     kill = """
-        import instep.checkpoints.files as module, signal
+        import instep.checkpoints.integrity as module, signal
         module.write_manifest = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
         """
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
@@ -162,15 +162,15 @@ def shm_corrupted(place: Place) -> None:
 @scenario(shm_full="error: shared memory is full during a sync")
 def shm_full(place: Place) -> None:
     patch = """
-        import instep.weights.shm as module
-        publish = module.publish_shm
-        def publish_shm(*args, version, **kwargs):
+        from instep.weights.shm import Shm
+        send = Shm.send
+        def send_after_limit(self, source, order, emit):
             import resource
-            if version == "2":  # no file may be that large any more
+            if order.version == "2":  # no file may be that large any more
                 mark()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-            return publish(*args, version=version, **kwargs)
-        module.publish_shm = publish_shm
+            return send(self, source, order, emit)
+        Shm.send = send_after_limit
         """
     with place.run(*ENDLESS, patches={"worker": patch}) as run:
         run.error("shm_full", "SyncError: a bucket of 0.4 MB does not fit", "/dev/shm", "--shm-size", "--sync-way disk")

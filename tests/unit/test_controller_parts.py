@@ -10,7 +10,7 @@ from instep.arguments import Args
 from instep.controller.ledger import Ledger
 from instep.controller.metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
-from instep.controller.sync import _any_equal, _largest_gap
+from instep.controller.sync.proof import any_equal, largest_gap
 from instep.errors import ConfigError, RolloutError
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
@@ -145,8 +145,8 @@ def test_groups_that_a_rollout_function_made_are_taken_in_once():
 def test_scores_of_replicas_are_compared_one_by_one():
     """An engine answers for its data-parallel replicas one after the other."""
     expected, before = [-1.0, -2.0], [-1.5, -2.5, -1.25, -2.25]
-    assert _largest_gap(expected, [-1.0, -2.0, -1.0, -2.5]) == 0.5
-    assert _largest_gap(expected, [-1.0, -2.0, -1.0, float("nan")]) == float("inf")
-    assert not _any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
-    assert _any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
-    assert not _any_equal([-1.0, -2.0], [], 2)
+    assert largest_gap(expected, [-1.0, -2.0, -1.0, -2.5]) == 0.5
+    assert largest_gap(expected, [-1.0, -2.0, -1.0, float("nan")]) == float("inf")
+    assert not any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
+    assert any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
+    assert not any_equal([-1.0, -2.0], [], 2)

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from instep.checkpoints.files import check_whole
-from instep.controller.run_state import find_checkpoint, latest_iteration, read_state, save_checkpoint
+from instep.checkpoints.folders import find_checkpoint, latest_iteration, read_state, save_checkpoint
+from instep.checkpoints.integrity import check_whole
 from instep.errors import CheckpointError
 
 
