@@ -6,7 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from instep.arguments.fields import Fields, HookFields
+else:
+    Fields = HookFields = object
 
 _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
 
@@ -27,7 +32,7 @@ class Runtime(TypedDict, total=False):
 RUNTIME_ATTRIBUTES = tuple(name for name in Runtime.__annotations__ if name != "rollout_max_context_len")
 
 
-class Args:
+class Args(Fields):
     """All settings of a run, flat, under the names of their flags (`args.rollout_batch_size`). They are frozen.
 
     Only flags that act have an attribute. `fields.pyi` declares these and the further ones, which follow from flags.
@@ -68,8 +73,10 @@ class Args:
     def __repr__(self) -> str:
         return f"Args({self.to_dict()})"
 
-    def __getattr__(self, name: str) -> Any:  # only reached where the attribute is missing
-        raise AttributeError(_missing(name, vars(self)))
+    if not TYPE_CHECKING:  # it would let mypy believe in any attribute
+
+        def __getattr__(self, name: str) -> Any:  # only reached where the attribute is missing
+            raise AttributeError(_missing(name, vars(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"args.{name} cannot be set, arguments are frozen: use args.replace({name}=value), a copy")
@@ -78,7 +85,7 @@ class Args:
         self.__setattr__(name, None)
 
 
-class HookArgs:
+class HookArgs(HookFields):
     """What a hook gets as `args`: every setting but secrets, and the run-time attributes. Nothing can be set."""
 
     __slots__ = ("_args", "_runtime")
@@ -91,12 +98,14 @@ class HookArgs:
         object.__setattr__(self, "_args", args)
         object.__setattr__(self, "_runtime", runtime)
 
-    def __getattr__(self, name: str) -> Any:
-        values: Mapping[str, Any] = self._runtime if name in self._runtime else vars(self._args)
-        unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
-        if name in values and name not in _secrets() and not unset:
-            return values[name]
-        raise AttributeError(_missing(name, vars(self._args)))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            values: Mapping[str, Any] = self._runtime if name in self._runtime else vars(self._args)
+            unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
+            if name in values and name not in _secrets() and not unset:
+                return values[name]
+            raise AttributeError(_missing(name, vars(self._args)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

@@ -159,7 +159,7 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
     if args.num_rollout is not None and args.num_epoch is not None:
         yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
-    if None not in (args.num_rollout, args.start_rollout_id) and args.start_rollout_id > args.num_rollout:
+    if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
         yield Problem(f"is beyond --num-rollout {args.num_rollout}", "--start-rollout-id", "raise --num-rollout")
     if args.num_epoch is not None and not args.rollout_global_dataset:
         yield Problem("needs the built-in data set", "--num-epoch", "give --num-rollout")

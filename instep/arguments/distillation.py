@@ -15,7 +15,8 @@ _NAME_A_REWARD = ("rm_type", "custom_rm_path", "rollout_function_path", "custom_
 
 def opd_type(args: Args, given: Given) -> str | None:
     """Our name of the kind of teacher, of which slime has others."""
-    kind = {"sglang": "engine", "megatron": "model"}.get(args.opd_type, args.opd_type)
+    kind = args.opd_type
+    kind = "engine" if kind == "sglang" else "model" if kind == "megatron" else kind
     return kind or (("engine" if args.opd_teacher_load is None else "model") if args.use_opd else None)
 
 

@@ -111,7 +111,7 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
 def _served_reference(args: Args) -> Iterator[Problem]:
     """That the reference is a model which is served, and stays as it is."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
-    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model)
+    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:
         yield Problem("there is no engine, or no trainer, in a part of a run", flag, "leave it out")
     elif model is None:

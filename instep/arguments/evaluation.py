@@ -145,7 +145,7 @@ def read_datasets(args: Args) -> Iterator[Problem]:
 
 
 def _from_flag(args: Args) -> Iterator[Problem]:
-    words, where = args.eval_prompt_data, "--eval-prompt-data"
+    words, where = args.eval_prompt_data or [], "--eval-prompt-data"
     if len(words) == 1:
         words = [Path(words[0].partition("@[")[0]).stem, words[0]]
     if len(words) % 2:
@@ -169,7 +169,7 @@ def _from_yaml(args: Args) -> Iterator[Problem]:
 
     where = f"--eval-config {args.eval_config}"
     try:
-        config = yaml.safe_load(Path(args.eval_config).read_text(encoding="utf-8"))
+        config = yaml.safe_load(Path(str(args.eval_config)).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         yield Problem(f"cannot be read: {error}", where, "give a readable YAML file")
         return

@@ -197,8 +197,8 @@ class Controller:
             self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
-        if (reference := served_reference(args, self.hook_args)) is not None:
-            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url))
+        if (name := args.ref_served_model) and (reference := served_reference(args, self.hook_args)) is not None:
+            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(name)[0].url))
         if self._engines:
             self._trial.with_engine()
 
