@@ -6,11 +6,12 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.concern import Given, Problem
 from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 from instep.cluster.engine_plan import plan_engines
-from instep.cluster.placement import OFFLINE, make_plan, num_critic_gpus
+from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 
@@ -182,13 +183,6 @@ def external_engines(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
 
 
-def critic_size(args: Args, given: set[str]) -> Iterator[Problem]:
-    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
-        if name in given and args.advantage_estimator != "ppo":
-            flag = "--" + name.replace("_", "-")
-            yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
-
-
 def hosts(args: Args, given: set[str]) -> Iterator[Problem]:
     local = args.command != "plan" and args.cluster == "local"
     if local and args.actor_num_nodes > 1:
@@ -224,5 +218,5 @@ def bf16(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
 
 
-PLANNED_RULES = (critic_size, hosts, placement)
+PLANNED_RULES = (hosts, placement)
 RULES = (cpu_cores, engine_size, external_engines, *PLANNED_RULES, bf16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.concern import Given, Problem
 from instep.arguments.flag import (
@@ -19,7 +20,6 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
-from instep.cluster.placement import OFFLINE
 
 _NEED_A_TRAINER = ("save", "save_hf", "load", "ref_load", "save_debug_train_data")
 

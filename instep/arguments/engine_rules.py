@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.concern import Problem
 from instep.arguments.parser import Scan
-from instep.cluster.placement import OFFLINE
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.concern import Given, Problem
 from instep.arguments.data import data_file
 from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.reward import rm_type
-from instep.cluster.placement import OFFLINE
 
 EVAL = FlagGroup(
     "Evaluation",

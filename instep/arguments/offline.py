@@ -1,19 +1,14 @@
-"""`instep sft` and `instep dpo`, which sample nothing: their defaults, and the flags that have no meaning for them."""
+"""`instep sft` and `instep dpo`, which sample nothing: the flags that have no meaning for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags
 from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
-from instep.cluster.placement import OFFLINE
+from instep.arguments.concern import Problem
 
-# The loss and the rollout function of the commands that sample nothing.
-_OFFLINE_DEFAULTS = {
-    "sft": ("sft_loss", "instep.rollout.sft_rollout.generate_rollout"),
-    "dpo": ("dpo_loss", "instep.rollout.dpo_rollout.generate_rollout"),
-}
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
 _NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", "rollout_temperature")
 # What acts on rewards, advantages and the policy loss only; a flag that needs one of these is reported by its own rule.
@@ -25,25 +20,14 @@ _ONLY_RL = (
 )
 
 
-def resolve_offline(args: Args, given: Given) -> None:
-    """Set the loss, the rollout function and the columns of the commands that sample nothing."""
-    if args.command in OFFLINE:
-        loss_type, rollout = _OFFLINE_DEFAULTS[args.command]
-        args.loss_type = given.get("loss_type", loss_type)
-        args.n_samples_per_prompt = given.get("n_samples_per_prompt", 1)
-        args.rollout_function_path = given.get("rollout_function_path", rollout)
-        if args.command == "dpo":
-            args.input_key = given.get("input_key", "prompt")
-
-
 def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     if args.command in OFFLINE:
         return
-    for name, (loss_type, _) in _OFFLINE_DEFAULTS.items():
-        if args.loss_type == loss_type:
+    for name, algorithm in OFFLINE.items():
+        if args.loss_type == algorithm.loss.type:
             remedy = f"run `instep {name}` with the same flags"
-            yield Problem(f"is what `instep {name}` sets", f"--loss-type {loss_type}", remedy)
+            yield Problem(f"is what `instep {name}` sets", f"--loss-type {args.loss_type}", remedy)
 
 
 def only_dpo(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -76,7 +60,7 @@ def sampling(args: Args, given: set[str]) -> Iterator[Problem]:
 def loss(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command not in OFFLINE:
         return
-    loss_type, _ = _OFFLINE_DEFAULTS[args.command]
+    loss_type = OFFLINE[args.command].loss.type
     if args.loss_type != loss_type:
         yield Problem(f"is {args.loss_type}, but {args.command} trains {loss_type}", "--loss-type", "leave it out")
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments import (
-    algorithm_rules,
     cluster,
-    critic_rules,
     data,
     debugging,
-    distillation,
     evaluation,
     loggers,
-    loss_rules,
     megatron,
     model,
     offline,
@@ -25,8 +22,11 @@ from instep.arguments import (
     reward,
     rollout,
 )
+from instep.arguments.algorithm import critic_rules, distillation
+from instep.arguments.algorithm import resolve as algorithm
+from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.args import Args
-from instep.arguments.concern import Draft, Problem, Resolver, Rule, Unreadable
+from instep.arguments.concern import Draft, Given, Problem, Resolver, Rule, Unreadable
 from instep.arguments.engine_rules import derive_backend, read_topology, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
@@ -34,12 +34,9 @@ from instep.arguments.serving import derive_serving, serving
 from instep.engines.topology import responses_per_request as most_responses
 from instep.engines.topology import served_models
 
-# Flags of the algorithms that do not go together; docs/algorithms.md shows them.
-COMBINATIONS = (*algorithm_rules.RULES, *loss_rules.RULES, *critic_rules.RULES)
-
 
 def responses_per_request(args: Args, given: object) -> int:
-    return 1 if args.command in ("sft", "dpo") else most_responses(args, served_models(args))
+    return 1 if args.command in OFFLINE else most_responses(args, served_models(args))
 
 
 # In this order: each may read what those before it have set.
@@ -48,13 +45,14 @@ RESOLVERS: tuple[Resolver, ...] = (
     *debugging.RESOLVERS,
     *cluster.RESOLVERS,
     responses_per_request,
+    *algorithm.RESOLVERS,
     *distillation.RESOLVERS,
     *data.RESOLVERS,
     *rollout.RESOLVERS,
     *evaluation.RESOLVERS,
 )
 # `instep plan` asks only where things go.
-PLAN_RULES: tuple[Rule, ...] = (topology, *cluster.PLANNED_RULES)
+PLAN_RULES: tuple[Rule, ...] = (topology, critic_rules.size, *cluster.PLANNED_RULES)
 SERVE_RULES: tuple[Rule, ...] = (serving, *model.SERVED_RULES, topology, *cluster.RULES)
 RULES: tuple[Rule, ...] = (
     *model.RULES,
@@ -68,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     *megatron.RULES,
     topology,
     *cluster.RULES,
+    critic_rules.size,
     critic_rules.critic,
     *optimizer.RULES,
     *evaluation.RULES,
@@ -82,10 +81,9 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
-        *_step(scan, "loss_type n_samples_per_prompt", partial(offline.resolve_offline, args, given)),
+        *_step(scan, "loss_type eps_clip eps_clip_high", partial(_take_defaults, args, given)),
         *_step(scan, "debug_rollout_only port", partial(derive_serving, args)),
         *_step(scan, "rollout_backend", partial(derive_backend, args)),
-        *_step(scan, _OF_LOSSES, partial(loss_rules.derive_losses, args, set(given))),
     ]
     for resolver in RESOLVERS:
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
@@ -99,7 +97,8 @@ def check(args: Draft, scan: Scan) -> list[Problem]:
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
 
 
-_OF_LOSSES = "eps_clip eps_clip_high tis_lower_bound tis_upper_bound tis_batch_normalize rs_lower_bound rs_upper_bound"
+def _take_defaults(args: Draft, given: Given) -> None:
+    vars(args).update(algorithm.own_defaults(args, given))
 
 
 def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from instep.algorithms.catalog import ALGORITHMS
 from instep.checkpoints.folders import TRACKER
 from instep.cluster.placement import num_critic_gpus
 from instep.controller.ledger import Ledger
@@ -149,8 +150,9 @@ def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
         yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
     for folder in folders:
         missing = missing_parts(folder, int(args.get("world_size") or 1))
-        if args.get("advantage_estimator") == "ppo":
-            missing += [f"critic: {m}" for m in _missing_files(folder / "critic", num_critic_gpus(Namespace(**args)))]
+        known = args.get("advantage_estimator") in ALGORITHMS
+        if known and (num_ranks := num_critic_gpus(Namespace(**args))):
+            missing += [f"critic: {m}" for m in _missing_files(folder / "critic", num_ranks)]
         text = "complete" if not missing else f"without {', '.join(missing)}"
         yield Check(folder.name, "fail" if missing else "ok", text, "remove it; --ckpt-step names another one")
     tracker = root / TRACKER

@@ -17,7 +17,7 @@ PATH = Path(__file__).parents[2] / "instep/arguments/fields.pyi"
 # Rules see to it that these are given or follow from others; they are None only in commands that do not read them.
 REQUIRED = {
     *("hf_checkpoint", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size"),
-    *("eps_clip_high", "rs_lower_bound", "rs_upper_bound", "port"),
+    "port",
 }
 # What neither a flag nor a resolver sets.
 FURTHER = {
@@ -26,9 +26,6 @@ FURTHER = {
     "megatron_config": "dict[str, dict[str, Any]]",
     "megatron_overrides": "dict[str, Any]",
     "router_overrides": "dict[str, list[str]]",
-    "tis_batch_normalize": "bool",
-    "tis_lower_bound": "float",
-    "tis_upper_bound": "float",
     "vllm_overrides": "dict[str, list[str]]",
     "vllm_topology": "Any",
 }

@@ -1,4 +1,4 @@
-"""What PPO's critic needs, and that there is none without PPO."""
+"""What a critic needs, and which flags have no effect without one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from instep.algorithms.catalog import algorithm_of, listed, names_where
+from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
 from instep.arguments.concern import Problem
 from instep.arguments.roles import args_of_role
-from instep.arguments.rules import Rule, attribute, given, without
 from instep.cluster.placement import num_critic_gpus
 
-# What acts with a critic only, which PPO alone has.
+_NO_CRITIC = "there is no critic without PPO"
+_ADD_CRITIC = (
+    f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
+)
 RULES = tuple(
-    Rule(
-        without("ppo"),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.has_critic),
         flag,
         given(flag),
-        "there is no critic without PPO",
-        "leave it out, or add --advantage-estimator ppo",
-        attribute(flag),
+        _NO_CRITIC,
+        _ADD_CRITIC,
     )
     for flag in (
         "--critic-load",
@@ -34,8 +37,14 @@ RULES = tuple(
 )
 
 
+def size(args: Args, given: set[str]) -> Iterator[Problem]:
+    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
+        if name in given and not algorithm_of(args).has_critic:
+            yield Problem(_NO_CRITIC, "--" + name.replace("_", "-"), _ADD_CRITIC)
+
+
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Sizes and rates of the critic."""
+    """Sizes and rates of the critic that contradict those of the run."""
     if not num_critic_gpus(args):
         return
     if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:
