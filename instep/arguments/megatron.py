@@ -32,6 +32,7 @@ from instep.arguments.flag import (
     text,
 )
 from instep.arguments.model import known_config
+from instep.models.shape import FAMILIES
 
 PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
@@ -238,7 +239,7 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
 
     A key that the file lacks is not compared: transformers then uses a default of the family.
     """
-    rope = config.get("rope_parameters") or {}
+    rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     actual = {
         "--num-layers": config.get("num_hidden_layers"),
@@ -250,7 +251,10 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
         "--vocab-size": config.get("vocab_size"),
         "--norm-epsilon": config.get("rms_norm_eps", config.get("layer_norm_eps")),
         "--rotary-base": config.get("rope_theta", rope.get("rope_theta")),
+        "--rotary-percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", family and 1.0)),
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else None,
+        "--qk-layernorm": family and family.qk_norm,
+        "--add-qkv-bias": family and family.qkv_bias,
     }
     if "tie_word_embeddings" in config:
         actual["--untie-embeddings-and-output-weights"] = not config["tie_word_embeddings"]

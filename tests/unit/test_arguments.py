@@ -87,6 +87,10 @@ def test_the_seeds_model_script_is_accepted_and_checked():
     text = refusal(script.replace("--num-layers 4", "--num-layers 36") + " --untie-embeddings-and-output-weights")
     assert "--num-layers: is 36, but config.json says 4" in text
     assert "--untie-embeddings-and-output-weights: is True, but config.json says False" in text
+    Path("model/config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2"}))
+    text = refusal("--qk-layernorm --add-qkv-bias --rotary-percent 0.5")
+    assert "--qk-layernorm: is True, but config.json says False" in text and "--add-qkv-bias" not in text
+    assert "--rotary-percent: is 0.5, but config.json says 1.0" in text
 
 
 def test_sft_shares_the_parser():
