@@ -34,9 +34,10 @@ from instep.arguments import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402
-from instep.engines.launch import Engine  # noqa: E402
+from instep.engines.engine import Engine  # noqa: E402
+from instep.engines.wire import GENERATE, Completion  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
-from instep.rollout.client import GENERATE, Completion, complete  # noqa: E402
+from instep.rollout.client import complete  # noqa: E402
 from instep.types import Sample, TokenBatch  # noqa: E402
 
 LIMIT = 1.2  # of the ratio of the two mean gaps

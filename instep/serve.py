@@ -86,9 +86,9 @@ def describe(args: Any, fleet: Fleet, logs: Path) -> tuple[Table, str]:
             table.add_row("model", model_path(args, model))
             table.add_row("  address", "http://{}:{}/v1".format(*addresses[model.name]))
             for engine in fleet.of_model(model.name):
-                offers, role = engine.capabilities, "" if engine.role == "regular" else f"{engine.role}, "
-                version = f" {offers.version}" if offers.version else ""
-                table.add_row(f"  {engine.name}", f"{role}{offers.kind}{version} on {args.device}, {engine.url}")
+                what = f"{engine.kind.name} {engine.capabilities.version}".rstrip()
+                role = "" if engine.role == "regular" else f"{engine.role}, "
+                table.add_row(f"  {engine.name}", f"{role}{what} on {args.device}, {engine.url}")
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
     messages = [{"role": "user", "content": "Hello"}]

@@ -23,6 +23,7 @@ class Runtime(TypedDict, total=False):
     vllm_router_port: int
     vllm_model_routers: dict[str, tuple[str, int]]
     rollout_engine_urls: list[str]
+    rollout_engine_kind: str
     vllm_model_engine_urls: dict[str, list[str]]
     num_rollout: int
     rollout_max_context_len: int | None

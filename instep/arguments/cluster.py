@@ -12,6 +12,7 @@ from instep.arguments.concern import Given, Problem
 from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 
@@ -159,9 +160,11 @@ def cpu_cores(args: Args, given: set[str]) -> Iterator[Problem]:
 def engine_size(args: Args, given: set[str]) -> Iterator[Problem]:
     if args.command in OFFLINE:
         return
-    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1 and args.vllm_topology is None:
-        what = f"{args.rollout_num_gpus_per_engine} GPUs, but the embedded engine uses one"
-        yield Problem(what, "--rollout-num-gpus-per-engine", "use 1, or --rollout-backend vllm")
+    kind, size = named_kind(args), args.rollout_num_gpus_per_engine
+    if kind is not None and kind.max_num_gpus is not None and size > kind.max_num_gpus and args.vllm_topology is None:
+        what = f"{size} GPUs, but {kind.title} uses {kind.max_num_gpus}"
+        remedy = f"use at most {kind.max_num_gpus}, or another --rollout-backend"
+        yield Problem(what, "--rollout-num-gpus-per-engine", remedy)
 
 
 def external_engines(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -180,7 +180,6 @@ class Fields:
     ref_served_model: str | None
     ref_update_interval: int | None
     rejected_key: str
-    responses_per_request: int
     reward_key: str | None
     reward_num_workers: int | None
     reward_timeout: float
@@ -188,7 +187,7 @@ class Fields:
     rm_type: str | None
     rm_url: str | None
     rollout_all_samples_process_path: str | None
-    rollout_backend: Literal["auto", "embedded", "vllm"]
+    rollout_backend: str
     rollout_batch_size: int
     rollout_external_engine_addrs: list[str] | None
     rollout_function_path: str
@@ -288,5 +287,6 @@ class HookFields(Fields):
     vllm_router_port: int
     vllm_model_routers: dict[str, tuple[str, int]]
     rollout_engine_urls: list[str]
+    rollout_engine_kind: str
     vllm_model_engine_urls: dict[str, list[str]]
     num_rollout: int

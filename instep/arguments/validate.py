@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from instep.algorithms.catalog import OFFLINE
 from instep.arguments import (
     cluster,
     data,
@@ -21,30 +20,23 @@ from instep.arguments import (
     optimizer,
     reward,
     rollout,
+    serving,
 )
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import resolve as algorithm
 from instep.arguments.algorithm.rules import COMBINATIONS
-from instep.arguments.args import Args
 from instep.arguments.concern import Draft, Given, Problem, Resolver, Rule, Unreadable
-from instep.arguments.engine_rules import derive_backend, read_topology, topology
+from instep.arguments.engine_rules import read_topology, rollout_backend, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
-from instep.arguments.serving import derive_serving, serving
-from instep.engines.topology import responses_per_request as most_responses
-from instep.engines.topology import served_models
-
-
-def responses_per_request(args: Args, given: object) -> int:
-    return 1 if args.command in OFFLINE else most_responses(args, served_models(args))
-
 
 # In this order: each may read what those before it have set.
 RESOLVERS: tuple[Resolver, ...] = (
     *model.RESOLVERS,
+    *serving.RESOLVERS,
     *debugging.RESOLVERS,
+    rollout_backend,
     *cluster.RESOLVERS,
-    responses_per_request,
     *algorithm.RESOLVERS,
     *distillation.RESOLVERS,
     *data.RESOLVERS,
@@ -53,10 +45,10 @@ RESOLVERS: tuple[Resolver, ...] = (
 )
 # `instep plan` asks only where things go.
 PLAN_RULES: tuple[Rule, ...] = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: tuple[Rule, ...] = (serving, *model.SERVED_RULES, topology, *cluster.RULES)
+SERVE_RULES: tuple[Rule, ...] = (serving.only_served, *model.SERVED_RULES, topology, *cluster.RULES)
 RULES: tuple[Rule, ...] = (
     *model.RULES,
-    serving,
+    serving.only_served,
     *data.RULES,
     *offline.RULES,
     *COMBINATIONS,
@@ -82,8 +74,6 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
         *_step(scan, "loss_type eps_clip eps_clip_high", partial(_take_defaults, args, given)),
-        *_step(scan, "debug_rollout_only port", partial(derive_serving, args)),
-        *_step(scan, "rollout_backend", partial(derive_backend, args)),
     ]
     for resolver in RESOLVERS:
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))

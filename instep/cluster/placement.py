@@ -11,19 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of
+from instep.engines.spec import Slot
 from instep.engines.topology import ServedModel, served_models
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-@dataclass(frozen=True, order=True)
-class Slot:
-    """One GPU (or one CPU process) of one node."""
-
-    node: int
-    gpu: int
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ from instep.controller.trainer import Trainer
 from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.engines.launch import DYING_SECONDS, Engine
+from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -91,7 +92,7 @@ class Controller:
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
         self._memory = PssSampler()
         hooks = ", ".join(path for _, path in own_hooks(args))
-        dying = DYING_SECONDS if args.rollout_backend == "vllm" else 0.0
+        dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self._check_rollout, hooks, args.controller_memory_limit, dying)
         checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
         self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from instep.arguments.args import Args
-from instep.arguments.concern import Draft
-from instep.engines.start import resolve_backend
+from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
 
@@ -16,7 +15,7 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
     `--device cuda` is what its nodes have.
 
     Raises:
-        ConfigError: there is no such device, or vLLM is meant and not installed.
+        ConfigError: there is no such device, or an engine is meant that is not installed.
     """
     device, precision, num_threads = args.device, args.precision, args.num_threads
     if device == "auto":
@@ -27,7 +26,5 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
         precision = "bf16" if device == "cuda" else "fp32"
     if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
         num_threads = num_threads or num_usable_cpus()
-    out = Draft(set(), **{**vars(args), "device": device, "precision": precision, "num_threads": num_threads})
-    if with_engines:
-        resolve_backend(out)
-    return Args(**vars(out))
+    args = args.replace(device=device, precision=precision, num_threads=num_threads)
+    return args.replace(rollout_backend=resolve_backend(args)) if with_engines else args

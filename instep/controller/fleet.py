@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
-from instep.controller.health import Health
-from instep.engines.launch import Engine
+from instep.controller.health import HealthWatch
+from instep.engines.engine import Engine
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
@@ -84,11 +84,13 @@ class Fleet:
             url = urlsplit(router.url if router is not None else engine.url)
             addresses[engine.model] = (str(url.hostname), int(url.port or 0))
         host, port = addresses.get(self._default, ("127.0.0.1", 0))
+        policy = self.of_model(self._default)
         return {
             "vllm_router_ip": host,
             "vllm_router_port": port,
             "vllm_model_routers": addresses,
-            "rollout_engine_urls": [engine.url for engine in self.of_model(self._default)],
+            "rollout_engine_urls": [engine.url for engine in policy],
+            "rollout_engine_kind": policy[0].kind.name if policy else "",
             "vllm_model_engine_urls": {name: [engine.url for engine in self.of_model(name)] for name in addresses},
         }
 
@@ -118,9 +120,9 @@ class Fleet:
         self._states = dict.fromkeys(self._states, "ready")
         self._ready = True
         for engine in self.engines:
-            if engine.process is None or engine.capabilities.plugin:  # embedded ones send heartbeats
+            if engine.process is None or not engine.kind.sends_heartbeats:
                 options: Any = {"lost": self._notice, "back": self._is_well, "closed": self._closed}
-                Health(engine, self._args.heartbeat_timeout, **options)
+                HealthWatch(engine, self._args.heartbeat_timeout, **options)
 
     def _check_theirs(self, router: Router) -> None:
         """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""

@@ -16,7 +16,7 @@ from instep.controller.role import Metrics, RoleTrainer
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
 from instep.processes import watched
-from instep.rollout.client import get_model_url
+from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer
 from instep.rollout.teacher import ServedTeacher
@@ -59,7 +59,8 @@ def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
         return None
     url = get_model_url(hook_args, args.ref_served_model, "")
     where = f"--ref-served-model {args.ref_served_model}, at {url}"
-    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out")
+    wire = wire_of(hook_args)
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire)
 
 
 class TrainingRound:

@@ -15,8 +15,9 @@ import torch
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.cluster.engine_start import start_engine, start_router
+from instep.engines.wire import GENERATE
 from instep.rollout import runtime
-from instep.rollout.client import GENERATE, complete
+from instep.rollout.client import complete
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
 NUM_ROLLOUT = 6

@@ -19,7 +19,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.session import EngineGone, Session
 from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from instep.types import Sample

@@ -142,7 +142,7 @@ def tracker_corrupt(place: Place) -> None:
 @scenario(shm_corrupted="error: a byte of a weight changes in shared memory during a sync")
 def shm_corrupted(place: Place) -> None:
     patch = """
-        from instep.engines.launch import Engine
+        from instep.engines.engine import Engine
         real = Engine.post
         def post(self, path, body=None, **kwargs):
             manifest = (body or {}).get("update_info", {}).get("manifest")

@@ -14,7 +14,8 @@ from instep.arguments.all_flags import nearest, own_flags, passed_through
 from instep.arguments.concern import Draft, Unreadable
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
-from instep.cluster.placement import Slot, make_plan
+from instep.cluster.placement import make_plan
+from instep.engines.spec import Slot
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal
 

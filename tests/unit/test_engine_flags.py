@@ -17,7 +17,7 @@ from instep.arguments.sglang import SGLANG
 from instep.cli import main
 from instep.engines import flags
 from instep.engines.flags import PREFIXES, TABLES, flag_table, merge, read_table, router_arguments, vllm_arguments
-from instep.engines.owned import owned
+from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_tables_hold_the_packages_flags():
 def test_every_flag_acts_or_says_what_to_use_instead():
     for package, versions in TABLES.items():
         fields = {flag.field for version in versions for flag in read_table(package, version).flags}
-        reasons = {field: (why, instead) for field, why, instead in owned(package)}
+        reasons = {field: (why, instead) for field, why, instead in reserved(package)}
         assert set(reasons) <= fields, set(reasons) - fields
         for flag in flag_table(package).flags:
             for name in (*flag.names, *flag.negations):

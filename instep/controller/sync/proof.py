@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.controller.sync.session import Session
-from instep.engines.launch import Engine
-from instep.errors import EngineError, SyncError
+from instep.engines.engine import Engine
+from instep.errors import SyncError
 from instep.types import TokenBatch
 from instep.weights.way import GOLDEN, Sent
 
@@ -143,15 +143,7 @@ class Proof:
         out: list[float] = []
         replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
         for replica, tokens in itertools.product(replicas, self._probe):
-            body = {
-                "token_ids": tokens,
-                "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
-            }
-            answer = engine.post("/inference/v1/generate", body, timeout=session.seconds_left(), replica=replica)
-            entries = answer.get("prompt_logprobs")
-            if not entries or len(entries) != len(tokens):
-                raise EngineError(f"{engine.name} returned no prompt_logprobs for the probe", where=engine.url)
-            out += [float(e[str(t)]["logprob"]) for e, t in zip(entries[1:], tokens[1:], strict=True)]
+            out += engine.prompt_log_probs(tokens, timeout=session.seconds_left(), replica=replica)
         return out
 
     def _name_culprits(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
@@ -160,8 +152,7 @@ class Proof:
         wrong_sent = sorted(name for name, digest in sent.digests.items() if ours.get(name) != digest)
         if not engine.capabilities.digests or sent.digest_kind != ENGINE_DIGESTS:
             return f"Sent wrongly: {', '.join(wrong_sent[:8]) or 'nothing'}; this engine cannot say what it holds."
-        answer = engine.post("/weight_checker", {"action": "checksum"}, timeout=session.seconds_left())
-        theirs = answer.get("checksums", {})
+        theirs = engine.weight_digests(timeout=session.seconds_left())
         wrong_held = sorted(n for n, d in ours.items() if n in theirs and theirs[n] != d)
         if wrong_held:
             return f"Tensors that differ from the trainer's: {', '.join(wrong_held[:8])}."

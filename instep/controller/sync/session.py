@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from instep.controller.role import RoleTrainer
-from instep.engines.launch import DYING_SECONDS, Engine, EngineRefusal
+from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.rollout import admission
 from instep.weights.way import GOLDEN, Order, Sent, way_named
@@ -74,7 +74,7 @@ class Session:
         """Wait until no request of this run is under way; with `keep` they stay, and engines tell the versions."""
         while self.args.pause_mode != "keep" and admission.num_under_way():
             if self.args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
-                self._post("/abort_requests")
+                self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
             time.sleep(admission.LOOK_SECONDS)
             self.actor.watch()
             self.seconds_left()
@@ -87,13 +87,13 @@ class Session:
         """
         carriage = _Carriage(self, way, secrets.token_hex(8))
         try:
-            self._post("/pause", mode=self.args.pause_mode)
+            self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
             self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
             sent = way_named(way).drive(carriage)
             names = [t.name for t in sent.tensors]
             self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
-            self._post("/reset_prefix_cache")
-            self._post("/resume")
+            self.each(lambda e: e.reset_cache(timeout=self.seconds_left()))
+            self.each(lambda e: e.resume(timeout=self.seconds_left()))
         except EngineRefusal as refusal:
             tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
             raise SyncError(
@@ -103,9 +103,6 @@ class Session:
                 f"and try --sync-way {GOLDEN} if it happens again",
             ) from refusal
         return sent
-
-    def _post(self, path: str, **query: Any) -> None:
-        self.each(lambda e: e.post(path, timeout=self.seconds_left(), **query))
 
     def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
         """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
@@ -120,7 +117,7 @@ class Session:
                 answers[engine.url] = calls[engine.url].result()
             except EngineError as error:
                 refused = isinstance(error, EngineRefusal) and (error.code < 500 or error.tensor is not None)
-                dying = DYING_SECONDS if engine.capabilities.plugin else 1.0
+                dying = max(1.0, engine.kind.dying_seconds)
                 if not self._gone(engine, 0.0 if refused else dying):
                     raise
                 self._leave(engine, error)

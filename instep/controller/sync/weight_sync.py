@@ -24,7 +24,7 @@ import psutil
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.rollout import admission
 
 

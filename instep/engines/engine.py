@@ -1,11 +1,9 @@
-"""A running engine and the control calls that go to it directly; the command line of the embedded one."""
+"""A running engine, and the control calls that go to it directly."""
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import re
 import time
 import urllib.error
 import urllib.parse
@@ -14,24 +12,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from instep.engines.capabilities import EMBEDDED, PROTOCOL, Capabilities, of_vllm
-from instep.engines.topology import POLICY, Role
-from instep.errors import ConfigError, EngineError
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV, Process, stop_all, watched
+from instep.engines.capabilities import Capabilities
+from instep.engines.http import open_directly
+from instep.engines.kind import EngineKind, all_kinds
+from instep.engines.topology import POLICY, ServerRole
+from instep.errors import EngineError
+from instep.processes import Process, stop_all, watched
 
-INFO_SECONDS = 60.0  # for what vLLM says of itself; it looks at its host first
-PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
-DYING_SECONDS = 6.0  # that vLLM's server may take to end after its core (it looks every 5 s); it answers 500 until then
-# Engines are on loopback or named by address: a proxy of the environment never stands between.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-Health = Literal["well", "unwell", "silent", "away"]
-PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
+HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
 
 class Engine:
     """One running engine: its address, its process (None for one that somebody else runs) and its control calls.
 
     Args:
+        kind: None for one that somebody else runs, until `identify` has asked it.
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
         num_replicas: data-parallel ones, of which each has the weights.
@@ -42,18 +37,27 @@ class Engine:
         name: str,
         url: str,
         process: Process | None = None,
-        capabilities: Capabilities = EMBEDDED,
+        kind: EngineKind | None = None,
         *,
         model: str = POLICY,
-        role: Role = "regular",
+        role: ServerRole = "regular",
         update_weights: bool = True,
         num_replicas: int = 1,
     ):
-        self.name, self.url, self.process, self.capabilities = name, url, process, capabilities
+        self.name, self.url, self.process, self._kind = name, url, process, kind
         self.model, self.role, self.update_weights = model, role, update_weights
         self.num_replicas = num_replicas
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
         self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
+
+    @property
+    def kind(self) -> EngineKind:
+        assert self._kind is not None, f"{self.name} has not been asked yet what it is"
+        return self._kind
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.kind.capabilities
 
     def check_alive(self) -> None:
         """Raise EngineError if the process has ended, or has been stopped."""
@@ -90,10 +94,10 @@ class Engine:
         """Whether `/health` answers 200 now."""
         return self.health(timeout) == "well"
 
-    def health(self, timeout: float) -> Health:
+    def health(self, timeout: float) -> HealthAnswer:
         """What `/health` says: 200, an error (vLLM's core is dead), nothing in time; or nobody is there."""
         try:
-            with _open(self.url + "/health", timeout=timeout):
+            with open_directly(self.url + "/health", timeout=timeout):
                 return "well"
         except urllib.error.HTTPError:
             return "unwell"
@@ -110,9 +114,9 @@ class Engine:
         return self.answers(timeout) or bool(self._calls) or time.monotonic() - self._last_call < timeout
 
     def answers(self, timeout: float) -> bool:
-        """False if `/is_paused` gets no answer: vLLM's server asks its core for it (and not for that of `/health`)."""
+        """False if what computes leaves the kind's `core_route` without an answer."""
         try:
-            with _open(self.url + "/is_paused", timeout=timeout):
+            with open_directly(self.url + self.kind.core_route, timeout=timeout):
                 return True
         except TimeoutError:
             return False
@@ -122,28 +126,13 @@ class Engine:
     def identify(self) -> None:
         """Ask an engine that somebody else runs what it is. Raises EngineError or ConfigError: nothing usable."""
         try:
-            with _open(self.url + "/version", timeout=10.0) as answer:
-                self.capabilities = of_vllm(json.loads(answer.read())["version"])
-            with _open(self.url + "/server_info?config_format=json", timeout=INFO_SECONDS) as answer:
-                config = json.loads(answer.read())["vllm_config"]
-            self.num_replicas = int(config["parallel_config"]["data_parallel_size"])
-            log_probs = config["model_config"]["logprobs_mode"]
-            transfer = (config["weight_transfer_config"] or {}).get("backend", "none")
-        except urllib.error.HTTPError as error:
-            if error.url.endswith("/version"):
-                self.capabilities = EMBEDDED
-                return
-            what = f"{self.name} has no control routes"
-            raise ConfigError(what, where=self.url, remedy="start it with VLLM_SERVER_DEV_MODE=1") from None
+            found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
-        if log_probs != "processed_logprobs":
-            what = f"{self.name} answers with {log_probs}, not with those of the distribution that it samples from"
-            raise ConfigError(what, where=self.url, remedy="start it with --logprobs-mode processed_logprobs")
-        if self.update_weights and transfer != PLUGIN_ENGINE:
-            what = f"{self.name} takes weights by {transfer}, not by {PLUGIN_ENGINE}"
-            remedy = f"""start it with instep-vllm and --weight-transfer-config '{{"backend": "{PLUGIN_ENGINE}"}}'"""
-            raise ConfigError(what, where=self.url, remedy=remedy)
+        if not found:
+            known = ", ".join(kind.title for kind in all_kinds())
+            raise EngineError(f"{self.name} is none of the engines that instep knows: {known}", where=self.url)
+        self._kind = found[0]
 
     def post(
         self,
@@ -180,7 +169,7 @@ class Engine:
             headers["X-data-parallel-rank"] = str(replica)
         request = urllib.request.Request(url, json.dumps(body or {}).encode(), headers, method="POST")
         try:
-            with _open(request, timeout=max(0.1, timeout)) as answer:
+            with open_directly(request, timeout=max(0.1, timeout)) as answer:
                 text = answer.read()
                 return json.loads(text) if text.strip() else {}
         except urllib.error.HTTPError as error:
@@ -202,34 +191,38 @@ class Engine:
                 remedy="see its log; raise --sync-timeout if it is only slow",
             ) from error
 
-    # ---- a weight session (docs/architecture.md), the same steps for every kind --------------------------------------
+    # ---- control calls, in the words of its kind (kind.py says what they do) -----------------------------------------
+
+    def pause(self, mode: str, *, timeout: float) -> None:
+        self.kind.pause(self, mode, timeout=timeout)
+
+    def reset_cache(self, *, timeout: float) -> None:
+        self.kind.reset_cache(self, timeout=timeout)
+
+    def resume(self, *, timeout: float) -> None:
+        self.kind.resume(self, timeout=timeout)
+
+    def abort_requests(self, *, timeout: float) -> None:
+        """End all its requests with what they have."""
+        self.post(self.kind.wire.abort_route, timeout=timeout)
 
     def start_update(self, version: str, nonce: str, *, timeout: float) -> None:
-        """Announce a session; a former one that never ended is abandoned."""
-        session = {"version": version, "nonce": nonce}
-        if not self.capabilities.plugin:
-            self.post("/start_weight_update", session, timeout=timeout)
-            return
-        announced = {"init_info": {"protocol": PROTOCOL, **session}}
-        try:
-            self.post("/init_weight_transfer_engine", announced, timeout=timeout)
-        except EngineRefusal as refusal:
-            if "a session is active" not in refusal.what:
-                raise
-            with contextlib.suppress(EngineRefusal):  # of a worker on which it is over already
-                self.post("/finish_weight_update", timeout=timeout)
-            self.post("/init_weight_transfer_engine", announced, timeout=timeout)
-        self.post("/start_weight_update", timeout=timeout)
+        self.kind.start_update(self, version, nonce, timeout=timeout)
 
     def update(self, info: dict[str, Any], *, timeout: float) -> None:
-        """One bucket, or a checkpoint on disk: checked, then loaded."""
-        self.post("/update_weights", {"update_info": info}, timeout=timeout)
+        self.kind.update(self, info, timeout=timeout)
 
     def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
-        """End the session; refused if one of `names`, or another weight of the model, was not delivered."""
-        if self.capabilities.plugin:
-            self.update({"backend": "complete", "names": list(names)}, timeout=timeout)
-        self.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+        self.kind.finish_update(self, version, names, timeout=timeout)
+
+    def weight_digests(self, *, timeout: float) -> dict[str, str]:
+        return self.kind.weight_digests(self, timeout=timeout)
+
+    def prompt_log_probs(self, tokens: Sequence[int], *, timeout: float, replica: int | None = None) -> list[float]:
+        """Log-probs of the second to the last of `tokens` at temperature 1, under the weights that it has."""
+        wire = self.kind.wire
+        answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
+        return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
 
     def stop(self) -> None:
         if self.process is not None:
@@ -246,32 +239,13 @@ class EngineRefusal(EngineError):
     @classmethod
     def from_answer(cls, engine: Engine, path: str, code: int, text: str) -> EngineRefusal:
         try:
-            error = json.loads(text)["error"]
-            message, tensor = str(error.get("message", text)), error.get("tensor")
-            if match := PLUGIN_MISMATCH.search(message):
-                message, tensor = match[2], match[1] or None
+            message, tensor = engine.kind.read_refusal(json.loads(text)["error"])
         except (ValueError, KeyError, TypeError, AttributeError):
             message, tensor = text[:500], None
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor, code=code)
 
 
-def embedded_command(args: Any, path: str, words: Sequence[str], host: str, port: int | str) -> list[str]:
-    """What follows the interpreter, for an embedded engine that serves `path` on `host` only.
-
-    Args:
-        words: of `--max-model-len`, `--max-num-seqs` and `--dtype` those that are set.
-    """
-    command = ["-m", "instep.engines.embedded", "--model", path, "--host", host, "--port", str(port)]
-    command += ["--device", args.device, *([] if "--dtype" in words else ["--dtype", engine_dtype(args)]), *words]
-    return [*command, "--batch-invariant"] if args.deterministic_mode else command
-
-
-def embedded_env(args: Any, num_threads: int) -> dict[str, str]:
-    env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
-    return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
-
-
-def engine_dtype(args: Any) -> str:
-    """Of an engine's weights where `--vllm-dtype` does not say it: the trainer's. `auto` of a plan is a GPU's."""
-    full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
-    return "float32" if full else "bfloat16"
+def external_engines(args: Any) -> list[Engine]:
+    """The engines of `--rollout-external-engine-addrs`; what they are is asked for when they are ready."""
+    addresses = args.rollout_external_engine_addrs or ()
+    return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]

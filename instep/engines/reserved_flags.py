@@ -1,4 +1,4 @@
-"""Flags of vLLM and of the router that instep sets itself: why, and what to use instead."""
+"""Reserved flags: those of vLLM and of the router that instep sets itself; why, and what to use instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECRET = "the command line of a process can be read by all users of the host"
 _PD = "instep gives the router its engines"
 
 # Fields, why, instead.
-_OWNED: dict[Package, tuple[tuple[str, str, str], ...]] = {
+_RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
     "vllm": (
         ("model", _ONE_MODEL, "--hf-checkpoint, or model_path in --vllm-config"),
         ("served_model_name", _ONE_MODEL + ", and requests name its folder", "--hf-checkpoint"),
@@ -70,8 +70,8 @@ _OWNED: dict[Package, tuple[tuple[str, str, str], ...]] = {
 }
 
 
-def owned(package: Package) -> Iterator[tuple[str, str, str]]:
+def reserved(package: Package) -> Iterator[tuple[str, str, str]]:
     """Field, why, and what to use instead ("" where nothing is needed), of each."""
-    for fields, why, instead in _OWNED[package]:
+    for fields, why, instead in _RESERVED[package]:
         for field in fields.split():
             yield field, why, instead
