@@ -222,4 +222,5 @@ def bf16(args: Args, given: set[str]) -> Iterator[Problem]:
 
 
 PLANNED_RULES = (hosts, placement)
-RULES = (cpu_cores, engine_size, external_engines, *PLANNED_RULES, bf16)
+SERVED_RULES = (engine_size, external_engines, *PLANNED_RULES, bf16)
+RULES = (cpu_cores, *SERVED_RULES)

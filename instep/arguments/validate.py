@@ -45,7 +45,7 @@ RESOLVERS: tuple[Resolver, ...] = (
 )
 # `instep plan` asks only where things go.
 PLAN_RULES: tuple[Rule, ...] = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: tuple[Rule, ...] = (serving.only_served, *model.SERVED_RULES, topology, *cluster.RULES)
+SERVE_RULES: tuple[Rule, ...] = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     serving.only_served,

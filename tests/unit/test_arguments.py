@@ -337,7 +337,9 @@ def test_help_shows_every_flag_that_acts():
     assert parse(example).num_rollout == 50  # the example that help shows is right
 
 
-def test_serve_takes_the_flags_of_engines_and_no_other():
+def test_serve_takes_the_flags_of_engines_and_no_other(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # a trainer's ranks would not fit
+    assert parse(["--hf-checkpoint", "model", "--device", "cpu"], "serve").device == "cpu"
     text = format_help("serve")
     shown = {name for name in own_flags() if f"  {name} " in text or f"  {name}\n" in text}
     assert shown == SERVED and max(map(len, text.splitlines())) <= 120
