@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -100,7 +99,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             controller.finish_step(step)
         synced = [s for group in controller.generate(options.num_steps) for s in group]
         controller.export_hf(scratch / "exported")
-        with fresh_engine(args, scratch) as fresh:
+        with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
         assert controller.last_sync is not None
@@ -146,8 +145,7 @@ def mean_gap(controller: Controller, samples: list[Sample]) -> float:
 @contextlib.contextmanager
 def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
     """One that serves `scratch/exported`, on the devices of the first."""
-    own = copy.copy(args)
-    own.hf_checkpoint = str(scratch / "exported")
+    own = args.replace(hf_checkpoint=str(scratch / "exported"))
     spec = dataclasses.replace(plan_engines(own)[0], index=1)
     engine = start_engine(own, spec, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
     try:

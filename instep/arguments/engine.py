@@ -1,11 +1,11 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused, size
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
 from instep.engines.kind import AUTO, kind_names
 
 PREFIX = "engine flags carry a prefix"
 
-ENGINE = Group(
+ENGINE = FlagGroup(
     "Engine and weight sync",
     (
         Flag(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem, Scan
+from instep.arguments.concern import Given, Problem
+from instep.arguments.parser import Scan
 from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
@@ -16,7 +17,7 @@ from instep.errors import ConfigError
 def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
     args.vllm_topology = None
-    if args.vllm_config is None or scan.broken.intersection(("vllm_config", "rollout_num_gpus_per_engine")):
+    if args.vllm_config is None:
         return
     try:
         args.vllm_topology = read(args.vllm_config)
@@ -25,16 +26,15 @@ def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     except ConfigError as unreadable:
         errors = [unreadable]
     if errors:
-        scan.broken.add("vllm_config")
-        args.vllm_topology = None
+        scan.broken.add("vllm_topology")
     for error in errors:
         yield Problem(error.what, error.where, error.remedy)
 
 
-def derive_backend(args: Args) -> None:
-    """`--rollout-backend auto` is the kind of which a flag is given that no other has."""
-    if named_kind(args) is None:
-        args.rollout_backend = next((kind.name for kind in all_kinds() if kind.is_meant(args)), args.rollout_backend)
+def rollout_backend(args: Args, given: Given) -> str:
+    """`auto` is the kind of which a flag is given that no other has."""
+    meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.is_meant(args))
+    return next(meant, args.rollout_backend)
 
 
 def topology(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -102,7 +102,7 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
 def _served_reference(args: Args) -> Iterator[Problem]:
     """That the reference is a model which is served, and stays as it is."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
-    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model)
+    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:
         yield Problem("there is no engine, or no trainer, in a part of a run", flag, "leave it out")
     elif model is None:

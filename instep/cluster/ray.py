@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from instep.arguments.args import SECRETS, Args
 from instep.arguments.roles import args_of_role
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
@@ -49,7 +48,7 @@ class RayCluster:
     critic: WorkerGroup
 
     def __init__(self, args: Any, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
-        self._args = Args(**{k: v for k, v in vars(args).items() if k not in SECRETS})
+        self._args = args.public()
         self._log_dir, self._status = log_dir, status
         self._plan = make_plan(args)
         self._with_engines = with_engines

@@ -16,14 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instep.arguments.table import own_hooks
+from instep.arguments.all_flags import own_hooks
+from instep.arguments.args import Runtime
 from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller import debug
-from instep.controller.device import resolve_device
+from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.metrics import (
@@ -62,12 +63,12 @@ class Controller:
 
     def __init__(self, args: Any, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
-        self.args, self._with_engines = args, with_engines
+        self._with_engines = with_engines
         self.run_dir = Path(args.run_dir)
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
-        resolve_device(args, with_engines=with_engines)
+        self.args = args = resolve_on_machine(args, with_engines=with_engines)
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
-        self._runtime: dict[str, Any] = {}
+        self._runtime: Runtime = {}
         self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
         source = load_function(args.data_source_path)(self.hook_args)
@@ -99,10 +100,9 @@ class Controller:
         self._changed = changed_arguments(self._resumed_state["args"], args) if self._resumed_state else []
         start = start_rollout_id(args, checkpoint, self._resumed_state)
         self.start_rollout_id = self.rollout_id = start
-        self._given = args.to_dict()  # before what is found out at the start changes it
         self.log = RunLogger(
             self.run_dir,
-            self._given,
+            args.to_dict(),
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
@@ -189,7 +189,8 @@ class Controller:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
         self._fleet.wait_ready(args.engine_start_timeout)
-        self._runtime.update({**self._fleet.hook_attributes(), "num_rollout": self.num_rollout})
+        self._runtime.update(self._fleet.hook_attributes())
+        self._runtime["num_rollout"] = self.num_rollout
         admission.guard(get_model_url(self.hook_args, endpoint="/"))
         if self._engines and self._trainer is not None:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
@@ -197,17 +198,17 @@ class Controller:
             self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
-        if (reference := served_reference(args, self.hook_args)) is not None:
-            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url))
+        if (name := args.ref_served_model) and (reference := served_reference(args, self.hook_args)) is not None:
+            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(name)[0].url))
         if self._engines:
             self._trial.with_engine()
 
     def _bound_context(self, most: int) -> None:
         """Responses end where their tokens could not be scored any more."""
-        args = self.args
-        own = args.rollout_max_context_len or longest(args) or int(self._hf_config.get("max_position_embeddings", most))
+        model = longest(self.args) or int(self._hf_config.get("max_position_embeddings", most))
+        own = self.hook_args.rollout_max_context_len or model
         if own > most:
-            args.rollout_max_context_len = most
+            self._runtime["rollout_max_context_len"] = most
             self.log.progress.line(
                 f"prompt and response end at {most} tokens: the model that scores them takes no more"
             )
@@ -343,7 +344,7 @@ class Controller:
                     "data_source": source_state(self.data_source.source, rollout_id),
                     "evaluations": self.evaluations,
                     "wandb_run_id": self.log.wandb_run_id,
-                    "args": self._given,
+                    "args": self.args.to_dict(),
                 }
                 saved = trainer.save(Path(args.save), rollout_id, state)
             if args.critic_save:

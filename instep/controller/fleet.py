@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
 from instep.controller.health import HealthWatch
@@ -75,7 +76,7 @@ class Fleet:
     def of_model(self, model: str) -> list[Engine]:
         return [engine for engine in self.engines if engine.model == model]
 
-    def hook_attributes(self) -> dict[str, Any]:
+    def hook_attributes(self) -> Runtime:
         """What hooks see of it, by attribute of `args`: where requests for each model go, and the engines."""
         addresses = {}
         for engine in self.engines:

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
-from instep.arguments.validate import NO_REWARD
+from instep.arguments.algorithm.distillation import NO_REWARD
 from instep.hooks import load_function
 from instep.observability.metrics import rollout_metrics
 from instep.rollout.outputs import flatten

@@ -190,8 +190,8 @@ def _auto_kind(device: str) -> EngineKind:
     return next(kind for kind in all_kinds() if kind.auto_device == device)
 
 
-def resolve_backend(args: Any) -> None:
-    """Set `args.rollout_backend` to what `auto` means on this machine; `args.device` is resolved.
+def resolve_backend(args: Any) -> str:
+    """The kind that `--rollout-backend` means on this machine; `args.device` is resolved.
 
     auto: vLLM beside a GPU, the embedded engine on a CPU (vLLM's start there takes half a minute, so it is asked for by
     name). The embedded engine is never chosen silently where there is a GPU.
@@ -202,10 +202,10 @@ def resolve_backend(args: Any) -> None:
     kind, how = named_kind(args), ""
     if kind is None:
         kind, how = _auto_kind(args.device), f" ({AUTO}, on {args.device})"
-        args.rollout_backend = kind.name
     if not args.rollout_external_engine_addrs:  # those say themselves what they are
         kind.check_installed(f"--rollout-backend {kind.name}{how}")
         kind.capabilities.check_pause(args.pause_mode)
+    return kind.name
 
 
 def engine_dtype(args: Any) -> str:

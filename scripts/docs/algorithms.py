@@ -1,6 +1,6 @@
 """The parts of docs/algorithms.md that are made: the table of the algorithms, and what goes with what.
 
-`python -m scripts.docs.algorithms` writes them; a test compares them with the document.
+`python scripts/docs/algorithms.py` writes them; a test compares them with the document.
 """
 
 from __future__ import annotations

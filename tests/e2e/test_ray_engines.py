@@ -20,9 +20,7 @@ from tests.e2e.test_engines import kill_one, two_engines
 def started(tiny, run_dir, address, words, **settings):
     """The cluster, started, of a run that only samples; and its engines' plan."""
     more = ["--cluster", "ray", "--ray-address", address, "--debug-rollout-only", *words.split()]
-    args = parse(grpo_arguments(tiny, run_dir, *more)[1:], "train")
-    for name, value in settings.items():
-        setattr(args, name, value)
+    args = parse(grpo_arguments(tiny, run_dir, *more)[1:], "train").replace(**settings)
     cluster = RayCluster(args, log_dir=run_dir / "logs", with_engines=True, status=print)
     try:
         cluster.start()

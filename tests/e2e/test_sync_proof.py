@@ -4,7 +4,6 @@ The corruption happens where it would: between the trainer's manifest and the en
 control message), while real workers and a real engine run.
 """
 
-import copy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +33,9 @@ def stack(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("stack")
     args = parse(grpo_arguments(tiny, folder)[1:], "train")
-    args.device, args.precision, args.rollout_backend = "cpu", "fp32", "embedded"
+    args = args.replace(device="cpu", precision="fp32", rollout_backend="embedded")
     workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    engine_args = copy.copy(args)
-    engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
+    engine_args = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7)))
     engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
         layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
@@ -222,11 +220,12 @@ def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
     assert "model." in str(caught.value)
 
 
-def test_the_deadline_is_kept(stack, sync, monkeypatch):
-    engine = stack[2]
-    monkeypatch.setattr(stack[0], "sync_timeout", 0.0)
+def test_the_deadline_is_kept(stack):
+    args, actor, engine = stack
+    sync = WeightSync(args.replace(sync_timeout=0.0), actor, vocab_size=50, max_len=128)
     with pytest.raises(SyncError, match="did not end within its time"):
         sync.run([engine])
+    sync.close()
 
 
 def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ def test_prefill_engines_leave_their_router_and_come_back(tiny, tmp_path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     words = ["--rollout-num-gpus", "4", "--prefill-num-servers", "2", "--debug-rollout-only", "--seed", "7"]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
-    args.device, args.precision, args.num_threads = "cuda", "bf16", 4
+    args = args.replace(device="cuda", precision="bf16", num_threads=4)
     cluster = LocalCluster(args, log_dir=tmp_path / "logs", scratch=tmp_path, with_engines=True)
     said: list[str] = []
     restart = cluster.restart_engine
@@ -221,7 +221,7 @@ def test_nixl_that_is_missing_is_an_error_before_anything_starts(tiny, tmp_path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ["--rollout-num-gpus", "2", "--prefill-num-servers", "1", "--debug-rollout-only"]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
-    args.device, args.precision, args.num_threads = "cuda", "bf16", 4
+    args = args.replace(device="cuda", precision="bf16", num_threads=4)
     cluster = LocalCluster(args, log_dir=tmp_path / "logs", scratch=tmp_path, with_engines=True)
     with pytest.raises(Exception, match="NIXL, which is not installed here"):
         cluster.start()

@@ -12,7 +12,7 @@ import torch
 
 from instep.arguments import parse
 from instep.arguments.algorithm.rules import COMBINATIONS
-from instep.arguments.table import own_flags
+from instep.arguments.all_flags import own_flags
 from instep.controller.advantages import add_advantages
 from instep.data.batch import build_batch
 from instep.errors import ConfigError, RewardError, RolloutError
@@ -76,8 +76,7 @@ def hook(monkeypatch):
 
 def named(args, **hooks):
     """`args` with hooks whose module cannot be found by the parser."""
-    vars(args).update(hooks)
-    return args
+    return args.replace(**hooks)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -151,8 +150,7 @@ def test_custom_advantages(arguments, hook):
     assert seen["total_lengths"] == [4, 5] and [s.index for s in seen["samples"]] == [0, 1]
     assert {"log_probs", "ref_log_probs", "rollout_log_probs"} <= seen.keys() and "values" not in seen
     assert seen["estimator"] == "dr_grpo"
-    args.normalize_advantages = True
-    whitened, _ = advantages(args, [sample(0, 0, 1.0, 2), sample(0, 1, 0.0, 3)])
+    whitened, _ = advantages(args.replace(normalize_advantages=True), [sample(0, 0, 1.0, 2), sample(0, 1, 0.0, 3)])
     assert whitened["advantages"].mean().item() == pytest.approx(0, abs=1e-6)
     assert whitened["advantages"].std().item() == pytest.approx(1, abs=1e-6)
 
@@ -222,15 +220,10 @@ def test_the_filter_of_dynamic_sampling():
 # ---- what goes with what ---------------------------------------------------------------------------------------------
 
 
-def test_a_combination_names_flags_and_attributes_that_exist():
+def test_a_combination_names_flags_that_exist():
     for combination in COMBINATIONS:
         flags = [word for word in combination.flags.replace(",", "").split() if word.startswith("--")]
         assert flags and set(flags) <= set(own_flags())
-        assert all(is_attribute(name) for name in combination.reads.split())
-
-
-def is_attribute(attribute):
-    return any(flag.attribute == attribute for flag in own_flags().values())
 
 
 REWARD_HOOK = "--custom-reward-post-process-path instep.hooks.load_function"

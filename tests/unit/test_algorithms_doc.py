@@ -9,7 +9,7 @@ import pytest
 
 from instep.algorithms.catalog import ALGORITHMS
 from instep.arguments import parse
-from instep.arguments.table import own_flags
+from instep.arguments.all_flags import own_flags
 from scripts.docs.algorithms import made
 from tests.assets import make_prompts
 
@@ -45,7 +45,7 @@ def test_every_algorithm_was_seen_to_learn() -> None:
 
 
 def test_what_is_made_is_that_of_the_catalog_and_the_validator() -> None:
-    assert made(TEXT) == TEXT, "python -m scripts.docs.algorithms"
+    assert made(TEXT) == TEXT, "python scripts/docs/algorithms.py"
 
 
 def test_every_flag_exists_and_every_file_and_heading_that_is_named() -> None:

@@ -15,7 +15,7 @@ from instep.algorithms.catalog import ALGORITHMS, OFFLINE, Algorithm, algorithm_
 from instep.algorithms.losses.policy import FORMS
 from instep.arguments import Args, parse
 from instep.arguments.algorithm.rules import COMBINATIONS
-from instep.arguments.table import own_flags
+from instep.arguments.all_flags import own_flags
 from instep.training.losses import LOSSES
 from tests.command_line import argv, make_folder
 

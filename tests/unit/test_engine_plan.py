@@ -84,8 +84,7 @@ vllm:
 )
 def test_each_model_is_served_at_a_port_of_its_own(words, ports):
     """That of its router, or of its only engine."""
-    args = arguments(words, MIXED)
-    args.port = 8000  # as `instep serve` does
+    args = arguments(words, MIXED).replace(port=8000)  # as `instep serve` does
     found = plan_engines(args)
     assert [engine.port for engine in found] == ports
     assert [router.port for router in plan_routers(args, found)] == [8000, 8001]

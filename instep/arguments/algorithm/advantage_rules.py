@@ -24,7 +24,6 @@ RULES = (
         lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
         "a group of one has no advantage: every sample equals its group's mean",
         f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
-        reads="n_samples_per_prompt",
     ),
     Combination(
         tuple(ALGORITHMS),
@@ -34,7 +33,6 @@ RULES = (
         ),
         "the rewards of a group of one never differ, so that every group would be dropped",
         "use at least 2, or leave the filter out",
-        reads="n_samples_per_prompt dynamic_sampling_filter_path",
     ),
     Combination(
         names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
@@ -80,7 +78,6 @@ RULES = (
         lambda a, given: a.gamma != 1,
         "has no effect: one advantage for all tokens of a response, nothing to discount",
         f"leave it out, or use {listed(_DISCOUNTED)}",
-        reads="gamma",
     ),
     Combination(
         names_where(lambda estimator, loss: not estimator.has_critic),
@@ -88,7 +85,6 @@ RULES = (
         lambda a, given: a.lambd != 1,
         "has no effect without a critic",
         f"leave it out, or use {listed(_WITH_CRITIC)}",
-        reads="lambd",
     ),
     # ---- KL ----
     Combination(
@@ -97,7 +93,6 @@ RULES = (
         lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
         "the KL counts twice",
         "let one of them be 0",
-        reads="kl_coef kl_loss_coef",
     ),
     Combination(
         (),
@@ -105,7 +100,6 @@ RULES = (
         lambda a, given: a.kl_loss_coef != 0 and not a.use_kl_loss,
         "has no effect without --use-kl-loss",
         "give both",
-        reads="kl_loss_coef",
     ),
     Combination(
         (),
@@ -113,7 +107,6 @@ RULES = (
         lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
         "there is no reference without a KL",
         "leave it out, or add --use-kl-loss",
-        reads="ref_update_interval kl_coef",
     ),
     Combination(
         (),
@@ -121,7 +114,6 @@ RULES = (
         lambda a, given: a.ref_served_model is not None and not a.use_kl_loss and a.kl_coef == 0,
         "there is no reference without a KL",
         "leave it out, or add --use-kl-loss",
-        reads="kl_coef",
     ),
     Combination(
         (),
@@ -136,7 +128,6 @@ RULES = (
         lambda a, given: a.ref_served_model is not None and a.rollout_temperature != 1,
         "an engine's log-probs of given tokens are those at temperature 1, the policy's those it sampled from",
         "sample at temperature 1, or leave --ref-served-model out",
-        reads="rollout_temperature",
     ),
     *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
     Combination(
@@ -145,7 +136,6 @@ RULES = (
         lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
         "the hook's rewards would replace those with the KL",
         "use --use-kl-loss, or take the KL off in the hook",
-        reads="kl_coef custom_reward_post_process_path",
     ),
     Combination(
         _SUCCESS_RATES,
@@ -153,7 +143,6 @@ RULES = (
         lambda a, given: a.kl_coef != 0,
         "a reward less a KL is no rate of success",
         "use --use-kl-loss",
-        reads="kl_coef",
     ),
     # ---- on-policy distillation ----
     Combination(
@@ -169,7 +158,6 @@ RULES = (
         lambda a, given: a.use_opd and (a.opd_teacher_load if a.opd_type == "model" else a.opd_teacher_url) is None,
         "there is no teacher",
         "give --opd-teacher-url, the address of a served one, or --opd-teacher-load, a checkpoint",
-        reads="opd_type opd_teacher_url opd_teacher_load rm_url",
     ),
     Combination(
         (),
@@ -184,7 +172,6 @@ RULES = (
         lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
         "says which step of --opd-teacher-load",
         "give both",
-        reads="opd_teacher_load",
     ),
     Combination(
         (),
@@ -192,7 +179,6 @@ RULES = (
         lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
         "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",
         "sample at temperature 1, or load the teacher with --opd-teacher-load",
-        reads="opd_type rollout_temperature",
     ),
     # ---- overlong responses ----
     Combination(
@@ -201,7 +187,6 @@ RULES = (
         lambda a, given: a.overlong_buffer_len is not None,
         "a reward less a penalty is no rate of success",
         "leave it out",
-        reads="overlong_buffer_len",
     ),
     Combination(
         (),
@@ -209,7 +194,6 @@ RULES = (
         lambda a, given: a.overlong_buffer_len is not None and a.custom_reward_post_process_path is not None,
         "the hook's rewards would replace those with the penalty",
         "take the penalty off in the hook",
-        reads="overlong_buffer_len custom_reward_post_process_path",
     ),
     *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
     Combination(
@@ -218,7 +202,6 @@ RULES = (
         lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
         "the buffer lies before that length",
         "give both",
-        reads="overlong_buffer_len rollout_max_response_len",
     ),
     Combination(
         (),
@@ -230,6 +213,5 @@ RULES = (
         ),
         "the buffer would begin before the response",
         "lower it",
-        reads="overlong_buffer_len rollout_max_response_len",
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from instep.algorithms.catalog import algorithm_of
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
+from instep.arguments.concern import Problem
 
 When = Callable[[Args, set[str]], bool]
 
@@ -34,8 +34,6 @@ class Combination:
         when: whether these flags are given so, from the arguments and the names of those that were given.
         what: why the combination makes no sense.
         remedy: what to do.
-        reads: the attributes that `when` reads. Where the value of one of them could not be read, the validator skips
-            the combination, because that fault is reported already.
         refused: False: the run starts, with a note.
     """
 
@@ -44,7 +42,6 @@ class Combination:
     when: When
     what: str
     remedy: str
-    reads: str = ""
     refused: bool = True
 
     def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
@@ -64,8 +61,4 @@ def only_with(needed: tuple[str, ...], *flags: str) -> list[Combination]:
         return lambda args, given: name in given and not any(getattr(args, other) for other in others)
 
     what = f"has no effect without {' or '.join(needed)}"
-    names = {flag: attribute(flag) for flag in flags}
-    return [
-        Combination((), flag, unused(name), what, "give both", reads=" ".join((name, *others)))
-        for flag, name in names.items()
-    ]
+    return [Combination((), flag, unused(attribute(flag)), what, "give both") for flag in flags]

@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep.algorithms.catalog import listed, names_where
-from instep.arguments.algorithm.combination import Combination, attribute, given
+from instep.algorithms.catalog import algorithm_of, listed, names_where
+from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
+from instep.arguments.concern import Problem
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
 
-NO_CRITIC = "there is no critic without PPO"
-ADD_CRITIC = (
+_NO_CRITIC = "there is no critic without PPO"
+_ADD_CRITIC = (
     f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
 )
 RULES = tuple(
@@ -22,9 +22,8 @@ RULES = tuple(
         names_where(lambda estimator, loss: not estimator.has_critic),
         flag,
         given(flag),
-        NO_CRITIC,
-        ADD_CRITIC,
-        attribute(flag),
+        _NO_CRITIC,
+        _ADD_CRITIC,
     )
     for flag in (
         "--critic-load",
@@ -36,6 +35,12 @@ RULES = tuple(
         "--megatron-config-path",
     )
 )
+
+
+def size(args: Args, given: set[str]) -> Iterator[Problem]:
+    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
+        if name in given and not algorithm_of(args).has_critic:
+            yield Problem(_NO_CRITIC, "--" + name.replace("_", "-"), _ADD_CRITIC)
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from instep.arguments.flag import (
     NON_NEGATIVE,
     POSITIVE,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     hook,
     http_address,
@@ -31,7 +31,7 @@ _OWN_LOSS = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator
 _DISCOUNTED = listed(names_where(lambda estimator, loss: estimator.discounts), "and")
 _WITH_CRITIC = listed(names_where(lambda estimator, loss: estimator.has_critic), "and")
 
-ALGORITHM = Group(
+ALGORITHM = FlagGroup(
     "Algorithm",
     (
         Flag(

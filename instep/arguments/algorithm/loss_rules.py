@@ -24,7 +24,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.eps_clip >= 1,
         "it would never clip below",
         "use a value below 1, such as 0.2",
-        reads="eps_clip",
     ),
     Combination(
         _BOUNDED_WEIGHT,
@@ -32,7 +31,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.eps_clip > 1,
         "the lower bound of a weight is 1 - eps_clip, which is 0 at least",
         "use 1 for no lower bound",
-        reads="eps_clip",
     ),
     Combination(
         _SMOOTH_GATE,
@@ -61,7 +59,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.constant_loss_length is not None and a.calculate_per_token_loss,
         "the loss has one denominator: a constant, or the number of tokens",
         "give one of the two",
-        reads="constant_loss_length",
     ),
     # ---- between trainer and engine ----
     Combination(
@@ -78,7 +75,6 @@ RULES: tuple[Combination, ...] = (
         "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
         "biased",
         "sample from the full distribution, or leave the correction out",
-        reads="rollout_top_p rollout_top_k",
     ),
     Combination(
         (),
@@ -86,7 +82,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.tis_clip_low > a.tis_clip,
         "no weight lies between the two",
         "exchange them",
-        reads="tis_clip tis_clip_low",
     ),
     Combination(
         (),
@@ -94,7 +89,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.tis_mode == "truncate" and a.tis_clip_low > 0,
         "truncation has an upper bound only",
         "use --tis-mode clip",
-        reads="tis_mode tis_clip_low",
     ),
     Combination(
         (),
@@ -102,7 +96,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.use_rs and a.rs_lower_bound > a.rs_upper_bound,
         "everything would be rejected",
         "exchange them",
-        reads="rs_lower_bound rs_upper_bound tis_clip tis_clip_low",
     ),
     *only_with(("--use-tis",), "--tis-level", "--tis-mode", "--custom-tis-function-path"),
     *only_with(("--use-tis", "--use-rs"), "--tis-clip", "--tis-clip-low"),
@@ -115,7 +108,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.loss_type == "custom_loss" and a.custom_loss_function_path is None,
         "it needs the loss",
         "give --custom-loss-function-path",
-        reads="loss_type custom_loss_function_path",
     ),
     Combination(
         (),
@@ -123,7 +115,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.loss_type != "custom_loss" and a.custom_loss_function_path is not None,
         "has no effect without --loss-type custom_loss",
         "give both",
-        reads="loss_type custom_loss_function_path",
     ),
     Combination(
         (),
@@ -131,7 +122,6 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
         "a custom loss gets the logits of the whole vocabulary, which tensor parallelism splits",
         "use data or pipeline parallelism",
-        reads="loss_type tensor_model_parallel_size",
     ),
     Combination(
         (),
@@ -142,6 +132,5 @@ RULES: tuple[Combination, ...] = (
         ),
         "--use-tis, --use-rs, --use-opsm and a reducer belong to the policy loss",
         "do it in the function",
-        reads="loss_type custom_pg_loss_reducer_function_path",
     ),
 )

@@ -9,21 +9,22 @@ from typing import Any
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
-from instep.arguments.debug import DEBUG
+from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
-from instep.arguments.flag import Flag, Group, Status, hook
+from instep.arguments.evaluation import EVAL
+from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
 from instep.arguments.model import MODEL
 from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.reward import REWARD
-from instep.arguments.rollout import EVAL, ROLLOUT
+from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
 
-GROUPS: tuple[Group, ...] = (
+GROUPS: tuple[FlagGroup, ...] = (
     MODEL,
     DATA,
     ROLLOUT,
@@ -37,13 +38,13 @@ GROUPS: tuple[Group, ...] = (
     SHAPE,
     LOGGERS,
     TIMEOUTS,
-    DEBUG,
+    DEBUGGING,
     NEIGHBOURS,
     SGLANG,
 )
 
 # Families of which only a part is written down: prefix, status, note, instead.
-_PREFIXES: tuple[tuple[str, Status, str, str], ...] = (
+_PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
     ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
     ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
     ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),

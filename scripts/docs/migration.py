@@ -1,6 +1,6 @@
 """docs/migration.md: what the flags of slime, vime, TRL and verl are here.
 
-`python -m instep.arguments.migration > docs/migration.md` writes it. What slime and vime say comes from the flag table;
+`python scripts/docs/migration.py > docs/migration.md` writes it. What slime and vime say comes from the flag table;
 TRL and verl have tables here. Their status is that of the flags they name, unless a value of a flag is what is missing.
 """
 
@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.arguments.flag import Flag, Status
-from instep.arguments.table import find, own_flags
+from instep.arguments.all_flags import find, own_flags
+from instep.arguments.flag import Flag, FlagStatus
 
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
-_WORST: tuple[Status, ...] = ("refused", "later", "acts")
+_WORST: tuple[FlagStatus, ...] = ("refused", "later", "acts")
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def markdown() -> str:
     lines = [
         "# Coming from slime, vime, TRL or verl",
         "",
-        "Made by `python -m instep.arguments.migration > docs/migration.md`; do not edit.",
+        "Made by `python scripts/docs/migration.py > docs/migration.md`; do not edit.",
         "",
         "*acts*: give the flag. *later*: the flag is known and refused today, with the reason. *refused*: it will not "
         "act. *none*: there is no flag; the note says what there is instead.",
