@@ -22,11 +22,12 @@ from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
-from instep.controller import debug
+from instep.controller import dumps
 from instep.controller.device import resolve_device
 from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.metrics import (
+from instep.controller.round import TrainingRound, served_reference, served_teacher
+from instep.controller.round_metrics import (
     evaluation_metrics,
     evaluation_summary,
     metrics_of_rollout,
@@ -38,7 +39,6 @@ from instep.controller.run_state import changed_arguments, restore_source, sourc
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync import EngineGone, SyncResult, WeightSync
 from instep.controller.trainer import Trainer
-from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.engines.launch import DYING_SECONDS, Engine
@@ -73,7 +73,7 @@ class Controller:
         epochs, batch = args.num_epoch, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
-        self._rollout_function = debug.replay(args) if replays else load_function(args.rollout_function_path)
+        self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
         self._trial = HookTrial(args, self.hook_args, source)
         self._train_metrics: dict[str, float] = {}
         self._eval_function = load_function(args.eval_function_path)
@@ -156,7 +156,7 @@ class Controller:
         if self._resumed_state is not None:
             self._restore(self._resumed_state)
         if args.dump_details:
-            debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
+            dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
             self.log.status(note)
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
@@ -263,7 +263,7 @@ class Controller:
         self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
         self._num_response_tokens = sum(s.response_length for g in groups for s in g)
         if args.save_debug_rollout_data:
-            debug.save_rollout(args.save_debug_rollout_data, rollout_id, groups, train_output.metrics)
+            dumps.save_rollout(args.save_debug_rollout_data, rollout_id, groups, train_output.metrics)
         if args.debug_rollout_only:
             self._log_samples(rollout_id, groups, "train")
         return groups
@@ -294,7 +294,7 @@ class Controller:
         finally:  # also when the training failed: then they are looked at
             self._log_samples(rollout_id, groups, "train", log_probs)
         if args.save_debug_train_data:
-            debug.save_train_data(args.save_debug_train_data, rollout_id, trained)
+            dumps.save_train_data(args.save_debug_train_data, rollout_id, trained)
         self.num_steps += len(trained.steps)
         self.num_critic_steps += trained.num_critic_steps
         interval = args.ref_update_interval
@@ -320,7 +320,7 @@ class Controller:
         for name, result in output.data.items():
             self._log_samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
         if self.args.save_debug_rollout_data:
-            debug.save_evaluation(self.args.save_debug_rollout_data, rollout_id, output)
+            dumps.save_evaluation(self.args.save_debug_rollout_data, rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         hook = self.args.custom_eval_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):

@@ -135,7 +135,7 @@ def _awaits(awaitable: Any) -> Iterator[str]:
             yield f"  waits for {awaitable!r:.160}"
             return
         yield f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        if frame.f_code.co_qualname == "watched.__await__":  # it drives its coroutine by hand
+        if frame.f_code.co_qualname == "bounded_steps.__await__":  # it drives its coroutine by hand
             awaitable = frame.f_locals["self"].coro
         else:
             awaitable = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from instep.controller.debug import load_rollout
+from instep.controller.dumps import load_rollout
 from instep.errors import CheckpointError
 from tests.e2e import commands
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start

@@ -14,7 +14,7 @@ from instep.algorithms.advantages import ESTIMATORS
 from instep.arguments import parse, rules
 from instep.arguments.table import own_flags
 from instep.arguments.validate import COMBINATIONS
-from instep.controller.advantages import add_advantages
+from instep.controller.advantage_columns import add_advantages
 from instep.data.batch import build_batch
 from instep.errors import ConfigError, RewardError, RolloutError
 from instep.rollout.filters import check_reward_nonzero_std

@@ -223,7 +223,7 @@ def test_shutdown_can_be_repeated_and_the_loop_comes_back() -> None:
     assert closed == [1]
 
 
-def test_a_watched_coroutine_behaves_as_any_other() -> None:
+def test_a_coroutine_with_bounded_steps_behaves_as_any_other() -> None:
     async def inner() -> int:
         await asyncio.sleep(0.01)
         with pytest.raises(TimeoutError):
@@ -237,12 +237,12 @@ def test_a_watched_coroutine_behaves_as_any_other() -> None:
         raise KeyError("x")
 
     async def outer() -> int:
-        return await runtime.watched(inner(), 5, RewardError("blocked"))
+        return await runtime.bounded_steps(inner(), 5, RewardError("blocked"))
 
     assert runtime.run(outer(), timeout=10) == 4
 
     async def cancelled() -> str:
-        task = asyncio.ensure_future(runtime.watched(asyncio.sleep(60), 5, RewardError("blocked")))
+        task = asyncio.ensure_future(runtime.bounded_steps(asyncio.sleep(60), 5, RewardError("blocked")))
         await asyncio.sleep(0.01)
         task.cancel()
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep.controller.training import TrainedRollout
+from instep.controller.round import TrainedRollout
 from instep.errors import CheckpointError, RolloutError
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 

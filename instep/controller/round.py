@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from instep.algorithms.reductions import loss_scales, loss_weights
-from instep.controller.advantages import add_advantages
-from instep.controller.metrics import critic_metrics
+from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
+from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
 from instep.processes import watched
