@@ -15,10 +15,10 @@ def train(args: Any) -> dict[str, Any]:
             controller.evaluate(controller.start_rollout_id)
 
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
-            groups = controller.generate(rollout_id)
-            controller.train(rollout_id, groups)
+            rollout = controller.generate(rollout_id)
+            trained = controller.train(rollout)
             controller.sync_weights()
-            controller.finish_step(rollout_id)  # before the save: what a checkpoint covers is on disk
+            controller.finish_step(rollout, trained)  # before the save: what a checkpoint covers is on disk
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
             if evaluates_after(args, rollout_id, controller.num_rollout):

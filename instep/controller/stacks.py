@@ -103,10 +103,9 @@ def write_dump(
 
 def describe_queues(step: str, ledger: Ledger, groups: Sequence[WorkerGroup]) -> dict[str, Any]:
     """What waits where: the ledger's counts, requests of the rollout, the call that the workers are busy with."""
-    counts = {k: v for k, v in ledger.state_dict().items() if k.startswith("num") or k == "dropped"}
     return {
         "phase": step,
-        "ledger": counts | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
+        "ledger": ledger.counts() | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
         "groups, done of total": runtime.last_progress or "no rollout yet",
         "requests in flight": {u: n for u, n in runtime.requests_in_flight.items() if n} or "none",
         "call to the workers": "; ".join(f"{g.role}: {g.waits_for}" for g in groups if g.waits_for) or "none",

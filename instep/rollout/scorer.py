@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.rollout import runtime
-from instep.rollout.client import GENERATE
+from instep.rollout.client import GENERATE, get_model_url
 from instep.rollout.http import get, post
 from instep.types import TokenBatch
 
@@ -128,6 +128,15 @@ class ServedScorer:
 
     def _error(self, what: str, remedy: str) -> EngineError:
         return EngineError(what, where=self.where, remedy=remedy)
+
+
+def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
+    """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
+    if args.ref_served_model is None:
+        return None
+    url = get_model_url(hook_args, args.ref_served_model, "")
+    where = f"--ref-served-model {args.ref_served_model}, at {url}"
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out")
 
 
 def _spread_text(tokenizer: Any) -> str:
