@@ -1,4 +1,15 @@
-"""The schedule of a synchronous run: rollout -> train -> sync -> evaluate and save."""
+"""The schedule of a synchronous run: one round after the other. Time runs to the right; a dot waits.
+
+                | generate        | train            | sync            | finish_step, save | evaluate
+    engines     | # responses     | .                | # load, probe   | .                 | # responses
+    workers     | .               | # score, steps   | # send, probe   | # files           | .
+    controller  | # rewards       | # advantages     | # proof         | # metrics, state  | # rewards
+                  -> Rollout        -> TrainedRollout  -> a version
+
+The workers wait for the whole rollout, which was made with the very weights that they hold. The engines wait for the
+training and the sync, so that no token is older than the last step. A checkpoint is one instant of the run: nothing
+goes on beside it.
+"""
 
 from __future__ import annotations
 
