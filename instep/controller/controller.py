@@ -243,7 +243,7 @@ class Controller:
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self._call(call, f"rollout {rollout_id}"))
-        data.finish(output.samples)
+        data.finish_rollout(output.samples)
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
         metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
         rollout = Rollout(rollout_id, output.samples, metrics, {"rollout": phase.seconds})

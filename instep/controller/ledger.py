@@ -188,18 +188,20 @@ class LedgeredDataSource:
         rollout_id: the round whose groups are issued through it; see `of_round`.
     """
 
+    __slots__ = ("books_lock", "ledger", "rollout_id", "source")
+
     def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None):
         self.source, self.ledger, self.rollout_id = source, ledger, rollout_id
-        self.lock = threading.RLock()  # while it is held, source and ledger tell the same
+        self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
 
     def of_round(self, rollout_id: int) -> LedgeredDataSource:
         """The same data source, as the rollout function of one round gets it."""
         view = LedgeredDataSource(self.source, self.ledger, rollout_id)
-        view.lock = self.lock
+        view.books_lock = self.books_lock
         return view
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        with self.lock:
+        with self.books_lock:
             cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
             groups = self.source.get_samples(num_groups)
             self.ledger.issue(groups, self.rollout_id, cursor)
@@ -207,7 +209,7 @@ class LedgeredDataSource:
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""
-        with self.lock:
+        with self.books_lock:
             self.ledger.adopt(groups, self.rollout_id)
             self.ledger.buffer(groups)
             self.source.add_samples(groups)
@@ -215,7 +217,7 @@ class LedgeredDataSource:
     def drop(self, groups: Iterable[Any], reason: str) -> None:
         self.ledger.drop(groups, reason)
 
-    def finish(self, groups: list[list[Sample]]) -> None:
+    def finish_rollout(self, groups: list[list[Sample]]) -> None:
         """The round's rollout function has returned these groups: what else was issued to it is dropped."""
         self.ledger.adopt(groups, self.rollout_id)
         self.ledger.finish(groups)
@@ -226,6 +228,12 @@ class LedgeredDataSource:
 
     def __getattr__(self, name: str) -> Any:  # a user's own data source may offer more
         return getattr(self.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # what a rollout function keeps here outlives its round
+        if name in self.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source, name, value)
 
 
 def group_indices(groups: Iterable[Any]) -> list[int]:

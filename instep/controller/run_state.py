@@ -102,7 +102,7 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
 
 def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
     """A checkpoint's part of ledger and data source, as they are now: rollouts may go on meanwhile."""
-    with data.lock:
+    with data.books_lock:
         return {"ledger": data.ledger.state_dict(), "data_source": source_state(data.source, rollout_id)}
 
 

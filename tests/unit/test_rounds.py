@@ -136,17 +136,23 @@ def test_a_round_drops_its_own_groups_only(path: str) -> None:
     data = fresh(path)
     one, two = data.of_round(1), data.of_round(2)
     first, ahead = one.get_samples(3), two.get_samples(2)
-    one.finish(first[:2])
+    one.finish_rollout(first[:2])
     assert data.ledger.dropped == {"not returned by the rollout function": 1}
     assert data.ledger.outstanding == [0, 1, 3, 4]
     data.ledger.consume(first[:2])
-    two.finish([*ahead, *groups_of(100)])  # one that the rollout function has made by itself
+    two.finish_rollout([*ahead, *groups_of(100)])  # one that the rollout function has made by itself
     assert data.ledger.num_dropped == 1 and data.ledger.outstanding == [3, 4, 100]
     with pytest.raises(RolloutError, match="group 3 cannot be finished: it is finished"):
-        two.finish(ahead[:1])
+        two.finish_rollout(ahead[:1])
     with pytest.raises(RolloutError, match="group 2 cannot be finished: it is closed"):
         data.ledger.finish(first[2:])
     data.ledger.check()
+
+
+def test_what_a_rollout_function_keeps_on_the_data_source_outlives_its_round(path: str) -> None:
+    data = fresh(path)
+    data.of_round(1).cache = ["mine"]
+    assert data.of_round(2).cache == ["mine"] == data.cache
 
 
 def test_finished_groups_may_stay_for_a_later_round(path: str) -> None:
@@ -157,7 +163,7 @@ def test_finished_groups_may_stay_for_a_later_round(path: str) -> None:
     groups[1][0].append_response_tokens([5], [-0.5])
     groups[1][0].status = Status.COMPLETED
     one.add_samples(groups[1:])
-    one.finish(groups[:1])
+    one.finish_rollout(groups[:1])
     again = resumed(data, path).of_round(2).get_samples(1)
     assert again[0][0].tokens == [5] and again[0][0].status is Status.COMPLETED
     assert data.of_round(2).get_samples(1) == groups[1:] and data.ledger.num_dropped == 0
@@ -172,7 +178,7 @@ def test_checkpoints_while_another_thread_issues_are_consistent(tmp_path: Path) 
         while not stop.is_set():
             view = data.of_round(rollout_id)
             groups = view.get_samples(3)
-            view.finish(groups[:2])
+            view.finish_rollout(groups[:2])
             data.ledger.consume(groups[:2])
             rollout_id += 1
 
