@@ -92,12 +92,12 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         controller.sync_weights()
         rows = []
         for step in range(options.num_steps):
-            groups = controller.generate(step)
-            rows.append({"gap": mean_gap(controller, [s for group in groups for s in group])})
-            controller.train(step, groups)
+            rollout = controller.generate(step)
+            rows.append({"gap": mean_gap(controller, [s for group in rollout.groups for s in group])})
+            trained = controller.train(rollout)
             controller.sync_weights()
-            controller.finish_step(step)
-        synced = [s for group in controller.generate(options.num_steps) for s in group]
+            controller.finish_step(rollout, trained)
+        synced = [s for group in controller.generate(options.num_steps).groups for s in group]
         controller.export_hf(scratch / "exported")
         with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))

@@ -13,9 +13,9 @@ def sft(args: Any) -> dict[str, Any]:
     """Run `instep sft` or `instep dpo`; returns the summary that is also written to `summary.json`."""
     with Controller(args, title=algorithm_of(args).title, with_engines=False) as controller:
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
-            groups = controller.generate(rollout_id)
-            controller.train(rollout_id, groups)
-            controller.finish_step(rollout_id)
+            rollout = controller.generate(rollout_id)
+            trained = controller.train(rollout)
+            controller.finish_step(rollout, trained)
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
         return controller.finish()

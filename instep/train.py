@@ -1,4 +1,15 @@
-"""The schedule of a synchronous run: rollout -> train -> sync -> evaluate and save."""
+"""The schedule of a synchronous run: one round after the other. Time runs to the right; a dot waits.
+
+                | generate        | train            | sync            | finish_step, save | evaluate
+    engines     | # responses     | .                | # load, probe   | .                 | # responses
+    workers     | .               | # score, steps   | # send, probe   | # files           | .
+    controller  | # rewards       | # advantages     | # proof         | # metrics, state  | # rewards
+                  -> Rollout        -> TrainedRollout  -> a version
+
+The workers wait for the whole rollout, which was made with the very weights that they hold. The engines wait for the
+training and the sync, so that no token is older than the last step. A checkpoint is one instant of the run: nothing
+goes on beside it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +27,10 @@ def train(args: Any) -> dict[str, Any]:
             controller.evaluate(controller.start_rollout_id)
 
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
-            groups = controller.generate(rollout_id)
-            controller.train(rollout_id, groups)
+            rollout = controller.generate(rollout_id)
+            trained = controller.train(rollout)
             controller.sync_weights()
-            controller.finish_step(rollout_id)  # before the save: what a checkpoint covers is on disk
+            controller.finish_step(rollout, trained)  # before the save: what a checkpoint covers is on disk
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
             if evaluates_after(args, rollout_id, controller.num_rollout):

@@ -1,7 +1,8 @@
 """The controller: the one process that owns order. It starts everything, and ends everything that it has started.
 
 It holds the data source, the ledger, the versions of the policy and the run's state; the weights live in the workers
-and the engines. The schedule of a run is not here but in `instep/train.py`.
+and the engines. The schedule of a run is in `instep/train.py`, which hands each round from call to call as a value:
+what is kept here belongs to the run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,16 +20,17 @@ from typing import Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
-from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
-from instep.controller import debug
+from instep.controller import dumps
 from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
-from instep.controller.metrics import (
+from instep.controller.records import Records
+from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
+from instep.controller.round_metrics import (
     evaluation_metrics,
     evaluation_summary,
     metrics_of_rollout,
@@ -35,12 +38,11 @@ from instep.controller.metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
+from instep.controller.run_state import beginning, data_state, restore_data
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
-from instep.controller.training import TrainingRound, served_reference, served_teacher
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.engines.engine import Engine
@@ -48,14 +50,14 @@ from instep.engines.kind import kind_of
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
-from instep.observability.samples import spread
 from instep.observability.versions import versions
 from instep.processes import Process, lock_folders
 from instep.rollout import admission, runtime
 from instep.rollout.client import get_model_url
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.tokens import token_texts, tokenizer_of
-from instep.types import Group
+from instep.rollout.scorer import served_reference
+from instep.rollout.teacher import served_teacher
+from instep.rollout.tokens import tokenizer_of
 
 
 class Controller:
@@ -76,11 +78,10 @@ class Controller:
         epochs, batch = args.num_epoch, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
-        self._rollout_function = debug.replay(args) if replays else load_function(args.rollout_function_path)
+        self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
         self._trial = HookTrial(args, self.hook_args, source)
-        self._train_metrics: dict[str, float] = {}
         self._eval_function = load_function(args.eval_function_path)
-        self.num_steps = self.num_critic_steps = self.rollout_id = 0
+        self.num_steps = self.num_critic_steps = 0
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self.max_probe_diff = 0.0
@@ -94,12 +95,8 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self._check_rollout, hooks, args.controller_memory_limit, dying)
-        checkpoint = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
-        self._resumed_state = read_state(checkpoint[0]) if checkpoint and not args.finetune else None
-        # Refuses before the log of the earlier session is touched.
-        self._changed = changed_arguments(self._resumed_state["args"], args) if self._resumed_state else []
-        start = start_rollout_id(args, checkpoint, self._resumed_state)
-        self.start_rollout_id = self.rollout_id = start
+        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
+        self._resumed_state, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
@@ -107,9 +104,9 @@ class Controller:
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
             wandb=wandb_settings(args, (self._resumed_state or {}).get("wandb_run_id")),
-            resume_from_step=start if self._resumed_state else None,
+            resume_from_step=self.start_rollout_id if self._resumed_state else None,
         )
-        self._checkpoint = checkpoint
+        self._records = Records(args, self.hook_args, self.log)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -121,7 +118,6 @@ class Controller:
         try:
             with self.log.phase("start"):
                 self._start()
-            self.log.take_phase_seconds()  # the start belongs to no step
             gc.freeze()  # modules, data set and tokenizer stay: no collection looks through them again
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -158,7 +154,7 @@ class Controller:
         if self._resumed_state is not None:
             self._restore(self._resumed_state)
         if args.dump_details:
-            debug.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
+            dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
             self.log.status(note)
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
@@ -214,7 +210,7 @@ class Controller:
             )
 
     def _start_trainer(self, cluster: Cluster) -> Trainer:
-        args, checkpoint = self.args, self._checkpoint[0] if self._checkpoint is not None else None
+        args, checkpoint = self.args, self._beginning.checkpoint
         tell, sizes = self.log.progress.line, {"num_rollout": self.num_rollout, "scratch": self._scratch}
         trainer = Trainer(args, cluster, checkpoint, tell=tell, **sizes)
         if checkpoint is not None:
@@ -242,87 +238,61 @@ class Controller:
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
         self.max_probe_diff = max(self.max_probe_diff, self.last_sync.probe_max_abs_diff)
 
-    def generate(self, rollout_id: int) -> list[Group]:
-        """One rollout: groups with rewards, each entered in the ledger as consumed."""
-        self.rollout_id = rollout_id
-        args = self.args
+    def generate(self, rollout_id: int) -> Rollout:
+        """One rollout: groups with rewards, each entered in the ledger as finished."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
-        started, dropped_before = time.monotonic(), self.ledger.num_dropped
-        with self.log.phase("rollout"):
-            output = self._watch.run(
-                lambda: self._rollout_function(self.hook_args, rollout_id, self.data_source, evaluation=False),
-                timeout=args.rollout_timeout,
-                what=f"rollout {rollout_id}",
-            )
-            train_output = as_train_output(output)
-        seconds = time.monotonic() - started
-        groups = train_output.samples
-        self.ledger.adopt(groups)
-        self.ledger.consume(groups)
-        self.ledger.drop_outstanding("not returned by the rollout function")
-        self.ledger.check()
-        self._rollout_metrics = metrics_of_rollout(self.hook_args, rollout_id, train_output, seconds)
-        self._rollout_metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
-        self._num_response_tokens = sum(s.response_length for g in groups for s in g)
-        if args.save_debug_rollout_data:
-            debug.save_rollout(args.save_debug_rollout_data, rollout_id, groups, train_output.metrics)
-        if args.debug_rollout_only:
-            self._log_samples(rollout_id, groups, "train")
-        return groups
+        data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
+        with self.log.phase("rollout", rollout_id) as phase:
+            call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
+            output = as_train_output(self._call(call, f"rollout {rollout_id}"))
+        data.finish_rollout(output.samples)
+        metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
+        metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
+        rollout = Rollout(rollout_id, output.samples, metrics, {"rollout": phase.seconds})
+        self._records.generated(rollout, output.metrics)
+        return rollout
 
-    def _log_samples(self, rollout_id: int, groups: list[Group], split: str, log_probs: Any = None) -> None:
-        texts = partial(token_texts, self.hook_args)
-        self.log.samples(rollout_id, groups, split, self.args.num_logged_samples, texts=texts, log_probs=log_probs)
+    def _call(self, work: Callable[[], Any], what: str) -> Any:
+        """What a rollout function returns, whose thread is watched."""
+        return self._watch.run(work, timeout=self.args.rollout_timeout, what=what)
 
-    def train(self, rollout_id: int, groups: list[Group]) -> None:
-        """The optimizer steps of one rollout, and its line of metrics begins."""
-        args = self.args
+    def train(self, rollout: Rollout) -> TrainedRollout | None:
+        """The optimizer steps of one rollout, which consume its groups; None with `--debug-rollout-only`."""
+        args, rollout_id, groups = self.args, rollout.rollout_id, rollout.groups
         if args.debug_rollout_only:
-            return
-        samples = [s for g in groups for s in g]
-        logged = {id(s) for s in spread(groups, args.num_logged_samples)}
-        keep = {i for i, s in enumerate(samples) if args.save_debug_train_data or id(s) in logged}
-        log_probs: dict[int, list[float]] = {}
+            return None
+        batch: TrainedBatch | None = None
         try:
-            with self.log.phase("train"):
-                trained = self._round.run(
+            with self.log.phase("train", rollout_id) as phase:
+                batch = self._round.run(
                     groups,
                     self.num_steps,
-                    keep,
+                    self._records.wanted(groups),
                     num_critic_steps_before=self.num_critic_steps,
                     critic_only=rollout_id < args.num_critic_only_steps,
                 )
-            log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()}
         finally:  # also when the training failed: then they are looked at
-            self._log_samples(rollout_id, groups, "train", log_probs)
-        if args.save_debug_train_data:
-            debug.save_train_data(args.save_debug_train_data, rollout_id, trained)
-        self.num_steps += len(trained.steps)
-        self.num_critic_steps += trained.num_critic_steps
+            self._records.trained(rollout, batch)
+        self.ledger.consume(groups)
+        metrics = {**batch.metrics, **training_metrics(batch.steps)}
+        trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
+        self.num_steps += trained.num_steps
+        self.num_critic_steps += batch.num_critic_steps
         interval = args.ref_update_interval
         if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
             self._require_trainer().refresh_reference()
-        self._train_metrics = {**trained.metrics, **training_metrics(trained.steps)}
-        self._num_tokens = sum(len(s.tokens) for s in samples)
+        return trained
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
         if not self._engines:
             self.log.progress.line("there is no engine: the evaluation is left out")
             return {}
-        with self.log.phase("eval"):
-            output = as_eval_output(
-                self._watch.run(
-                    lambda: self._eval_function(self.hook_args, rollout_id, self.data_source, evaluation=True),
-                    timeout=self.args.rollout_timeout,
-                    what=f"evaluation before rollout {rollout_id}",
-                )
-            )
+        with self.log.phase("eval", rollout_id):
+            call = partial(self._eval_function, self.hook_args, rollout_id, self.data_source, evaluation=True)
+            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"))
         metrics = evaluation_metrics(output)
-        for name, result in output.data.items():
-            self._log_samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
-        if self.args.save_debug_rollout_data:
-            debug.save_evaluation(self.args.save_debug_rollout_data, rollout_id, output)
+        self._records.evaluated(rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         hook = self.args.custom_eval_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):
@@ -332,7 +302,7 @@ class Controller:
     def save(self, rollout_id: int) -> None:
         """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
         args, trainer = self.args, self._require_trainer()
-        with self.log.phase("save"):
+        with self.log.phase("save", rollout_id) as phase:
             saved = None
             if args.save:
                 state = {
@@ -340,8 +310,7 @@ class Controller:
                     "num_steps": self.num_steps,
                     "num_critic_steps": self.num_critic_steps,
                     "version": self._sync.version if self._sync is not None else 0,
-                    "ledger": self.ledger.state_dict(),
-                    "data_source": source_state(self.data_source.source, rollout_id),
+                    **data_state(self.data_source, rollout_id),
                     "evaluations": self.evaluations,
                     "wandb_run_id": self.log.wandb_run_id,
                     "args": self.args.to_dict(),
@@ -351,20 +320,24 @@ class Controller:
                 trainer.save_critic(Path(args.critic_save), rollout_id, saved)
             if args.save_hf:
                 trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
-        self.log.log(rollout_id, {"perf/save_seconds": self.log.take_phase_seconds()["save"]})
+        self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
-    def finish_step(self, rollout_id: int) -> None:
-        """Close the line of metrics of one round."""
-        seconds = self.log.take_phase_seconds()
-        generated = None if self.args.load_debug_rollout_data else self._num_response_tokens
-        metrics = {**self._rollout_metrics, **self._train_metrics}
-        metrics |= speed_metrics(seconds, generated, self._num_tokens if "train" in seconds else 0)
+    def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
+        """Close the books and the line of metrics of one round; groups that nothing trains on are consumed here."""
+        if trained is None:
+            self.ledger.consume(rollout.groups)
+            trained = TrainedRollout({}, {}, 0, 0)
+        self.ledger.check()
+        # Syncs and evaluations belong to no round: those since the last line.
+        seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval")}
+        generated = None if self.args.load_debug_rollout_data else rollout.num_response_tokens
+        metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         if self._trainer is not None:
             metrics |= self._trainer.actor.peak_memory()
         if self.last_sync is not None:
             metrics |= self.last_sync.metrics()
-        self.log.log(rollout_id, metrics)
+        self.log.log(rollout.rollout_id, metrics)
 
     def finish(self) -> dict[str, Any]:
         """summary.json, report.html and the table at the end."""
@@ -373,7 +346,7 @@ class Controller:
             "num_steps": self.num_steps,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,
-            "ledger": {k: v for k, v in self.ledger.state_dict().items() if k.startswith("num") or k == "dropped"},
+            "ledger": self.ledger.counts(),
             "versions": versions(),
         }
         summary |= evaluation_summary(self.evaluations)
@@ -404,8 +377,7 @@ class Controller:
 
     def _dump(self) -> None:
         """What SIGUSR1 does: stacks and queues of all processes into a file."""
-        phase, seconds = self.log.where()
-        step = f"{phase}, for {seconds:.1f} s; rollout {self.rollout_id}, {self.num_steps} optimizer steps done"
+        step = f"{self.log.where()}; {self.num_steps} optimizer steps done"
         queues = partial(describe_queues, step, self.ledger, self._trainer_groups())
         path = write_dump(self.run_dir / "logs", queues, self._processes(), self._engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
@@ -419,9 +391,8 @@ class Controller:
         return self._trainer
 
     def _restore(self, state: dict[str, Any]) -> None:
-        for line in self._changed:
+        for line in self._beginning.changed:
             self.log.progress.line(f"changed since the checkpoint: {line}")
         self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
-        self.ledger.load_state_dict(state["ledger"])
         self.evaluations = state["evaluations"]
-        restore_source(self.data_source.source, state["data_source"], int(state["rollout_id"]))
+        restore_data(self.data_source, state, int(state["rollout_id"]))

@@ -1,99 +1,151 @@
 """The ledger: every group of a run is accounted for, once.
 
-A group is issued by the data source, and then finished and consumed by a training round, buffered for later (from
-where it is issued again), or dropped with a reason. `generated = consumed + dropped + buffered` is checked at every
-step, so that nothing is lost and nothing is trained twice.
+A group is issued by the data source to a round, finished when the round's rollout has returned it, and consumed when
+it has been trained on. On the way it may be buffered for later (from where it is issued again) or dropped with a
+reason. `generated = consumed + dropped + buffered + outstanding (issued or finished)` is checked at every step, so that
+nothing is lost and nothing is trained twice. Rounds may overlap, in threads of their own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import RolloutError
 from instep.types import Sample
+
+OUTSTANDING = ("issued", "finished")
+
+
+@dataclass
+class _Entry:
+    """A group that is not closed.
+
+    Attributes:
+        state: "issued" | "finished" | "buffered".
+        rollout_id: the round that it was issued to.
+        read: how the data source gives it anew, {"cursor": its state before, "groups": all fresh ones of that call};
+            None for a group that a rollout function has made, and of a data source without `cursor()`.
+    """
+
+    state: str
+    rollout_id: int | None = None
+    read: dict[str, Any] | None = None
 
 
 class Ledger:
     """States of groups by `group_index`; closed groups are kept as a low-water mark and the few above it."""
 
     def __init__(self) -> None:
-        self._open: dict[int, str] = {}  # group -> "issued" | "buffered"
+        self._lock = threading.RLock()
+        self._open: dict[int, _Entry] = {}  # in the order of their first issue
         self._closed_below = 0
         self._closed_above: set[int] = set()
         self.num_issued = 0  # first issues; a group that comes back from the buffer is not counted again
         self.num_consumed = 0
         self.dropped: Counter[str] = Counter()
 
-    def issue(self, groups: Iterable[Any]) -> None:
-        for group in group_indices(groups):
-            state = self._open.get(group)
-            if state == "issued" or self._is_closed(group):
-                raise _broken(group, "issued", state or "closed")
-            self.num_issued += state is None
-            self._open[group] = "issued"
+    def issue(self, groups: Iterable[Any], rollout_id: int | None = None, cursor: Any = None) -> None:
+        """Enter groups that a round takes; `cursor` is the data source's before it gave them."""
+        with self._lock:
+            indices = group_indices(groups)
+            read = {"cursor": cursor, "groups": [i for i in indices if self._is_new(i)]} if cursor is not None else None
+            for group in indices:
+                entry = self._open.get(group)
+                if self._is_closed(group) or (entry is not None and entry.state != "buffered"):
+                    raise _broken(group, "issued", self._state(group))
+                self.num_issued += entry is None
+                self._open[group] = _Entry("issued", rollout_id, read if entry is None else entry.read)
 
-    def adopt(self, groups: Iterable[Any]) -> None:
+    def adopt(self, groups: Iterable[Any], rollout_id: int | None = None) -> None:
         """Issue the groups that a rollout function has made by itself; each needs a `group_index` of its own."""
-        self.issue([g for g, i in zip(groups, group_indices(groups), strict=True) if self._is_new(i)])
+        with self._lock:
+            new = [g for g, i in zip(groups, group_indices(groups), strict=True) if self._is_new(i)]
+            self.issue(new, rollout_id)
+
+    def finish(self, groups: Iterable[Any]) -> None:
+        """The rollout function has returned these groups: they wait to be trained on."""
+        self._set(groups, "finished", ("issued",))
 
     def buffer(self, groups: Iterable[Any]) -> None:
-        for group in group_indices(groups):
-            self._expect(group, "buffered")
-            self._open[group] = "buffered"
+        self._set(groups, "buffered")
 
     def consume(self, groups: Iterable[Any]) -> None:
-        for group in group_indices(groups):
-            self._expect(group, "consumed")
-            self._close(group)
-            self.num_consumed += 1
+        """These groups have been trained on."""
+        with self._lock:
+            self.num_consumed += self._set(groups, "consumed")
 
     def drop(self, groups: Iterable[Any], reason: str) -> None:
-        for group in group_indices(groups):
-            self._expect(group, f"dropped ({reason})")
-            self._close(group)
-            self.dropped[reason] += 1
+        with self._lock:
+            if num := self._set(groups, f"dropped ({reason})"):
+                self.dropped[reason] += num
 
-    def drop_outstanding(self, reason: str) -> int:
-        """Close what was issued and never came back; returns how many groups."""
-        left = [group for group, state in self._open.items() if state == "issued"]
-        for group in left:
-            self._close(group)
-        if left:
-            self.dropped[reason] += len(left)
-        return len(left)
+    def drop_outstanding(self, reason: str, rollout_id: int | None = None) -> int:
+        """Close what was issued to a round and never came back; returns how many groups."""
+        with self._lock:
+            left = [g for g, e in self._open.items() if e.state == "issued" and e.rollout_id == rollout_id]
+            for group in left:
+                self._close(group)
+            if left:
+                self.dropped[reason] += len(left)
+            return len(left)
 
     @property
-    def num_buffered(self) -> int:
-        return sum(state == "buffered" for state in self._open.values())
+    def outstanding(self) -> list[int]:
+        """Groups that are issued or finished, in the order of their first issue."""
+        with self._lock:
+            return [group for group, entry in self._open.items() if entry.state in OUTSTANDING]
 
     @property
     def num_outstanding(self) -> int:
-        return len(self._open) - self.num_buffered
+        return len(self.outstanding)
+
+    @property
+    def num_buffered(self) -> int:
+        with self._lock:
+            return len(self._open) - self.num_outstanding
 
     @property
     def num_dropped(self) -> int:
-        return sum(self.dropped.values())
+        with self._lock:
+            return sum(self.dropped.values())
 
     def check(self) -> None:
         """Raise if the books do not balance."""
-        accounted = self.num_consumed + self.num_dropped + self.num_buffered + self.num_outstanding
-        if accounted != self.num_issued:
-            raise RolloutError(f"the ledger does not balance: {self.state_dict()}", remedy="please report this")
+        with self._lock:
+            accounted = self.num_consumed + self.num_dropped + self.num_buffered + self.num_outstanding
+            if accounted != self.num_issued:
+                raise RolloutError(f"the ledger does not balance: {self.state_dict()}", remedy="please report this")
+
+    def counts(self) -> dict[str, Any]:
+        """Groups that were issued, consumed, and dropped by reason."""
+        with self._lock:
+            return {
+                "num_issued": self.num_issued,
+                "num_consumed": self.num_consumed,
+                "dropped": dict(self.dropped),
+            }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "open": {str(k): v for k, v in self._open.items()},
-            "closed_below": self._closed_below,
-            "closed_above": sorted(self._closed_above),
-            "num_issued": self.num_issued,
-            "num_consumed": self.num_consumed,
-            "dropped": dict(self.dropped),
-        }
+        """All of it, ready for JSON; `reads` tell how the data source gives the outstanding groups anew."""
+        with self._lock:
+            reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state in OUTSTANDING}
+            return {
+                "open": {str(group): entry.state for group, entry in self._open.items()},
+                "reads": list(reads.values()),
+                "closed_below": self._closed_below,
+                "closed_above": sorted(self._closed_above),
+                **self.counts(),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._open = {int(k): v for k, v in state["open"].items()}
+        """Go back to a `state_dict()`. What was finished then is issued, to no round: its samples are not there."""
+        reads = {group: read for read in state.get("reads", []) for group in read["groups"]}
+        states = {int(k): "buffered" if v == "buffered" else "issued" for k, v in state["open"].items()}
+        self._open = {group: _Entry(v, None, reads.get(group)) for group, v in states.items()}
         self._closed_below, self._closed_above = state["closed_below"], set(state["closed_above"])
         self.num_issued, self.num_consumed = state["num_issued"], state["num_consumed"]
         self.dropped = Counter(state["dropped"])
@@ -104,10 +156,22 @@ class Ledger:
     def _is_closed(self, group: int) -> bool:
         return group < self._closed_below or group in self._closed_above
 
-    def _expect(self, group: int, wanted: str) -> None:
-        state = self._open.get(group)
-        if state != "issued":
-            raise _broken(group, wanted, state or ("closed" if self._is_closed(group) else "never issued"))
+    def _state(self, group: int) -> str:
+        entry = self._open.get(group)
+        return entry.state if entry is not None else "closed" if self._is_closed(group) else "never issued"
+
+    def _set(self, groups: Iterable[Any], state: str, before: Collection[str] = OUTSTANDING) -> int:
+        """Move groups to another state, a closed one if it is none of an entry's; returns how many."""
+        with self._lock:
+            indices = group_indices(groups)
+            for group in indices:
+                if self._state(group) not in before:
+                    raise _broken(group, state, self._state(group))
+                if state in ("finished", "buffered"):
+                    self._open[group].state = state
+                else:
+                    self._close(group)
+            return len(indices)
 
     def _close(self, group: int) -> None:
         del self._open[group]
@@ -118,29 +182,58 @@ class Ledger:
 
 
 class LedgeredDataSource:
-    """The data source that rollout functions get: the run's own, with every group entered in the ledger."""
+    """The data source that rollout functions get: the run's own, with every group entered in the ledger.
 
-    def __init__(self, source: Any, ledger: Ledger):
-        self.source, self.ledger = source, ledger
+    Args:
+        rollout_id: the round whose groups are issued through it; see `of_round`.
+    """
+
+    __slots__ = ("books_lock", "ledger", "rollout_id", "source")
+
+    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None):
+        self.source, self.ledger, self.rollout_id = source, ledger, rollout_id
+        self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
+
+    def of_round(self, rollout_id: int) -> LedgeredDataSource:
+        """The same data source, as the rollout function of one round gets it."""
+        view = LedgeredDataSource(self.source, self.ledger, rollout_id)
+        view.books_lock = self.books_lock
+        return view
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        groups = self.source.get_samples(num_groups)
-        self.ledger.issue(groups)
-        return groups
+        with self.books_lock:
+            cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
+            groups = self.source.get_samples(num_groups)
+            self.ledger.issue(groups, self.rollout_id, cursor)
+            return groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        self.ledger.adopt(groups)
-        self.ledger.buffer(groups)
-        self.source.add_samples(groups)
+        """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""
+        with self.books_lock:
+            self.ledger.adopt(groups, self.rollout_id)
+            self.ledger.buffer(groups)
+            self.source.add_samples(groups)
 
     def drop(self, groups: Iterable[Any], reason: str) -> None:
         self.ledger.drop(groups, reason)
+
+    def finish_rollout(self, groups: list[list[Sample]]) -> None:
+        """The round's rollout function has returned these groups: what else was issued to it is dropped."""
+        self.ledger.adopt(groups, self.rollout_id)
+        self.ledger.finish(groups)
+        self.ledger.drop_outstanding("not returned by the rollout function", self.rollout_id)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getattr__(self, name: str) -> Any:  # a user's own data source may offer more
         return getattr(self.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # what a rollout function keeps here outlives its round
+        if name in self.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source, name, value)
 
 
 def group_indices(groups: Iterable[Any]) -> list[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from instep.checkpoints.folders import find_checkpoint, read_state
+from instep.controller.ledger import LedgeredDataSource, group_indices
 from instep.errors import ConfigError
+from instep.types import Group
 
 # What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
 _FIXED = (
@@ -18,6 +21,28 @@ _PLACES = frozenset(
     "load save save_hf critic_load critic_save megatron_config_path run_dir "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
+
+
+class Beginning(NamedTuple):
+    """What a session begins with."""
+
+    checkpoint: Path | None  # in `--load`
+    state: dict[str, Any] | None  # the controller's of the run that goes on, if one does
+    changed: list[str]  # a line for each argument that is set otherwise than before
+    rollout_id: int  # of the first round
+
+
+def beginning(args: Any) -> Beginning:
+    """By `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
+
+    Raises:
+        CheckpointError: there is none, or no whole one.
+        ConfigError: the run cannot go on with other arguments.
+    """
+    found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
+    state = read_state(found[0]) if found and not args.finetune else None
+    changed = changed_arguments(state["args"], args) if state else []
+    return Beginning(found[0] if found else None, state, changed, start_rollout_id(args, found, state))
 
 
 def start_rollout_id(args: Any, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
@@ -72,3 +97,28 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
         source.load_state_dict(state)
     else:
         source.load(rollout_id)
+
+
+def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
+    """A checkpoint's part of ledger and data source, as they are now: rollouts may go on meanwhile."""
+    with data.books_lock:
+        return {"ledger": data.ledger.state_dict(), "data_source": source_state(data.source, rollout_id)}
+
+
+def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -> None:
+    """Go back to `data_state`. Groups that were outstanding are read anew and stand in the source's buffer.
+
+    They are fresh, so that they draw the same random numbers again. Those that a data source without `cursor()` gave,
+    or that a rollout function had made, are dropped: they cannot be had again.
+    """
+    source, ledger = data.source, data.ledger
+    ledger.load_state_dict(state["ledger"])
+    again: dict[int, Group] = {}
+    for read in state["ledger"].get("reads", []):
+        source.load_state_dict(read["cursor"])
+        groups = source.get_samples(len(read["groups"]))
+        again.update(zip(group_indices(groups), groups, strict=True))
+    restore_source(source, state["data_source"], rollout_id)
+    if again:
+        data.add_samples([again[group] for group in ledger.outstanding if group in again])
+    ledger.drop_outstanding("outstanding at a save")

@@ -101,10 +101,9 @@ def write_dump(
 
 def describe_queues(step: str, ledger: Ledger, groups: Sequence[WorkerGroup]) -> dict[str, Any]:
     """What waits where: the ledger's counts, requests of the rollout, the call that the workers are busy with."""
-    counts = {k: v for k, v in ledger.state_dict().items() if k.startswith("num") or k == "dropped"}
     return {
         "phase": step,
-        "ledger": counts | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
+        "ledger": ledger.counts() | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
         "groups, done of total": runtime.last_progress or "no rollout yet",
         "requests in flight": {u: n for u, n in runtime.requests_in_flight.items() if n} or "none",
         "call to the workers": "; ".join(f"{g.role}: {g.waits_for}" for g in groups if g.waits_for) or "none",
@@ -133,7 +132,7 @@ def _awaits(awaitable: Any) -> Iterator[str]:
             yield f"  waits for {awaitable!r:.160}"
             return
         yield f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        if frame.f_code.co_qualname == "watched.__await__":  # it drives its coroutine by hand
+        if frame.f_code.co_qualname == "bounded_steps.__await__":  # it drives its coroutine by hand
             awaitable = frame.f_locals["self"].coro
         else:
             awaitable = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)

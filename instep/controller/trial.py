@@ -166,7 +166,7 @@ class HookTrial:
         hung = RolloutError(
             f"{path} took more than {limit:g} s", where=_row(sample), remedy="mend it, or raise --reward-timeout"
         )
-        return await runtime.watched(coro, limit, hung)
+        return await runtime.bounded_steps(coro, limit, hung)
 
     def _await(self, coro: Coroutine[Any, Any, T], limit: float) -> T:
         try:

@@ -82,7 +82,10 @@ class RolloutDataSourceWithBuffer:
             self.buffer.extend(checked)
 
     def cursor(self) -> dict[str, Any]:
-        """The state without the buffer: cheap enough to take before every group."""
+        """The state without the buffer; the ledger takes it before each `get_samples`.
+
+        A data source that has this reads again, at a resume, what was outstanding when a checkpoint was written.
+        """
         with self._lock:
             return {
                 "epoch": self._epoch,

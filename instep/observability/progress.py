@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -53,8 +54,26 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
 
 
+@dataclass(eq=False)
+class Phase:
+    """A part of a run that goes on, or has ended; `rollout_id` names the round that it belongs to, if it is one's."""
+
+    name: str
+    rollout_id: int | None
+    began: float  # `time.monotonic()`, as is the next
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; while it goes on, how long it has been going on."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.began
+
+    def __str__(self) -> str:
+        return f"{self.name}{'' if self.rollout_id is None else f' {self.rollout_id}'}, for {self.seconds:.1f} s"
+
+
 class Progress:
-    """Shows phase, step, reward, response length, tokens/s, elapsed and remaining time.
+    """Shows phases, step, reward, response length, tokens/s, elapsed and remaining time.
 
     Everything printed or logged by this process while the panel is up appears above it, whole. `stop` restores the
     terminal and may be called twice. The remaining time is the mean of the last 20 steps times the steps that remain.
@@ -63,12 +82,13 @@ class Progress:
     def __init__(self, title: str, num_steps: int | None, *, steps_done: int = 0, console: Console | None = None):
         self.title, self.num_steps, self.steps_done = title, num_steps, steps_done
         self.console = console or Console()
-        self.phase, self.status = "starting", ""
+        self.status = ""
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}
         self._seen: set[int] = set()
         self._announced: set[str] = set()
-        self._start = self.phase_start = self._last_line = time.monotonic()
+        self._start = self._last_line = now = time.monotonic()
+        self.phases = [Phase("starting", None, now, now)]  # that go on; between two the one that ended last
         self._step_end: float | None = None
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -102,15 +122,29 @@ class Progress:
         if not self.live:
             self.console.file.flush()
 
-    def set_phase(self, name: str, *, announce: bool = True) -> None:
-        """A phase begins (`announce`) or the one around it goes on."""
-        self.phase, self.phase_start = name, time.monotonic()
-        if self._step_end is None:
-            self._step_end = self.phase_start  # the first step begins with the first phase
-        quiet = time.monotonic() - self._last_line >= 15
-        if announce and not self.live and (quiet or name not in self._announced):  # each name once is enough
+    def begin_phase(self, name: str, rollout_id: int | None = None) -> Phase:
+        """Show one more phase. Phases may overlap, also from several threads."""
+        with self._lock:
+            phase = Phase(name, rollout_id, time.monotonic())
+            self.phases = [p for p in self.phases if p.ended is None] + [phase]
+            if self._step_end is None:
+                self._step_end = phase.began  # the first step begins with the first phase
+            quiet = phase.began - self._last_line >= 15
+            announced = not self.live and (quiet or name not in self._announced)  # each name once is enough
             self._announced.add(name)
+        if announced:
             self.line(f"{duration(self.elapsed)} | {name}")
+        return phase
+
+    def end_phase(self, phase: Phase) -> None:
+        with self._lock:
+            phase.ended = time.monotonic()
+            self.phases = [p for p in self.phases if p.ended is None] or [phase]
+
+    @property
+    def phase(self) -> str:
+        """The names of the phases that go on."""
+        return " + ".join(phase.name for phase in self.phases)
 
     def set_status(self, text: str) -> None:
         """A note; without a panel it is a line when nothing else was said for 15 s."""
@@ -178,9 +212,8 @@ class Progress:
 
     def render(self) -> RenderableType:
         """The panel as it stands now."""
-        self._spinner.text = Text.assemble(
-            (f" {self.phase}", "bold cyan"), (f" {duration(time.monotonic() - self.phase_start)}", "dim")
-        )
+        names = [((f" {p.name}", "bold cyan"), (f" {duration(p.seconds)}", "dim")) for p in self.phases]
+        self._spinner.text = Text.assemble(*(part for pair in names for part in pair))
         top = Table.grid(padding=(0, 2), expand=True)
         top.add_column(ratio=1)
         top.add_column(justify="right")

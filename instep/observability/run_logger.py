@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
-from instep.observability.progress import Progress, duration, number
+from instep.observability.progress import Phase, Progress, duration, number
 from instep.observability.report import make_report
 from instep.observability.samples import sample_row, spread
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
@@ -34,7 +35,7 @@ class RunLogger:
     `logs/error.txt` with message and traceback if it ends by an error.
 
     Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
-    Ctrl-C. `phase` belongs to one thread (the loop's); `status` may be called from any.
+    Ctrl-C. `phase` and `status` may be called from any thread.
 
     Args:
         args_dict: the resolved arguments, for `config.json` and W&B.
@@ -59,9 +60,9 @@ class RunLogger:
         self.run_dir = Path(run_dir)
         with writing(self.run_dir, "--run-dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._phases: list[str] = []
-        self._phase_mark = 0.0
-        self._phase_seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}  # of ended phases by name
+        self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
         self._failed = False
         self._close = ExitStack()
         with ExitStack() as stack:  # closes what is open if a later one fails
@@ -132,35 +133,27 @@ class RunLogger:
             self._samples.write({"rollout_id": rollout_id, "split": split, **row})
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Show the phase `name` and add up its seconds. Inside another phase it interrupts that one's count."""
-        self._account()
-        self._phases.append(name)
-        self.progress.set_phase(name)
+    def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
+        """Show the phase `name` (of a round) while the block runs; the value tells its seconds. Phases may overlap."""
+        phase = self.progress.begin_phase(name, rollout_id)
         try:
-            yield
+            yield phase
+        except BaseException as error:
+            self._failures.append((error, name))
+            raise
         finally:
-            self._account()
-            self._phases.pop()
-            if self._phases:
-                self.progress.set_phase(self._phases[-1], announce=False)
+            self.progress.end_phase(phase)
+            with self._lock:
+                self._seconds[name] = self._seconds.get(name, 0.0) + phase.seconds
 
-    def _account(self) -> None:
-        now = time.perf_counter()
-        if self._phases:
-            name = self._phases[-1]
-            self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + now - self._phase_mark
-        self._phase_mark = now
+    def take_seconds(self, *names: str) -> dict[str, float]:
+        """By name the seconds of those phases that have ended since they were taken last; none of a name without."""
+        with self._lock:
+            return {name: self._seconds.pop(name) for name in names if name in self._seconds}
 
-    def take_phase_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call, the running phase's included."""
-        self._account()
-        taken, self._phase_seconds = self._phase_seconds, {}
-        return taken
-
-    def where(self) -> tuple[str, float]:
-        """The running phase and for how many seconds it has been running."""
-        return self.progress.phase, time.monotonic() - self.progress.phase_start
+    def where(self) -> str:
+        """The phases that go on, of which round and for how long; between two the one that ended last."""
+        return "; ".join(map(str, self.progress.phases))
 
     def status(self, text: str) -> None:
         """A short note beside the phase, such as `groups 12/32`; empty takes it away."""
@@ -190,7 +183,7 @@ class RunLogger:
         self._close.close()
         if exc_type is not None:
             _write_error(self.run_dir / "logs" / "error.txt", exc)
-            phase = self._phases[-1] if self._phases else self.progress.phase
+            phase = next((name for error, name in self._failures if error is exc), self.progress.phase)
             print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
 
 

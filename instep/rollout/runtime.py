@@ -1,7 +1,7 @@
 """The one background event loop of a process: rollouts run on it, and the caller waits with a bound.
 
 `run` may be called from any thread; `cancel_all` ends whatever is in flight from another thread (a dead engine,
-Ctrl-C). A coroutine that never gives the loop back is noticed too, when it was started through `watched`.
+Ctrl-C). A coroutine that never gives the loop back is noticed too, when it was started through `bounded_steps`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
     Raises:
         RolloutError: the time is over.
-        InstepError: what `cancel_all` was given, or what a `watched` coroutine that blocks the loop stands for.
+        InstepError: what `cancel_all` was given, or what a `bounded_steps` coroutine that blocks the loop stands for.
     """
     home = _ensure()
     if threading.current_thread() is home.thread:
@@ -166,7 +166,7 @@ def background_loop() -> asyncio.AbstractEventLoop | None:
     return _current.loop if _current is not None else None
 
 
-class watched(Awaitable[T]):  # used like a function: `await watched(coro, limit, error)`
+class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps(coro, limit, error)`
     """Await `coro`; if one of its steps holds the loop for more than `limit` seconds, `run` raises `error`."""
 
     def __init__(self, coro: Coroutine[Any, Any, T], limit: float, error: InstepError):

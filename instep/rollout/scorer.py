@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.engines.wire import VLLM_WIRE, WireFormat
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.rollout import runtime
+from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.http import get, post
 from instep.types import TokenBatch
 
@@ -122,6 +123,16 @@ class ServedScorer:
 
     def _error(self, what: str, remedy: str) -> EngineError:
         return EngineError(what, where=self.where, remedy=remedy)
+
+
+def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
+    """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
+    if args.ref_served_model is None:
+        return None
+    url = get_model_url(hook_args, args.ref_served_model, "")
+    where = f"--ref-served-model {args.ref_served_model}, at {url}"
+    wire = wire_of(hook_args)
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire)
 
 
 def _spread_text(tokenizer: Any) -> str:

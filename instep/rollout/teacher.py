@@ -16,6 +16,13 @@ class ServedTeacher(ServedScorer):
         super().__init__("the teacher", where, url, timeout, instead)
 
 
+def served_teacher(args: Any) -> ServedTeacher | None:
+    """That of on-policy distillation, unless it is a model in the workers, or there is none."""
+    if not (args.use_opd and args.opd_type == "engine"):
+        return None
+    return ServedTeacher(args.opd_teacher_url, args.rollout_timeout)
+
+
 async def no_reward(args: Any, target: Sample | list[Sample]) -> Any:
     """The reward of a run that has none but the teacher: 0."""
     return 0.0 if isinstance(target, Sample) else [0.0] * len(target)

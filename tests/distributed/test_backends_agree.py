@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.training import TrainingRound
+from instep.controller.round import TrainingRound
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from instep.arguments import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.training import TrainingRound
+from instep.controller.round import TrainingRound
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.rollout.dpo_rollout import generate_rollout
 from instep.training import lr_schedule

@@ -17,7 +17,7 @@ from instep.arguments import parse
 from instep.checkpoints.folders import teacher_folder
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.training import TrainingRound
+from instep.controller.round import TrainingRound
 from instep.errors import RolloutError
 from instep.training import lr_schedule
 from instep.types import Sample

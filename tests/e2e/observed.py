@@ -26,11 +26,14 @@ def two_of_three(args, group, **kwargs):
 
 def observe(path: str) -> None:
     diary = open(path, "a", buffering=1)  # until the process ends
+    current = [0]  # the rollout
     for method, phase in PHASES.items():
         original = getattr(Controller, method)
 
         def marked(self, *args, _original=original, _phase=phase):
-            diary.write(f"{_phase} {self.rollout_id if _phase == 'sync' else args[0]} {time.monotonic()}\n")
+            if args:  # a sync has none; a training gets the rollout itself
+                current[0] = args[0] if isinstance(args[0], int) else args[0].rollout_id
+            diary.write(f"{_phase} {current[0]} {time.monotonic()}\n")
             return _original(self, *args)
 
         setattr(Controller, method, functools.wraps(original)(marked))

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from instep.controller.debug import load_rollout
+from instep.controller.dumps import load_rollout
 from instep.errors import CheckpointError
 from tests.e2e import commands
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
@@ -86,6 +86,8 @@ def test_rollouts_alone_start_no_trainer(dumped, tiny, tmp_path):
     alone, beside = load_rollout(tmp_path / "0.pt"), load_rollout(dumped / "dump/rollout_data/0.pt")
     assert [s.tokens for g in alone.samples for s in g] == [s.tokens for g in beside.samples for s in g]
     assert len(rows(tmp_path, "samples.jsonl")) == 8 and not steps(tmp_path)
+    ledger = json.loads((tmp_path / "summary.json").read_text())["ledger"]
+    assert (ledger["num_issued"], ledger["num_consumed"]) == (4, 4)  # though nothing was trained on them
 
 
 @pytest.mark.parametrize(

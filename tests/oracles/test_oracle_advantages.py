@@ -23,7 +23,7 @@ from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_
 from instep.algorithms.advantages.rloo import rloo
 from instep.algorithms.advantages.tokens import discounted_sums
 from instep.algorithms.catalog import ALGORITHMS
-from instep.controller.advantages import add_advantages
+from instep.controller.advantage_columns import add_advantages
 from instep.types import TokenBatch
 
 CLOSE = {"rel": 1e-6, "abs": 1e-9}

@@ -13,7 +13,7 @@ import torch
 from instep.arguments import parse
 from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.all_flags import own_flags
-from instep.controller.advantages import add_advantages
+from instep.controller.advantage_columns import add_advantages
 from instep.data.batch import build_batch
 from instep.errors import ConfigError, RewardError, RolloutError
 from instep.rollout.filters import check_reward_nonzero_std

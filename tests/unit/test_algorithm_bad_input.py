@@ -10,8 +10,8 @@ import torch
 
 from instep.algorithms.catalog import ALGORITHMS
 from instep.algorithms.reductions import loss_weights
-from instep.controller.advantages import add_advantages
-from instep.controller.metrics import critic_metrics
+from instep.controller.advantage_columns import add_advantages
+from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch
 from instep.errors import InstepError, RewardError, RolloutError
 from instep.types import Sample

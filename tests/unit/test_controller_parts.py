@@ -8,7 +8,7 @@ import pytest
 
 from instep.arguments import Args
 from instep.controller.ledger import Ledger
-from instep.controller.metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
+from instep.controller.round_metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.controller.sync.proof import any_equal, largest_gap
 from instep.errors import ConfigError, RolloutError

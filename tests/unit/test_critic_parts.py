@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from instep.cluster.local import WorkerGroup
-from instep.controller.advantages import add_advantages
-from instep.controller.metrics import critic_metrics
+from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import RoleTrainer
-from instep.controller.training import TrainingRound
+from instep.controller.round import TrainingRound
+from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch
 from instep.errors import RolloutError, TrainingError
 from instep.training.backend import TokenOutputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from instep.algorithms.losses.policy import PolicyLossConfig
-from instep.controller.metrics import critic_metrics
+from instep.controller.round_metrics import critic_metrics
 from instep.observability.alarms import ALARMS
 from instep.observability.metrics import rollout_metrics
 from instep.training.backend import TokenOutputs

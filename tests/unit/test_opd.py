@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.controller.advantages import add_advantages
-from instep.controller.training import TrainingRound
+from instep.controller.advantage_columns import add_advantages
+from instep.controller.round import TrainingRound
 from instep.data.batch import build_batch
 from instep.errors import ConfigError
 from instep.types import Sample

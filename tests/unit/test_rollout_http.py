@@ -228,12 +228,12 @@ def test_a_watched_coroutine_behaves_as_any_other() -> None:
         raise KeyError("x")
 
     async def outer() -> int:
-        return await runtime.watched(inner(), 5, RewardError("blocked"))
+        return await runtime.bounded_steps(inner(), 5, RewardError("blocked"))
 
     assert runtime.run(outer(), timeout=10) == 4
 
     async def cancelled() -> str:
-        task = asyncio.ensure_future(runtime.watched(asyncio.sleep(60), 5, RewardError("blocked")))
+        task = asyncio.ensure_future(runtime.bounded_steps(asyncio.sleep(60), 5, RewardError("blocked")))
         await asyncio.sleep(0.01)
         task.cancel()
         try:

@@ -79,11 +79,11 @@ async def _custom(args: Any, path: str, target: Sample | Group) -> Any:
     )
     try:
         if inspect.iscoroutinefunction(function):
-            return await _bounded(runtime.watched(function(args, target), limit, hung), limit, hung)
+            return await _bounded(runtime.bounded_steps(function(args, target), limit, hung), limit, hung)
         async with shared_pool(args.reward_num_workers).threads:
             out = await _bounded(runtime.in_daemon_thread(function, args, target), limit, hung)
         if inspect.isawaitable(out):
-            return await _bounded(runtime.watched(_await(out), limit, hung), limit, hung)
+            return await _bounded(runtime.bounded_steps(_await(out), limit, hung), limit, hung)
         return out
     except InstepError:
         raise

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from instep.atomic import replacing
-from instep.controller.training import TrainedRollout
+from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
@@ -91,7 +91,7 @@ def replay(args: Any) -> Callable[..., RolloutFnTrainOutput]:
     return replayed
 
 
-def save_train_data(template: str, rollout_id: int, trained: TrainedRollout) -> Path:
+def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Path:
     """Write what the trainer got and computed, sample by sample, in the order of the rollout.
 
     Besides the batch's columns: `step` (of the optimizer, within the rollout; -1: left out) and `train_log_probs`, the

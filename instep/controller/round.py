@@ -1,4 +1,7 @@
-"""One training round as the controller sees it: samples -> flat batch -> log-probs -> advantages -> optimizer steps."""
+"""A round, as values that the loop hands on: Rollout, then TrainedRollout; and how the workers train on one.
+
+Nothing of a round lives in the controller, so that a rollout may run ahead of the training.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,63 @@ import torch
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.reductions import loss_scales, loss_weights
-from instep.controller.advantages import add_advantages
-from instep.controller.metrics import critic_metrics
+from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
+from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch
 from instep.data.schedule import steps_of_samples
 from instep.processes import watched
-from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.outputs import flatten
-from instep.rollout.scorer import ServedScorer
-from instep.rollout.teacher import ServedTeacher
+from instep.rollout.scorer import ServedScorer, served_reference
+from instep.rollout.teacher import served_teacher
 from instep.types import Group, TokenBatch
 
 
 @dataclass
+class Rollout:
+    """What `Controller.generate` returns.
+
+    Attributes:
+        groups: with rewards, in the order of training; they are finished in the ledger.
+        metrics: `rollout/*` and those of the rollout function.
+        seconds: by the name of each phase that it took.
+    """
+
+    rollout_id: int
+    groups: list[Group]
+    metrics: Metrics
+    seconds: dict[str, float]
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(sample.response_length for group in self.groups for sample in group)
+
+    @property
+    def weight_versions(self) -> set[str]:
+        """Those that its tokens were made under, as far as known."""
+        return {span.version for group in self.groups for s in group for span in s.weight_versions}
+
+
+@dataclass
 class TrainedRollout:
-    """What a round did.
+    """What `Controller.train` returns.
+
+    Attributes:
+        metrics: `train/*` and `critic/*`.
+        seconds: by the name of each phase that it took.
+        num_steps: optimizer steps of the actor.
+        num_tokens: of prompts and responses.
+    """
+
+    metrics: Metrics
+    seconds: dict[str, float]
+    num_steps: int
+    num_tokens: int
+
+
+@dataclass
+class TrainedBatch:
+    """What the workers have trained on, and what came of it.
 
     Attributes:
         steps: the metrics of each optimizer step of the actor; none when only the critic was trained.
@@ -44,23 +88,6 @@ class TrainedRollout:
     step_of_sample: list[int]
     log_probs: dict[int, torch.Tensor]
     num_critic_steps: int = 0
-
-
-def served_teacher(args: Any) -> ServedTeacher | None:
-    """That of on-policy distillation, unless it is a model in the workers, or there is none."""
-    if not (args.use_opd and args.opd_type == "engine"):
-        return None
-    return ServedTeacher(args.opd_teacher_url, args.rollout_timeout)
-
-
-def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
-    """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
-    if args.ref_served_model is None:
-        return None
-    url = get_model_url(hook_args, args.ref_served_model, "")
-    where = f"--ref-served-model {args.ref_served_model}, at {url}"
-    wire = wire_of(hook_args)
-    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire)
 
 
 class TrainingRound:
@@ -87,7 +114,7 @@ class TrainingRound:
         *,
         num_critic_steps_before: int = 0,
         critic_only: bool = False,
-    ) -> TrainedRollout:
+    ) -> TrainedBatch:
         """Train on one rollout.
 
         Args:
@@ -114,7 +141,7 @@ class TrainingRound:
         constant = args.constant_loss_length
         batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token, constant_length=constant)
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
-        out = TrainedRollout([], {}, batch, step_of_sample, {})
+        out = TrainedBatch([], {}, batch, step_of_sample, {})
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
         wanted = self._scored_names(0 if critic_only else len(schedule))
         names = wanted if self.uses_reference else [name for name in wanted if name != "ref_log_probs"]

@@ -1,0 +1,54 @@
+"""What is kept of rounds and evaluations beside their metrics: lines of samples.jsonl, and dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from instep.controller import dumps
+from instep.controller.round import Rollout, TrainedBatch
+from instep.observability.run_logger import RunLogger
+from instep.observability.samples import spread
+from instep.rollout.tokens import token_texts
+from instep.types import Group, RolloutFnEvalOutput
+
+
+class Records:
+    """Writes them, as far as the arguments ask for it."""
+
+    def __init__(self, args: Any, hook_args: Any, log: RunLogger):
+        self._args, self._log, self._texts = args, log, partial(token_texts, hook_args)
+
+    def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
+        """A rollout; `metrics` are the rollout function's own."""
+        if self._args.save_debug_rollout_data:
+            dumps.save_rollout(self._args.save_debug_rollout_data, rollout.rollout_id, rollout.groups, metrics)
+        if self._args.debug_rollout_only:  # else with the trainer's log-probs
+            self._samples(rollout.rollout_id, rollout.groups, "train")
+
+    def wanted(self, groups: list[Group]) -> set[int]:
+        """The numbers of the samples whose log-probs `trained` needs."""
+        logged = {id(s) for s in spread(groups, self._args.num_logged_samples)}
+        samples = [s for group in groups for s in group]
+        return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
+
+    def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
+        """A rollout that was trained on; None if that has failed."""
+        samples = [s for group in rollout.groups for s in group]
+        log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()} if trained else {}
+        self._samples(rollout.rollout_id, rollout.groups, "train", log_probs)
+        if trained and self._args.save_debug_train_data:
+            dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
+
+    def evaluated(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
+        for name, result in output.data.items():
+            self._samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
+        if self._args.save_debug_rollout_data:
+            dumps.save_evaluation(self._args.save_debug_rollout_data, rollout_id, output)
+
+    def _samples(
+        self, rollout_id: int, groups: list[Group], split: str, log_probs: Mapping[int, Sequence[float]] | None = None
+    ) -> None:
+        limit = self._args.num_logged_samples
+        self._log.samples(rollout_id, groups, split, limit, texts=self._texts, log_probs=log_probs)

@@ -1,0 +1,203 @@
+"""Rounds that overlap: the ledger's states, and a checkpoint while groups are outstanding."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.controller.ledger import Ledger, LedgeredDataSource
+from instep.controller.round import Rollout
+from instep.controller.run_state import data_state, restore_data
+from instep.errors import RolloutError
+from instep.types import Group, Sample, Status, VersionSpan
+from tests.unit.test_data import rows, source, write
+
+
+def fresh(path: str) -> LedgeredDataSource:
+    return LedgeredDataSource(source(path, rollout_shuffle=True), Ledger())
+
+
+def resumed(data: LedgeredDataSource, path: str) -> LedgeredDataSource:
+    """A new session with what a checkpoint holds of `data`."""
+    again, state = fresh(path), json.loads(json.dumps(data_state(data, 7)))
+    restore_data(again, state, 7)
+    again.ledger.check()
+    return again
+
+
+def indices(groups: list[Group]) -> list[int | None]:
+    return [group[0].group_index for group in groups]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write(tmp_path / "a.jsonl", rows(5))
+
+
+@pytest.mark.parametrize("state", ["issued", "finished"])
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_what_was_outstanding_at_a_save_is_issued_again(path: str, state: str, one_by_one: bool) -> None:
+    data = fresh(path)
+    data.get_samples(4)  # past the first cursor
+    data.ledger.consume(groups_of(0, 1, 2, 3))
+    a, b, c = (data.get_samples(1)[0] for _ in range(3)) if one_by_one else data.get_samples(3)
+    pristine = [sample.to_dict() for sample in c]
+    for sample in (*a, *b, *c):
+        sample.append_response_tokens([5, 6], [-0.5, -1.0], weight_versions=[VersionSpan("3", 0, 2)])
+        sample.status = Status.COMPLETED
+    data.ledger.finish([a, b])
+    data.ledger.consume([a])
+    data.ledger.drop([b], "stale")
+    if state == "finished":
+        data.ledger.finish([c])
+    data.ledger.check()
+    assert data.ledger.num_outstanding == 1
+
+    again = resumed(data, path)
+    assert (again.ledger.num_consumed, again.ledger.num_dropped, again.ledger.num_buffered) == (5, 1, 1)
+    groups = again.get_samples(3)
+    assert indices(groups) == [6, 7, 8]  # neither A nor B, over the end of the epoch
+    assert [sample.to_dict() for sample in groups[0]] == pristine  # the same row, and all that seeds are made from
+    assert groups[1:] == data.get_samples(2)
+    again.ledger.finish(groups)
+    again.ledger.consume(groups)
+    again.ledger.check()
+    assert again.ledger.num_issued == again.ledger.num_consumed + 1 == 9
+
+
+def groups_of(*group_indices: int) -> list[Group]:
+    return [[Sample(group_index=i)] for i in group_indices]
+
+
+def test_without_outstanding_groups_the_state_is_the_source_s_own(path: str) -> None:
+    data = fresh(path)
+    kept, *others = data.of_round(0).get_samples(3)
+    data.add_samples([kept])
+    data.ledger.consume(others)
+    state = data_state(data, 0)
+    assert state["data_source"] == data.source.state_dict()
+    assert state["ledger"]["open"] == {"0": "buffered"} and state["ledger"]["reads"] == []
+    del state["ledger"]["reads"]  # as a checkpoint of before
+    old = fresh(path)
+    restore_data(old, state, 0)
+    assert old.ledger.state_dict() == data.ledger.state_dict() and old.get_samples(2) == data.get_samples(2)
+
+
+def test_a_session_may_end_again_before_the_groups_are_trained(path: str) -> None:
+    data = fresh(path)
+    data.get_samples(2)
+    once = resumed(data, path)
+    assert indices(once.get_samples(1)) == [0]
+    twice = resumed(once, path)
+    assert sorted(indices(twice.get_samples(3))) == [0, 1, 2] and twice.ledger.num_issued == 3
+
+
+def test_a_group_from_the_buffer_is_begun_anew(path: str) -> None:
+    data = fresh(path)
+    group = data.get_samples(2)[0]
+    group[0].append_response_tokens([5], [-0.5])
+    group[0].status = Status.ABORTED
+    data.add_samples([group])
+    assert indices(data.get_samples(1)) == [0]
+    again = resumed(data, path).get_samples(2)
+    assert indices(again) == [0, 1] and again[0][0].response_length == 0
+
+
+def test_what_cannot_be_read_again_is_dropped() -> None:
+    class Source:
+        """In the seeds' style: it keeps its state itself."""
+
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def get_samples(self, num_groups: int) -> list[Group]:
+            return groups_of(*range(num_groups))
+
+        def save(self, rollout_id: int) -> None:
+            self.calls.append(("save", rollout_id))
+
+        def load(self, rollout_id: int) -> None:
+            self.calls.append(("load", rollout_id))
+
+    data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(), Ledger())
+    data.ledger.consume(data.get_samples(2)[:1])
+    state = json.loads(json.dumps(data_state(data, 7)))
+    restore_data(again, state, 7)
+    again.ledger.check()
+    assert (data.source.calls, again.source.calls) == ([("save", 7)], [("load", 7)])
+    assert again.ledger.dropped == {"outstanding at a save": 1} and again.ledger.num_outstanding == 0
+
+
+def test_a_round_drops_its_own_groups_only(path: str) -> None:
+    data = fresh(path)
+    one, two = data.of_round(1), data.of_round(2)
+    first, ahead = one.get_samples(3), two.get_samples(2)
+    one.finish_rollout(first[:2])
+    assert data.ledger.dropped == {"not returned by the rollout function": 1}
+    assert data.ledger.outstanding == [0, 1, 3, 4]
+    data.ledger.consume(first[:2])
+    two.finish_rollout([*ahead, *groups_of(100)])  # one that the rollout function has made by itself
+    assert data.ledger.num_dropped == 1 and data.ledger.outstanding == [3, 4, 100]
+    with pytest.raises(RolloutError, match="group 3 cannot be finished: it is finished"):
+        two.finish_rollout(ahead[:1])
+    with pytest.raises(RolloutError, match="group 2 cannot be finished: it is closed"):
+        data.ledger.finish(first[2:])
+    data.ledger.check()
+
+
+def test_what_a_rollout_function_keeps_on_the_data_source_outlives_its_round(path: str) -> None:
+    data = fresh(path)
+    data.of_round(1).cache = ["mine"]
+    assert data.of_round(2).cache == ["mine"] == data.cache
+
+
+def test_finished_groups_may_stay_for_a_later_round(path: str) -> None:
+    """The data source's buffer outlives a rollout call."""
+    data = fresh(path)
+    one = data.of_round(1)
+    groups = one.get_samples(2)
+    groups[1][0].append_response_tokens([5], [-0.5])
+    groups[1][0].status = Status.COMPLETED
+    one.add_samples(groups[1:])
+    one.finish_rollout(groups[:1])
+    again = resumed(data, path).of_round(2).get_samples(1)
+    assert again[0][0].tokens == [5] and again[0][0].status is Status.COMPLETED
+    assert data.of_round(2).get_samples(1) == groups[1:] and data.ledger.num_dropped == 0
+
+
+def test_checkpoints_while_another_thread_issues_are_consistent(tmp_path: Path) -> None:
+    path = write(tmp_path / "many.jsonl", rows(50))
+    data, stop = fresh(path), threading.Event()
+
+    def issue() -> None:
+        rollout_id = 0
+        while not stop.is_set():
+            view = data.of_round(rollout_id)
+            groups = view.get_samples(3)
+            view.finish_rollout(groups[:2])
+            data.ledger.consume(groups[:2])
+            rollout_id += 1
+
+    thread = threading.Thread(target=issue)
+    thread.start()
+    try:
+        for _ in range(20):
+            again = resumed(data, path)
+            assert again.ledger.num_issued == again.source.cursor()["next_group"]
+            data.ledger.check()
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_a_rollout_knows_its_tokens_and_versions() -> None:
+    group = [Sample(group_index=0) for _ in range(2)]
+    group[0].append_response_tokens(
+        [5, 6], [-0.5, -1.0], weight_versions=[VersionSpan("3", 0, 1), VersionSpan("4", 1, 2)]
+    )
+    rollout = Rollout(7, [group], {}, {"rollout": 1.0})
+    assert rollout.num_response_tokens == 2 and rollout.weight_versions == {"3", "4"}
