@@ -6,10 +6,12 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE, algorithm_of
+from instep.arguments.algorithm.critic_rules import ADD_CRITIC, NO_CRITIC
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
 from instep.cluster.engine_plan import plan_engines
-from instep.cluster.placement import OFFLINE, make_plan, num_critic_gpus
+from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.errors import ConfigError
 
 
@@ -72,9 +74,8 @@ def engines(args: Args, given: set[str]) -> Iterator[Problem]:
 def placement(args: Args, given: set[str]) -> Iterator[Problem]:
     """Where everything goes."""
     for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
-        if name in given and args.advantage_estimator != "ppo":
-            flag = "--" + name.replace("_", "-")
-            yield Problem("there is no critic without PPO", flag, "leave it out, or add --advantage-estimator ppo")
+        if name in given and not algorithm_of(args).has_critic:
+            yield Problem(NO_CRITIC, "--" + name.replace("_", "-"), ADD_CRITIC)
     local = args.command != "plan" and args.cluster == "local"
     if local and args.actor_num_nodes > 1:
         yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")

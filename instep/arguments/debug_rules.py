@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
-from instep.cluster.placement import OFFLINE
 
 _NEED_A_TRAINER = ("save", "save_hf", "load", "ref_load", "save_debug_train_data")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem, Scan
-from instep.cluster.placement import OFFLINE
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
 from instep.arguments.evaluation import from_flag, from_yaml, split_slice
 from instep.arguments.megatron import read_config, shape_conflicts
 from instep.arguments.parser import Problem
-from instep.cluster.placement import OFFLINE
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 

@@ -14,11 +14,16 @@ from instep.arguments.table import find, nearest
 
 @dataclass
 class Problem:
-    """One thing that is wrong: what, at which flag, and what to do."""
+    """One thing that is wrong: what, at which flag, and what to do.
+
+    Attributes:
+        refused: False: the run starts all the same, and the problem is a note to the user.
+    """
 
     what: str
     where: str
     remedy: str = ""
+    refused: bool = True
 
 
 @dataclass

@@ -6,7 +6,7 @@ import difflib
 from functools import cache
 from typing import Any
 
-from instep.arguments.algorithm import ALGORITHM
+from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.data import DATA
 from instep.arguments.debug import DEBUG

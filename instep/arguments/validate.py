@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from instep.arguments import algorithm_rules, critic_rules, loss_rules
+from instep.algorithms.catalog import OFFLINE, algorithm_of
+from instep.arguments.algorithm.critic_rules import critic
+from instep.arguments.algorithm.resolve import resolve_algorithm
+from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.args import Args
 from instep.arguments.cluster_rules import engines, parallel, placement
 from instep.arguments.debug_rules import debugging, derive_debug
@@ -19,16 +22,11 @@ from instep.arguments.flag import http_address
 from instep.arguments.parser import Problem, Scan
 from instep.arguments.serving import derive_serving, serving
 from instep.arguments.table import own_flags
-from instep.cluster.placement import OFFLINE, num_critic_gpus
+from instep.cluster.placement import num_critic_gpus
 from instep.engines.topology import responses_per_request, served_models
 
 Rule = Callable[[Args, set[str]], Iterator[Problem]]
 
-# The loss and the rollout function of the commands that sample nothing.
-_OFFLINE_DEFAULTS = {
-    "sft": ("sft_loss", "instep.rollout.sft_rollout.generate_rollout"),
-    "dpo": ("dpo_loss", "instep.rollout.dpo_rollout.generate_rollout"),
-}
 # What a run of on-policy distillation without a reward gets.
 NO_REWARD, NO_REWARDS = "instep.rollout.teacher.no_reward", "instep.rollout.teacher.no_rewards"
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
@@ -36,13 +34,17 @@ _NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", 
 
 
 def validate(args: Args, scan: Scan) -> list[Problem]:
-    """All problems of `args`, which is completed on the way (`derive` and the eval data sets)."""
-    problems: list[Problem] = []
+    """All problems of `args` that forbid the run, which is completed on the way (`derive` and the eval data sets).
+
+    Those that do not forbid it become `args.notes`.
+    """
+    found: list[Problem] = []
     given = set(scan.given)
     for rule, reads in {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES):
         if not scan.broken.intersection(reads.split()):
-            problems += rule(args, given)
-    return problems
+            found += rule(args, given)
+    args.notes += [f"{problem.where}: {problem.what}" for problem in found if not problem.refused]
+    return [problem for problem in found if problem.refused]
 
 
 def missing(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -76,10 +78,10 @@ def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     if args.command in OFFLINE:
         return
-    for name, (loss_type, _) in _OFFLINE_DEFAULTS.items():
-        if args.loss_type == loss_type:
+    for name, algorithm in OFFLINE.items():
+        if args.loss_type == algorithm.loss.type:
             remedy = f"run `instep {name}` with the same flags"
-            yield Problem(f"is what `instep {name}` sets", f"--loss-type {loss_type}", remedy)
+            yield Problem(f"is what `instep {name}` sets", f"--loss-type {args.loss_type}", remedy)
 
 
 def offline(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -99,7 +101,7 @@ def offline(args: Args, given: set[str]) -> Iterator[Problem]:
         if name in given:
             flag = "--" + name.replace("_", "-")
             yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
-    loss_type, _ = _OFFLINE_DEFAULTS[args.command]
+    loss_type = algorithm_of(args).loss.type
     if args.loss_type != loss_type:
         yield Problem(f"is {args.loss_type}, but {args.command} trains {loss_type}", "--loss-type", "leave it out")
     names = {flag.attribute: flag.name for flag in own_flags().values()}
@@ -244,9 +246,6 @@ def loggers(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
 
 
-# Flags of the algorithms that do not go together; docs/algorithms.md shows them.
-COMBINATIONS = (*algorithm_rules.RULES, *loss_rules.RULES, *critic_rules.RULES)
-
 # Rules, and the attributes that they need to have been read. `instep plan` asks only where things go.
 PLAN_RULES: tuple[tuple[Rule, str], ...] = (
     (
@@ -298,7 +297,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (engines, "rollout_num_gpus rollout_num_gpus_per_engine"),
     *PLAN_RULES,
     (
-        critic_rules.critic,
+        critic,
         "advantage_estimator num_critic_only_steps num_rollout critic_num_nodes critic_num_gpus_per_node "
         "actor_num_gpus_per_node tensor_model_parallel_size pipeline_model_parallel_size global_batch_size "
         "micro_batch_size critic_lr critic_lr_warmup_iters lr min_lr lr_decay_iters megatron_config_path",
@@ -336,14 +335,9 @@ def derive(args: Args, given: dict[str, Any]) -> None:
     args.notes = []
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.dp_size = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+    resolve_algorithm(args, given)
     if args.command in OFFLINE:
-        loss_type, rollout = _OFFLINE_DEFAULTS[args.command]
-        args.loss_type = given.get("loss_type", loss_type)
-        args.n_samples_per_prompt = given.get("n_samples_per_prompt", 1)
         args.rollout_num_gpus = 0
-        args.rollout_function_path = given.get("rollout_function_path", rollout)
-        if args.command == "dpo":
-            args.input_key = given.get("input_key", "prompt")
     elif args.rollout_external_engine_addrs:
         args.rollout_num_gpus = 0  # of this run
     elif args.colocate:
@@ -366,7 +360,6 @@ def derive(args: Args, given: dict[str, Any]) -> None:
         args.rollout_num_gpus = args.topology_num_gpus
     args.responses_per_request = responses_per_request(args, models) if models else 1
     args.rollout_num_engines = sum(group.num_engines for model in models for group in model.groups)
-    loss_rules.derive_losses(args, set(given))
     derive_distillation(args, set(given))
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.cluster.placement import OFFLINE, Slot, make_plan, node_size
+from instep.algorithms.catalog import OFFLINE
+from instep.cluster.placement import Slot, make_plan, node_size
 from instep.engines.router import router_words
 from instep.engines.topology import (
     Parallel,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from instep.algorithms.catalog import algorithm_of
 from instep.cluster.local import WorkerGroup
 from instep.data.schedule import plan_steps, plan_whole_executions
 from instep.errors import TrainingError
@@ -70,7 +71,7 @@ class RoleTrainer:
     def plan(self, batch: TokenBatch) -> Schedule:
         """Steps, which are the same for every role, and their micro-batches on the ranks of this one."""
         args = self.args
-        plan = plan_whole_executions if args.loss_type == "dpo_loss" else plan_steps
+        plan = plan_whole_executions if algorithm_of(args).loss.of_pairs else plan_steps
         return plan(
             batch.sample_columns["execution_id"],
             batch.total_lengths.tolist(),

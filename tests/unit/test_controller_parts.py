@@ -50,14 +50,20 @@ def own_log(rollout_id, args, samples, metrics, seconds):
 def test_a_log_function_of_the_user_may_take_the_place_of_the_metrics():
     group = [Sample(index=i, reward=float(i), response_length=i) for i in (4, 5)]
     output = RolloutFnTrainOutput([group], {"mine": 7.0})
-    settings = {"reward_key": None, "loss_type": "policy_loss", "custom_rm_path": None, "expected": 3}
+    settings = {
+        "reward_key": None,
+        "command": "train",
+        "advantage_estimator": "grpo",
+        "custom_rm_path": None,
+        "expected": 3,
+    }
     plain = argparse.Namespace(custom_rollout_log_function_path=None, **settings)
     args = argparse.Namespace(custom_rollout_log_function_path=f"{__name__}.own_log", **settings)
     expected = metrics_of_rollout(plain, 3, output, 2.5)
     assert expected["rollout/reward_mean"] == 4.5 and expected["mine"] == 7.0
     assert metrics_of_rollout(args, 3, output, 2.5) == {}
     assert metrics_of_rollout(args, 9, output, 2.5) == expected  # it said no
-    plain.loss_type = "sft_loss"
+    plain.command = "sft"
     of_sft = metrics_of_rollout(plain, 3, output, 2.5)
     assert "rollout/response_length_mean" in of_sft and not any("reward" in name for name in of_sft)
 

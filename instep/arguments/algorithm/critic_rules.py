@@ -1,4 +1,4 @@
-"""What PPO's critic needs, and that there is none without PPO."""
+"""What a critic needs, and which flags have no effect without one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from instep.algorithms.catalog import listed, names_where
+from instep.arguments.algorithm.combination import Combination, attribute, given
 from instep.arguments.args import Args
 from instep.arguments.parser import Problem
 from instep.arguments.roles import args_of_role
-from instep.arguments.rules import Rule, attribute, given, without
 from instep.cluster.placement import num_critic_gpus
 
-# What acts with a critic only, which PPO alone has.
+NO_CRITIC = "there is no critic without PPO"
+ADD_CRITIC = (
+    f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
+)
 RULES = tuple(
-    Rule(
-        without("ppo"),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.has_critic),
         flag,
         given(flag),
-        "there is no critic without PPO",
-        "leave it out, or add --advantage-estimator ppo",
+        NO_CRITIC,
+        ADD_CRITIC,
         attribute(flag),
     )
     for flag in (
@@ -35,7 +39,7 @@ RULES = tuple(
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Sizes and rates of the critic."""
+    """Sizes and rates of the critic that contradict those of the run."""
     if not num_critic_gpus(args):
         return
     if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:

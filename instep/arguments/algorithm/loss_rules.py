@@ -1,58 +1,61 @@
-"""Which flags of losses and importance corrections go together; and what follows from those that are not given."""
+"""Flags of losses and importance corrections that do not go together."""
 
 from __future__ import annotations
 
+from instep.algorithms.catalog import listed, names_where
+from instep.arguments.algorithm.combination import Combination, given, only_with
 from instep.arguments.args import Args
-from instep.arguments.rules import Rule, given, only_with, without
 
-# The bounds (--eps-clip, --eps-clip-high) of each estimator with a loss of its own, where none is given: the papers'.
-CLIP_DEFAULTS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+_CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
+_BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
+_SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
 
 def _corrects(args: Args) -> bool:
+    """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
     return args.use_tis or args.use_rs
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Combination, ...] = (
     # ---- forms of the policy loss ----
-    Rule(
-        without("cispo", "sapo"),
+    Combination(
+        _CLIPPED_RATIO,
         "--eps-clip of 1 or more",
         lambda a, given: a.eps_clip >= 1,
         "it would never clip below",
         "use a value below 1, such as 0.2",
         reads="eps_clip",
     ),
-    Rule(
-        ("cispo",),
+    Combination(
+        _BOUNDED_WEIGHT,
         "--eps-clip above 1",
         lambda a, given: a.eps_clip > 1,
         "the lower bound of a weight is 1 - eps_clip, which is 0 at least",
         "use 1 for no lower bound",
         reads="eps_clip",
     ),
-    Rule(
-        ("sapo",),
+    Combination(
+        _SMOOTH_GATE,
         "--eps-clip, --eps-clip-high or --eps-clip-c",
         given("--eps-clip", "--eps-clip-high", "--eps-clip-c"),
         "SAPO has a smooth gate and clips nothing",
         "use --sapo-tau-pos and --sapo-tau-neg",
     ),
-    Rule(
-        ("cispo",),
+    Combination(
+        _BOUNDED_WEIGHT,
         "--eps-clip-c",
         given("--eps-clip-c"),
         "CISPO bounds the weight itself; there is no second bound",
         "use --eps-clip-high",
     ),
-    Rule(
-        without("sapo"),
+    Combination(
+        names_where(lambda estimator, loss: loss.bounds != "nothing"),
         "--sapo-tau-pos or --sapo-tau-neg",
         given("--sapo-tau-pos", "--sapo-tau-neg"),
         "has no effect without SAPO's gate",
-        "leave it out, or use sapo",
+        f"leave it out, or use {listed(_SMOOTH_GATE)}",
     ),
-    Rule(
+    Combination(
         (),
         "--constant-loss-length with --calculate-per-token-loss",
         lambda a, given: a.constant_loss_length is not None and a.calculate_per_token_loss,
@@ -61,14 +64,14 @@ RULES: tuple[Rule, ...] = (
         reads="constant_loss_length",
     ),
     # ---- between trainer and engine ----
-    Rule(
+    Combination(
         (),
         "--use-tis or --use-rs with --use-rollout-logprobs",
         lambda a, given: _corrects(a) and a.use_rollout_logprobs,
         "with the engine's log-probs as old policy there is nothing to correct",
         "give one of the two",
     ),
-    Rule(
+    Combination(
         (),
         "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs",
         lambda a, given: (a.rollout_top_p < 1 or a.rollout_top_k > 0) and (_corrects(a) or a.use_rollout_logprobs),
@@ -77,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         "sample from the full distribution, or leave the correction out",
         reads="rollout_top_p rollout_top_k",
     ),
-    Rule(
+    Combination(
         (),
         "--tis-clip-low above --tis-clip",
         lambda a, given: a.tis_clip_low > a.tis_clip,
@@ -85,7 +88,7 @@ RULES: tuple[Rule, ...] = (
         "exchange them",
         reads="tis_clip tis_clip_low",
     ),
-    Rule(
+    Combination(
         (),
         "--tis-clip-low with --tis-mode truncate",
         lambda a, given: a.tis_mode == "truncate" and a.tis_clip_low > 0,
@@ -93,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         "use --tis-mode clip",
         reads="tis_mode tis_clip_low",
     ),
-    Rule(
+    Combination(
         (),
         "--rs-lower-bound above --rs-upper-bound",
         lambda a, given: a.use_rs and a.rs_lower_bound > a.rs_upper_bound,
@@ -106,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     *only_with(("--use-rs",), "--rs-level", "--rs-lower-bound", "--rs-upper-bound", "--rs-veto-threshold"),
     *only_with(("--use-opsm",), "--opsm-delta"),
     # ---- users' losses ----
-    Rule(
+    Combination(
         (),
         "--loss-type custom_loss without --custom-loss-function-path",
         lambda a, given: a.loss_type == "custom_loss" and a.custom_loss_function_path is None,
@@ -114,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         "give --custom-loss-function-path",
         reads="loss_type custom_loss_function_path",
     ),
-    Rule(
+    Combination(
         (),
         "--custom-loss-function-path",
         lambda a, given: a.loss_type != "custom_loss" and a.custom_loss_function_path is not None,
@@ -122,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "give both",
         reads="loss_type custom_loss_function_path",
     ),
-    Rule(
+    Combination(
         (),
         "--loss-type custom_loss with --tensor-model-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
@@ -130,7 +133,7 @@ RULES: tuple[Rule, ...] = (
         "use data or pipeline parallelism",
         reads="loss_type tensor_model_parallel_size",
     ),
-    Rule(
+    Combination(
         (),
         "--loss-type custom_loss with flags of the policy loss",
         lambda a, given: (
@@ -142,14 +145,3 @@ RULES: tuple[Rule, ...] = (
         reads="loss_type custom_pg_loss_reducer_function_path",
     ),
 )
-
-
-def derive_losses(args: Args, given: set[str]) -> None:
-    """Bounds that are not given: the paper's of the estimator; and names under which slime's examples read ours."""
-    if "eps_clip" not in given and args.advantage_estimator in CLIP_DEFAULTS:
-        args.eps_clip, high = CLIP_DEFAULTS[args.advantage_estimator]
-        args.eps_clip_high = high if args.eps_clip_high is None else args.eps_clip_high
-    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    args.tis_lower_bound, args.tis_upper_bound, args.tis_batch_normalize = args.tis_clip_low, args.tis_clip, False
-    args.rs_lower_bound = args.tis_clip_low if args.rs_lower_bound is None else args.rs_lower_bound
-    args.rs_upper_bound = args.tis_clip if args.rs_upper_bound is None else args.rs_upper_bound

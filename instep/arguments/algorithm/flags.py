@@ -1,5 +1,6 @@
-"""What is optimized: advantages, losses, KL."""
+"""The flags of what is optimized: advantages, losses, KL."""
 
+from instep.algorithms.catalog import ALGORITHMS, OFFLINE, listed, names_where
 from instep.arguments.flag import (
     COUNT,
     FLOAT,
@@ -19,32 +20,33 @@ from instep.arguments.flag import (
     switch,
 )
 
+
+def _own_defaults(attribute: str) -> str:
+    """The defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
+    return ", ".join(f"{a.defaults[attribute]:g} with {a.name}" for a in ALGORITHMS.values() if attribute in a.defaults)
+
+
+_DEFAULT = next(iter(ALGORITHMS.values()))
+_OWN_LOSS = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator and a != _DEFAULT]
+_DISCOUNTED = listed(names_where(lambda estimator, loss: estimator.discounts), "and")
+_WITH_CRITIC = listed(names_where(lambda estimator, loss: estimator.has_critic), "and")
+
 ALGORITHM = Group(
     "Algorithm",
     (
         Flag(
             "--advantage-estimator",
-            default="grpo",
-            help="how advantages are made from rewards; gspo (2507.18071), cispo (2506.13585) and sapo (2511.20347) "
-            "are grpo with a loss of their own (docs/algorithms.md)",
-            choices=(
-                "grpo",
-                "gspo",
-                "cispo",
-                "sapo",
-                "dr_grpo",
-                "rloo",
-                "max_rl",
-                "reinforce_plus_plus",
-                "reinforce_plus_plus_baseline",
-                "ppo",
-            ),
+            default=_DEFAULT.name,
+            help="how advantages are made from rewards; "
+            f"{listed([f'{a.name} ({a.paper})' for a in _OWN_LOSS], 'and')} are {_DEFAULT.name} with a loss of their "
+            "own (docs/algorithms.md)",
+            choices=tuple(ALGORITHMS),
             seeds="VSC",
         ),
         Flag(
             "--loss-type",
-            default="policy_loss",
-            choices=("policy_loss", "sft_loss", "dpo_loss", "custom_loss"),
+            default=_DEFAULT.loss.type,
+            choices=(_DEFAULT.loss.type, *(a.loss.type for a in OFFLINE.values()), "custom_loss"),
             help="instep sft sets sft_loss, instep dpo dpo_loss; custom_loss is --custom-loss-function-path",
             seeds="C",
         ),
@@ -52,14 +54,14 @@ ALGORITHM = Group(
             "--eps-clip",
             Number(float, 0, above=True),
             0.2,
-            "clip range of the ratio, below 1; unless given 3e-4 with gspo, 1 with cispo (no lower bound)",
+            f"clip range of the ratio, below 1; unless given {_own_defaults('eps_clip')} (1: no lower bound)",
             seeds="VC",
         ),
         Flag(
             "--eps-clip-high",
             Number(float, 0, above=True),
             None,
-            "above 1; default: --eps-clip; unless that is given 4e-4 with gspo, 4 with cispo",
+            f"above 1; default: --eps-clip; unless that is given {_own_defaults('eps_clip_high')}",
             seeds="C",
         ),
         Flag(
@@ -147,11 +149,17 @@ ALGORITHM = Group(
             "f(args, batch, logits, reducer): (loss, metrics); with --loss-type custom_loss",
             seeds="C",
         ),
-        Flag("--value-clip", Number(float, 0, above=True), 0.2, "clip range of the critic's values (ppo)", seeds="VC"),
+        Flag(
+            "--value-clip",
+            Number(float, 0, above=True),
+            0.2,
+            f"clip range of the critic's values ({_WITH_CRITIC})",
+            seeds="VC",
+        ),
         Flag("--num-critic-only-steps", INDEX, 0, "first rollouts that train PPO's critic alone", seeds="VC"),
         Flag(
             "--megatron-config-path",
-            help="YAML file of what actor and critic are set to, each: learning rate, load, save (ppo)",
+            help=f"YAML file of what actor and critic are set to, each: learning rate, load, save ({_WITH_CRITIC})",
             seeds="VC",
         ),
         Flag(
@@ -167,8 +175,8 @@ ALGORITHM = Group(
         Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", seeds="V"),
         Flag("--critic-lr", NON_NEGATIVE, None, "learning rate of the critic; default: --lr", seeds="V"),
         Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", seeds="V"),
-        Flag("--gamma", FRACTION, 1.0, "discount per trained token of reinforce_plus_plus and ppo", seeds="C"),
-        Flag("--lambd", FRACTION, 1.0, "lambda of the generalised advantage estimation (ppo)", seeds="C"),
+        Flag("--gamma", FRACTION, 1.0, f"discount per trained token of {_DISCOUNTED}", seeds="C"),
+        Flag("--lambd", FRACTION, 1.0, f"lambda of the generalised advantage estimation ({_WITH_CRITIC})", seeds="C"),
         Flag(
             "--custom-advantage-function-path",
             hook,

@@ -1,27 +1,33 @@
-"""Which flags of advantages and KL go together."""
+"""Flags of advantages, KL and on-policy distillation that do not go together."""
 
 from __future__ import annotations
 
+from instep.algorithms.catalog import ALGORITHMS, listed, names_where
+from instep.arguments.algorithm.combination import Combination, only_with
 from instep.arguments.args import Args
-from instep.arguments.rules import ALL, DISCOUNTED, GROUP_RELATIVE, GRPO_LIKE, WHITENED, Rule, without
+
+_DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
+_WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
+_SUCCESS_RATES = names_where(lambda estimator, loss: estimator.takes_success_rates)
+_UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
 def _compares(args: Args) -> bool:
-    """Whether the rewards of a group are compared by the estimator, not by a hook or not at all."""
+    """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
     return args.rewards_normalization and args.custom_reward_post_process_path is None
 
 
 RULES = (
-    Rule(
-        GROUP_RELATIVE,
+    Combination(
+        names_where(lambda estimator, loss: estimator.compares_group),
         "--n-samples-per-prompt 1",
         lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
         "a group of one has no advantage: every sample equals its group's mean",
-        "use at least 2 (the default is 8), or reinforce_plus_plus",
+        f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
         reads="n_samples_per_prompt",
     ),
-    Rule(
-        ALL,
+    Combination(
+        tuple(ALGORITHMS),
         "--n-samples-per-prompt 1 --dynamic-sampling-filter-path ...check_reward_nonzero_std",
         lambda a, given: (
             a.n_samples_per_prompt == 1 and (a.dynamic_sampling_filter_path or "").endswith(".check_reward_nonzero_std")
@@ -30,62 +36,62 @@ RULES = (
         "use at least 2, or leave the filter out",
         reads="n_samples_per_prompt dynamic_sampling_filter_path",
     ),
-    Rule(
-        tuple(name for name in GROUP_RELATIVE if name not in GRPO_LIKE),
+    Combination(
+        names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
         "nothing of this estimator is left without the comparison within a group",
-        "leave it out, or use reinforce_plus_plus",
+        f"leave it out, or use {listed(_UNCOMPARED)}",
     ),
-    Rule(
-        ("reinforce_plus_plus", "ppo"),
+    Combination(
+        _UNCOMPARED,
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
         "has no effect, there is no comparison within groups",
         "leave it out",
         refused=False,
     ),
-    Rule(
-        without(*GRPO_LIKE),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.divides_by_std),
         "--disable-grpo-std-normalization",
         lambda a, given: not a.grpo_std_normalization,
         "has no effect, there is no division by the std of a group",
         "leave it out",
         refused=False,
     ),
-    Rule(
+    Combination(
         (),
         "--disable-grpo-std-normalization and --disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization and not a.grpo_std_normalization,
         "without the normalization over groups there is no std to leave out",
         "give one of the two",
     ),
-    Rule(
-        WHITENED,
+    Combination(
+        names_where(lambda estimator, loss: estimator.whitens),
         "--normalize-advantages",
         lambda a, given: a.normalize_advantages,
         "has no effect, this estimator whitens its advantages anyway",
         "leave it out",
         refused=False,
     ),
-    Rule(
-        without(*DISCOUNTED),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.discounts),
         "--gamma",
         lambda a, given: a.gamma != 1,
         "has no effect: one advantage for all tokens of a response, nothing to discount",
-        "leave it out, or use reinforce_plus_plus or ppo",
+        f"leave it out, or use {listed(_DISCOUNTED)}",
         reads="gamma",
     ),
-    Rule(
-        without("ppo"),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.has_critic),
         "--lambd",
         lambda a, given: a.lambd != 1,
         "has no effect without a critic",
-        "leave it out, or use ppo",
+        f"leave it out, or use {listed(_WITH_CRITIC)}",
         reads="lambd",
     ),
     # ---- KL ----
-    Rule(
+    Combination(
         (),
         "--kl-coef and --kl-loss-coef",
         lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
@@ -93,7 +99,7 @@ RULES = (
         "let one of them be 0",
         reads="kl_coef kl_loss_coef",
     ),
-    Rule(
+    Combination(
         (),
         "--kl-loss-coef",
         lambda a, given: a.kl_loss_coef != 0 and not a.use_kl_loss,
@@ -101,7 +107,7 @@ RULES = (
         "give both",
         reads="kl_loss_coef",
     ),
-    Rule(
+    Combination(
         (),
         "--ref-update-interval",
         lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
@@ -109,7 +115,7 @@ RULES = (
         "leave it out, or add --use-kl-loss",
         reads="ref_update_interval kl_coef",
     ),
-    Rule(
+    Combination(
         (),
         "--ref-served-model",
         lambda a, given: a.ref_served_model is not None and not a.use_kl_loss and a.kl_coef == 0,
@@ -117,14 +123,14 @@ RULES = (
         "leave it out, or add --use-kl-loss",
         reads="kl_coef",
     ),
-    Rule(
+    Combination(
         (),
         "--ref-served-model and --ref-load or --ref-update-interval",
         lambda a, given: a.ref_served_model is not None and not given.isdisjoint(("ref_load", "ref_update_interval")),
         "there is one reference, served as it is or a copy in the trainer",
         "name its folder as model_path in --vllm-config, or leave --ref-served-model out",
     ),
-    Rule(
+    Combination(
         (),
         "--ref-served-model with --rollout-temperature",
         lambda a, given: a.ref_served_model is not None and a.rollout_temperature != 1,
@@ -132,23 +138,17 @@ RULES = (
         "sample at temperature 1, or leave --ref-served-model out",
         reads="rollout_temperature",
     ),
-    Rule(
-        (),
-        "--use-unbiased-kl",
-        lambda a, given: a.use_unbiased_kl and not a.use_kl_loss,
-        "has no effect without --use-kl-loss",
-        "give both",
-    ),
-    Rule(
-        tuple(name for name in GROUP_RELATIVE if name not in WHITENED),
+    *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.kl_on_tokens),
         "--kl-coef --custom-reward-post-process-path",
         lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
         "the hook's rewards would replace those with the KL",
         "use --use-kl-loss, or take the KL off in the hook",
         reads="kl_coef custom_reward_post_process_path",
     ),
-    Rule(
-        ("max_rl",),
+    Combination(
+        _SUCCESS_RATES,
         "--kl-coef",
         lambda a, given: a.kl_coef != 0,
         "a reward less a KL is no rate of success",
@@ -156,14 +156,14 @@ RULES = (
         reads="kl_coef",
     ),
     # ---- on-policy distillation ----
-    Rule(
+    Combination(
         (),
         "--opd-type or --opd-kl-coef or --opd-teacher-url or --opd-teacher-load or --opd-teacher-ckpt-step",
         lambda a, given: not a.use_opd and any(name.startswith("opd_") for name in given),
         "has no effect without --use-opd",
         "give both",
     ),
-    Rule(
+    Combination(
         (),
         "--use-opd",
         lambda a, given: a.use_opd and (a.opd_teacher_load if a.opd_type == "model" else a.opd_teacher_url) is None,
@@ -171,14 +171,14 @@ RULES = (
         "give --opd-teacher-url, the address of a served one, or --opd-teacher-load, a checkpoint",
         reads="opd_type opd_teacher_url opd_teacher_load rm_url",
     ),
-    Rule(
+    Combination(
         (),
         "--opd-teacher-url and --opd-teacher-load",
         lambda a, given: {"opd_teacher_url", "opd_teacher_load"} <= given,
         "there is one teacher, served or loaded",
         "give one of the two",
     ),
-    Rule(
+    Combination(
         (),
         "--opd-teacher-ckpt-step",
         lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
@@ -186,7 +186,7 @@ RULES = (
         "give both",
         reads="opd_teacher_load",
     ),
-    Rule(
+    Combination(
         (),
         "--use-opd with --rollout-temperature and a served teacher",
         lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
@@ -195,15 +195,15 @@ RULES = (
         reads="opd_type rollout_temperature",
     ),
     # ---- overlong responses ----
-    Rule(
-        ("max_rl",),
+    Combination(
+        _SUCCESS_RATES,
         "--overlong-buffer-len",
         lambda a, given: a.overlong_buffer_len is not None,
         "a reward less a penalty is no rate of success",
         "leave it out",
         reads="overlong_buffer_len",
     ),
-    Rule(
+    Combination(
         (),
         "--overlong-buffer-len and --custom-reward-post-process-path",
         lambda a, given: a.overlong_buffer_len is not None and a.custom_reward_post_process_path is not None,
@@ -211,15 +211,8 @@ RULES = (
         "take the penalty off in the hook",
         reads="overlong_buffer_len custom_reward_post_process_path",
     ),
-    Rule(
-        (),
-        "--overlong-penalty-factor",
-        lambda a, given: "overlong_penalty_factor" in given and a.overlong_buffer_len is None,
-        "has no effect without --overlong-buffer-len",
-        "give both",
-        reads="overlong_buffer_len",
-    ),
-    Rule(
+    *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
+    Combination(
         (),
         "--overlong-buffer-len without --rollout-max-response-len",
         lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
@@ -227,7 +220,7 @@ RULES = (
         "give both",
         reads="overlong_buffer_len rollout_max_response_len",
     ),
-    Rule(
+    Combination(
         (),
         "--overlong-buffer-len above --rollout-max-response-len",
         lambda a, given: (
