@@ -15,7 +15,8 @@ from instep.checkpoints.folders import critic_folder, find_checkpoint, read_stat
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
-from instep.data.source import pair_keys, reads_conversations
+from instep.data.rows import RowFormat
+from instep.data.source import row_format
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 
@@ -29,16 +30,7 @@ def check_inputs(args: Any) -> None:
     defaults = {flag.attribute: flag.default for flag in own_flags().values()}
     own_source = args.data_source_path != defaults["data_source_path"]
     if args.prompt_data is not None and args.rollout_global_dataset and not own_source:
-        check_file(
-            args.prompt_data,
-            input_key=args.input_key,
-            label_key=args.label_key,
-            metadata_key=args.metadata_key,
-            tool_key=args.tool_key,
-            conversation=reads_conversations(args),
-            pair_keys=pair_keys(args),
-            skip_bad_rows=args.skip_bad_rows,
-        )
+        check_file(args.prompt_data, row_format(args), skip_bad_rows=args.skip_bad_rows)
     if args.eval_function_path == defaults["rollout_function_path"]:
         for dataset in args.eval_datasets:
             _check_eval_file(args, dataset)
@@ -69,14 +61,8 @@ def _check_load(args: Any) -> None:
 def _check_eval_file(args: Any, dataset: EvalDataset) -> None:
     flag, other = ("--eval-prompt-data", "--eval-{}-key") if args.eval_config is None else ("--eval-config", "{}_key")
     try:
-        check_file(
-            dataset.path,
-            input_key=dataset.input_key,
-            label_key=dataset.label_key,
-            metadata_key=dataset.metadata_key,
-            tool_key=dataset.tool_key,
-            skip_bad_rows=args.skip_bad_rows,
-        )
+        rows = RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)
+        check_file(dataset.path, rows, skip_bad_rows=args.skip_bad_rows)
     except InstepError as error:
         remedy = error.remedy
         for key in ("input", "label"):

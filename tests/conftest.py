@@ -6,8 +6,8 @@ import pytest
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist (those of a file, or
-# where the fixture is the session's, all of them).
+# Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist, those of a file or,
+# where the fixture is the session's, all of them.
 SHARED = set("bad cluster computed dumped engine finished golden run_ranks served stack trained".split())
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.

@@ -13,6 +13,7 @@ from instep.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DEFAULT_FORMAT = RowFormat()
 logger = logging.getLogger(__name__)
 NUM_ROWS_CHECKED = 100_000  # beyond it, check_file leaves the rows to load_dataset
 TOKENIZE_AT_ONCE = 1024
@@ -61,17 +62,7 @@ class Dataset(Sequence[Record]):
         return self.records[i]
 
 
-def check_file(
-    path_spec: str,
-    *,
-    input_key: str = "input",
-    label_key: str | None = None,
-    metadata_key: str = "metadata",
-    tool_key: str = "tools",
-    conversation: bool = False,
-    pair_keys: tuple[str, str] | None = None,
-    skip_bad_rows: bool = False,
-) -> int:
+def check_file(path_spec: str, row_format: RowFormat = DEFAULT_FORMAT, *, skip_bad_rows: bool = False) -> int:
     """Check the first 100,000 rows of a data file without a tokenizer; how many of them are usable.
 
     Raises:
@@ -79,7 +70,6 @@ def check_file(
     """
     bad_rows: list[DataError] | None = [] if skip_bad_rows else None
     num_good = 0
-    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation, pair_keys)
     for _ in read_rows(path_spec, row_format, bad_rows):
         num_good += 1
         if num_good + len(bad_rows or ()) >= NUM_ROWS_CHECKED:
@@ -90,13 +80,8 @@ def check_file(
 
 def load_dataset(
     path_spec: str,
+    row_format: RowFormat = DEFAULT_FORMAT,
     *,
-    input_key: str = "input",
-    label_key: str | None = None,
-    metadata_key: str = "metadata",
-    tool_key: str = "tools",
-    conversation: bool = False,
-    pair_keys: tuple[str, str] | None = None,
     apply_chat_template: bool = False,
     apply_chat_template_kwargs: dict[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -106,9 +91,7 @@ def load_dataset(
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
     With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is taken as the user's turn. With `conversation` a row needs an assistant's turn to train on; with `pair_keys` it is
-    a preference pair, and its label holds the two responses (`rows.check_pair`). Prompts of more than `max_prompt_len`
-    tokens are left out and counted.
+    is taken as the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
@@ -120,7 +103,6 @@ def load_dataset(
         require_chat_template(tokenizer)
     bad_rows: list[DataError] = []
     records = []
-    row_format = RowFormat(input_key, label_key, metadata_key, tool_key, conversation, pair_keys)
     rows = read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None)
     for row in rows:
         try:

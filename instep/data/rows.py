@@ -24,7 +24,7 @@ class RowFormat:
     """Which keys of a row hold what. `label_key` None: rows need no label.
 
     With `conversation` the prompt is one to train on: messages with an assistant turn that is not masked out.
-    With `pair_keys` a row is a preference pair (see `check_pair`).
+    With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
     """
 
     input_key: str = "input"

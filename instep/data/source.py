@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.atomic import write_text
 from instep.data.dataset import Dataset, load_dataset
+from instep.data.rows import RowFormat
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.hooks import load_function
@@ -183,16 +184,12 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_groups
     return taken
 
 
-def reads_conversations(args: Any) -> bool:
-    """Whether the rows are what `instep sft` trains on, with an assistant's turn each."""
-    return getattr(args, "rollout_function_path", None) == SFT_ROLLOUT
-
-
-def pair_keys(args: Any) -> tuple[str, str] | None:
-    """Where the rows are preference pairs, as `instep dpo` trains on: the columns of the two responses."""
-    if getattr(args, "rollout_function_path", None) != DPO_ROLLOUT:
-        return None
-    return args.chosen_key, args.rejected_key
+def row_format(args: Any) -> RowFormat:
+    """How the rows of `--prompt-data` look: prompts, the conversations of `instep sft` or the pairs of `instep dpo`."""
+    function = getattr(args, "rollout_function_path", None)
+    pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
+    conversation = function == SFT_ROLLOUT
+    return RowFormat(args.input_key, args.label_key, args.metadata_key, args.tool_key, conversation, pair_keys)
 
 
 def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
@@ -202,12 +199,7 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
         tokenizer = load_tokenizer(str(args.hf_checkpoint))
     return load_dataset(
         args.prompt_data,
-        input_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        conversation=reads_conversations(args),
-        pair_keys=pair_keys(args),
+        row_format(args),
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         tokenizer=tokenizer,

@@ -228,7 +228,13 @@ def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch,
     assert not list((tmp_path / "run" / "logs").glob("*.log"))
 
 
-@pytest.mark.parametrize("name, word", [("raises", "my_hooks.py:4 in raises"), ("generates_nothing", "no sample")])
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        pytest.param("raises", "my_hooks.py:4 in raises", marks=pytest.mark.slow),
+        ("generates_nothing", "no sample"),
+    ],
+)
 def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_path, monkeypatch, name, word):
     with_hooks(tmp_path, monkeypatch)
     more = ["--custom-generate-function-path", f"my_hooks.{name}"]

@@ -79,6 +79,7 @@ def test_a_killed_vllm_costs_no_sample(small, tmp_path, env):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow  # `test_every_response_begins_with_the_cache_of_a_prefill_engine` asserts the same gap
 def test_vllm_and_the_trainer_agree(small, tmp_path):
     """Log-probs of every trained token, before and after updates, to 1e-5 in float32; versions on every token."""
     done = run(

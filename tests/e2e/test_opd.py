@@ -49,9 +49,16 @@ def rows(run_dir):
     return [row for row in rows if "train/opd_reverse_kl" in row]
 
 
-@pytest.mark.parametrize("backend", ["hf", "megatron"])
-@pytest.mark.parametrize("kind", ["engine", "model"])
-def test_the_student_comes_nearer_to_its_teacher(tiny, teacher, tmp_path, backend, kind):
+@pytest.mark.parametrize(
+    "kind, backend",
+    [
+        ("engine", "hf"),
+        ("model", "megatron"),
+        pytest.param("engine", "megatron", marks=pytest.mark.slow),
+        pytest.param("model", "hf", marks=pytest.mark.slow),
+    ],
+)
+def test_the_student_comes_nearer_to_its_teacher(tiny, teacher, tmp_path, kind, backend):
     path, engine = teacher
     where = {"engine": ["--opd-teacher-url", engine.url], "model": ["--opd-teacher-load", str(path)]}[kind]
     more = ["--train-backend", backend, "--num-rollout", str(NUM_ROLLOUT), *where]

@@ -23,7 +23,7 @@ def vllm_killed(place: Place) -> None:
         run.error("vllm_killed", "EngineError: engine 0 died (SIGKILL)", "log")
 
 
-@scenario(vllm=True, vllm_core_killed="error: vLLM's core is killed (SIGKILL)")
+@scenario(vllm=True, slow=True, vllm_core_killed="error: vLLM's core is killed (SIGKILL)")
 def vllm_core_killed(place: Place) -> None:
     with vllm(place) as run:
         run.wait_steps()

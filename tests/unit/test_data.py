@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from instep.data.dataset import check_file, load_dataset
+from instep.data.rows import RowFormat
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.types import Sample, Status, VersionSpan
@@ -40,7 +41,8 @@ def rows(n: int) -> list[dict[str, Any]]:
     return [{"prompt": f"question {i}", "label": str(i), "metadata": {"i": i}} for i in range(n)]
 
 
-KEYS: dict[str, Any] = {"input_key": "prompt", "label_key": "label"}
+LABELLED = RowFormat("prompt", "label")
+UNLABELLED = RowFormat("prompt")
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -48,14 +50,14 @@ KEYS: dict[str, Any] = {"input_key": "prompt", "label_key": "label"}
 
 def test_jsonl(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [*rows(2), "", *rows(1)])
-    data = load_dataset(path, **KEYS)
+    data = load_dataset(path, LABELLED)
     assert [(r.prompt, r.label, r.metadata) for r in data] == [
         ("question 0", "0", {"i": 0}),
         ("question 1", "1", {"i": 1}),
         ("question 0", "0", {"i": 0}),
     ]
     assert data[2].where.endswith("a.jsonl, line 4") and data.num_too_long == 0 and data.bad_rows == []
-    assert check_file(path, **KEYS) == 3
+    assert check_file(path, LABELLED) == 3
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -70,9 +72,9 @@ def test_slices(tmp_path: Path, part: str, kind: str):
 
         parquet.write_table(pyarrow.Table.from_pylist(rows(10)), path, row_group_size=3)
     start, stop = (int(x) if x else None for x in part.split(":"))
-    got = load_dataset(f"{path}@[{part}]", **KEYS)
+    got = load_dataset(f"{path}@[{part}]", LABELLED)
     assert [int(r.label) for r in got] == list(range(10))[start:stop]
-    assert check_file(f"{path}@[{part}]", **KEYS) == len(got)
+    assert check_file(f"{path}@[{part}]", LABELLED) == len(got)
 
 
 def test_parquet_messages_and_tools_as_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
@@ -81,22 +83,22 @@ def test_parquet_messages_and_tools_as_text(tmp_path: Path, tokenizer: PreTraine
 
     data = [{"prompt": [USER, {"role": "assistant", "content": "2", "step_loss_mask": 0}], "label": 1, "tools": "[{}]"}]
     parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
-    (record,) = load_dataset(str(tmp_path / "a.parquet"), **KEYS)
+    (record,) = load_dataset(str(tmp_path / "a.parquet"), LABELLED)
     assert record.messages[0] == USER  # without the other message's keys
     assert record.tools == [{}] and record.metadata == {"tools": [{}]}
     (tmp_path / "b.parquet").write_text("no parquet")
     with pytest.raises(DataError, match="not a parquet file"):
-        load_dataset(str(tmp_path / "b.parquet"), **KEYS)
+        load_dataset(str(tmp_path / "b.parquet"), LABELLED)
 
 
 def test_chat_template_and_token_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     path = write(tmp_path / "a.jsonl", [{"prompt": [USER]}, {"prompt": "1 + 1?"}])
-    one, two = load_dataset(path, input_key="prompt", apply_chat_template=True, tokenizer=tokenizer)
+    one, two = load_dataset(path, UNLABELLED, apply_chat_template=True, tokenizer=tokenizer)
     expected = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
     assert one.prompt == two.prompt == expected and one.messages == [USER]
     assert tokenizer.decode(one.token_ids(tokenizer)) == expected
     assert one.token_ids(tokenizer) is one.token_ids(tokenizer)
-    raw, _ = load_dataset(path, input_key="prompt")
+    raw, _ = load_dataset(path, UNLABELLED)
     assert raw.prompt == raw.messages == [USER] and raw.token_ids(tokenizer) == one.token_ids(tokenizer)
 
 
@@ -106,7 +108,7 @@ def test_template_kwargs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, tem
     for kwargs, end in (({}, "assistant\n"), ({"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n")):
         (record,) = load_dataset(
             path,
-            input_key="prompt",
+            UNLABELLED,
             apply_chat_template=True,
             apply_chat_template_kwargs=kwargs,
             tokenizer=tokenizer,
@@ -117,15 +119,15 @@ def test_template_kwargs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, tem
 def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     texts = ["zq" * n for n in (1, 40, 2, 50)]
     path = write(tmp_path / "a.jsonl", [{"prompt": t} for t in texts])
-    data = load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=10)
+    data = load_dataset(path, UNLABELLED, tokenizer=tokenizer, max_prompt_len=10)
     assert [r.prompt for r in data] == ["zq", "zqzq"] and data.num_too_long == 2
     longest = len(data[1].token_ids(tokenizer))
     for limit, kept in ((longest, 2), (longest - 1, 1)):
-        assert len(load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=limit)) == kept
+        assert len(load_dataset(path, UNLABELLED, tokenizer=tokenizer, max_prompt_len=limit)) == kept
     with pytest.raises(DataError, match="all 4 prompts"):
-        load_dataset(path, input_key="prompt", tokenizer=tokenizer, max_prompt_len=1)
+        load_dataset(path, UNLABELLED, tokenizer=tokenizer, max_prompt_len=1)
     with pytest.raises(ConfigError, match="needs a tokenizer"):
-        load_dataset(path, input_key="prompt", max_prompt_len=1)
+        load_dataset(path, UNLABELLED, max_prompt_len=1)
 
 
 def test_no_chat_template_is_refused_before_the_file_is_read(tokenizer: PreTrainedTokenizerFast):
@@ -159,14 +161,14 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Any, what: str):
     path = write(tmp_path / "a.jsonl", [*rows(2), row, *rows(1)])
     for read in (load_dataset, check_file):
         with pytest.raises(DataError) as error:
-            read(path, **KEYS)
+            read(path, LABELLED)
         assert what in error.value.what and error.value.where == f"{path}, line 3" and error.value.remedy
-    data = load_dataset(path, **KEYS, skip_bad_rows=True)
+    data = load_dataset(path, LABELLED, skip_bad_rows=True)
     assert len(data) == 3 and [e.where for e in data.bad_rows] == [f"{path}, line 3"]
-    assert check_file(path, **KEYS, skip_bad_rows=True) == 3
+    assert check_file(path, LABELLED, skip_bad_rows=True) == 3
     only = write(tmp_path / "b.jsonl", [row])
     with pytest.raises(DataError, match="none of the 1 rows"):
-        load_dataset(only, **KEYS, skip_bad_rows=True)
+        load_dataset(only, LABELLED, skip_bad_rows=True)
 
 
 def test_unusable_files(tmp_path: Path):
@@ -187,7 +189,7 @@ def test_unusable_files(tmp_path: Path):
     for path, kind, what in cases:
         for read in (load_dataset, check_file):
             with pytest.raises(kind) as error:
-                read(path, **KEYS)
+                read(path, LABELLED)
             assert what in error.value.what, path
 
 
@@ -198,10 +200,10 @@ def test_rows_that_the_chat_template_refuses(tmp_path: Path, tokenizer: PreTrain
     )
     try:
         with pytest.raises(DataError, match="no bosses") as error:
-            load_dataset(path, input_key="prompt", apply_chat_template=True, tokenizer=tokenizer)
+            load_dataset(path, UNLABELLED, apply_chat_template=True, tokenizer=tokenizer)
         assert error.value.where.endswith("line 2")
         options: dict[str, Any] = {"apply_chat_template": True, "tokenizer": tokenizer, "skip_bad_rows": True}
-        assert len(load_dataset(path, input_key="prompt", **options)) == 1
+        assert len(load_dataset(path, UNLABELLED, **options)) == 1
     finally:
         tokenizer.chat_template = QWEN2
 
@@ -210,7 +212,8 @@ def test_checking_a_file_imports_neither_torch_nor_transformers(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", rows(2))
     code = (
         "import sys; from instep.data.dataset import check_file, load_dataset\n"
-        f"assert check_file({path!r}, input_key='prompt') == 2 == len(load_dataset({path!r}, input_key='prompt'))\n"
+        "from instep.data.rows import RowFormat; rows = RowFormat('prompt')\n"
+        f"assert check_file({path!r}, rows) == 2 == len(load_dataset({path!r}, rows))\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -222,7 +225,8 @@ def test_checking_a_file_imports_neither_torch_nor_transformers(tmp_path: Path):
 def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
     args = {
         "prompt_data": path,
-        **KEYS,
+        "input_key": "prompt",
+        "label_key": "label",
         "metadata_key": "metadata",
         "tool_key": "tools",
         "apply_chat_template": False,

@@ -12,6 +12,7 @@ import torch
 from instep.arguments import parse
 from instep.data.batch import build_batch
 from instep.data.dataset import check_file
+from instep.data.rows import RowFormat
 from instep.data.schedule import plan_whole_executions
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import ConfigError, DataError, RolloutError
@@ -73,11 +74,11 @@ BAD = {
 def test_a_bad_row_is_named_with_file_and_line(tmp_path: Path, name: str):
     row, message = BAD[name]
     path = write(tmp_path / "data.jsonl", GOOD, row, GOOD)
-    keys = {"input_key": "prompt", "pair_keys": ("chosen", "rejected")}
+    rows = RowFormat("prompt", pair_keys=("chosen", "rejected"))
     with pytest.raises(DataError) as error:
-        check_file(str(path), **keys)
+        check_file(str(path), rows)
     assert message in error.value.what and error.value.where == f"{path}, line 2" and error.value.remedy
-    assert check_file(str(path), skip_bad_rows=True, **keys) == 2
+    assert check_file(str(path), rows, skip_bad_rows=True) == 2
 
 
 def test_bad_rows_are_skipped_and_counted_by_the_source(root: Path, tmp_path: Path):
