@@ -7,7 +7,7 @@ for later checks them again: this is only sooner.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
@@ -20,8 +20,11 @@ from instep.data.source import row_format
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
-def check_inputs(args: Any) -> None:
+
+def check_inputs(args: Settings) -> None:
     """Check data files row by row (100,000 at most), the checkpoint's files, --load, and import the users' hooks.
 
     Raises:
@@ -46,19 +49,19 @@ def check_inputs(args: Any) -> None:
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:
-        for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
-            if path is not None:
-                _import_hook(path, f"data set {dataset.name}")
+        for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
+            if hook is not None:
+                _import_hook(hook, f"data set {dataset.name}")
 
 
-def _check_load(args: Any) -> None:
+def _check_load(args: Settings) -> None:
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
     if found is not None:
         check_whole(found[0])
         read_state(found[0])
 
 
-def _check_eval_file(args: Any, dataset: EvalDataset) -> None:
+def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:
     flag, other = ("--eval-prompt-data", "--eval-{}-key") if args.eval_config is None else ("--eval-config", "{}_key")
     try:
         rows = RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)

@@ -7,7 +7,7 @@ import shlex
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -20,10 +20,14 @@ from instep.errors import ConfigError
 from instep.ports import port_is_free
 from instep.processes import LOOK_SECONDS, lock_folders
 
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import Settings
+
 _console = Console(highlight=False)
 
 
-def serve(args: Any) -> None:
+def serve(args: Args) -> None:
     """Serve until SIGINT or SIGTERM; every process that was started has ended then.
 
     Raises:
@@ -74,7 +78,7 @@ def _watch(fleet: Fleet) -> None:
         _say("ending")
 
 
-def describe(args: Any, fleet: Fleet, logs: Path) -> tuple[Table, str]:
+def describe(args: Settings, fleet: Fleet, logs: Path) -> tuple[Table, str]:
     """What is served where, and how to ask it."""
     models = served_models(args)
     default, addresses = policy_model(models), fleet.hook_attributes()["vllm_model_routers"]

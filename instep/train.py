@@ -13,13 +13,17 @@ goes on beside it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.controller.controller import Controller
 
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import Settings
 
-def train(args: Any) -> dict[str, Any]:
+
+def train(args: Args) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
     with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
@@ -39,21 +43,21 @@ def train(args: Any) -> dict[str, Any]:
         return controller.finish()
 
 
-def evaluates_at(args: Any, rollout_id: int, num_rollout: int) -> bool:
+def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
     """Before the first rollout, and after a resume where the run would have evaluated next."""
     if not args.eval_interval or (rollout_id == 0 and args.skip_eval_before_train):
         return False
     return rollout_id % args.eval_interval == 0 or rollout_id == num_rollout
 
 
-def evaluates_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
+def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
     """Every `--eval-interval` rollouts, and after the last."""
     if not args.eval_interval:
         return False
     return (rollout_id + 1) % args.eval_interval == 0 or rollout_id + 1 == num_rollout
 
 
-def saves_after(args: Any, rollout_id: int, num_rollout: int) -> bool:
+def saves_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
     """Every `--save-interval` rollouts, and after the last."""
     if not (args.save or args.save_hf or args.critic_save):
         return False

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ OFFLINE: dict[str, Algorithm] = {
 }
 
 
-def algorithm_of(args: Any) -> Algorithm:
+def algorithm_of(args: Settings) -> Algorithm:
     """The record of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
     return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
 

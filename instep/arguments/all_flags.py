@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.cluster import CLUSTER
@@ -23,6 +23,9 @@ from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 GROUPS: tuple[FlagGroup, ...] = (
     MODEL,
@@ -58,7 +61,7 @@ def own_flags() -> dict[str, Flag]:
     return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
-def own_hooks(args: Any) -> list[tuple[str, str]]:
+def own_hooks(args: Settings) -> list[tuple[str, str]]:
     """The user's functions that `args` names: flag and dotted path of each."""
     found = []
     for flag in {flag.name: flag for flag in own_flags().values() if flag.type is hook}.values():

@@ -9,9 +9,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from instep.arguments.fields import Fields, HookFields
+    from instep.arguments.settings import HookSettings, Settings
 else:
-    Fields = HookFields = object
+    Settings = HookSettings = object
 
 _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
 
@@ -33,10 +33,10 @@ class Runtime(TypedDict, total=False):
 RUNTIME_ATTRIBUTES = tuple(name for name in Runtime.__annotations__ if name != "rollout_max_context_len")
 
 
-class Args(Fields):
+class Args(Settings):
     """All settings of a run, flat, under the names of their flags (`args.rollout_batch_size`). They are frozen.
 
-    Only flags that act have an attribute. `fields.pyi` declares these and the further ones, which follow from flags.
+    Only flags that act have an attribute. `settings.pyi` declares these and the further ones, which follow from flags.
     """
 
     def __init__(self, **values: Any):
@@ -86,7 +86,7 @@ class Args(Fields):
         self.__setattr__(name, None)
 
 
-class HookArgs(HookFields):
+class HookArgs(HookSettings):
     """What a hook gets as `args`: every setting but secrets, and the run-time attributes. Nothing can be set."""
 
     __slots__ = ("_args", "_runtime")

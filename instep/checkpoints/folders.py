@@ -16,11 +16,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.atomic import replace_folder, write_text
 from instep.checkpoints.integrity import others, write_manifest
 from instep.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -152,17 +155,17 @@ def weights_folder(path: Path, step: int | None, flag: str) -> Path:
     return found[0]
 
 
-def critic_folder(args: Any) -> Path:
+def critic_folder(args: Settings) -> Path:
     """The checkpoint that `--critic-load` means."""
-    return weights_folder(Path(args.critic_load), None, "--critic-load")
+    return weights_folder(Path(args.critic_load or ""), None, "--critic-load")
 
 
-def reference_folder(args: Any) -> Path:
+def reference_folder(args: Settings) -> Path:
     """The checkpoint that the reference starts from: `--ref-load`, else `--hf-checkpoint`."""
     step = args.ref_ckpt_step if args.ref_load else None
     return weights_folder(Path(args.ref_load or args.hf_checkpoint), step, "--ref-load")
 
 
-def teacher_folder(args: Any) -> Path:
+def teacher_folder(args: Settings) -> Path:
     """The checkpoint that `--opd-teacher-load` means."""
-    return weights_folder(Path(args.opd_teacher_load), args.opd_teacher_ckpt_step, "--opd-teacher-load")
+    return weights_folder(Path(args.opd_teacher_load or ""), args.opd_teacher_ckpt_step, "--opd-teacher-load")

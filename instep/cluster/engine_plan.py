@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
 from instep.cluster.placement import make_plan, node_size
@@ -25,6 +25,9 @@ from instep.engines.topology import (
     served_models,
 )
 from instep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class RouterSpec:
         return words
 
 
-def plan_engines(args: Any) -> list[EngineSpec]:
+def plan_engines(args: Settings) -> list[EngineSpec]:
     """The engines of a run, in the order of their groups.
 
     Args:
@@ -124,25 +127,27 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
         )
 
 
-def longest(args: Any) -> int | None:
+def longest(args: Settings) -> int | None:
     """Most tokens of prompt + response that every engine with the trainer's weights takes; None: the model's."""
     found = [engine.max_model_len for engine in plan_engines(args) if engine.update_weights]
     found.append(args.vllm_max_model_len)
     return min((length for length in found if length is not None), default=None)
 
 
-def has_router(args: Any, num_engines: int) -> bool:
+def has_router(args: Settings, num_engines: int) -> bool:
     """Whether one stands before so many engines of a model: one that is alone may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router
 
 
-def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
+def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
     """One router per model, in front of its `engines`, or of those that run already."""
     if not engines and not args.rollout_external_engine_addrs:
         return []
     models = served_models(args)
     default = policy_model(models)
     ports = [None] * len(models) if args.port is None else range(args.port, args.port + len(models))
+    host, external_port = args.vllm_router_ip, args.vllm_router_port
+    external = (host, external_port) if host is not None and external_port is not None else None
     out = []
     for model, port in zip(models, ports, strict=True):
         mine = [engine for engine in engines if engine.model == model.name]
@@ -153,7 +158,7 @@ def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
                 tuple(router_words(args)),
                 model.disaggregated,
                 next((engine.kv_connector for engine in mine if engine.kv_connector), ""),
-                (args.vllm_router_ip, args.vllm_router_port) if args.vllm_router_ip is not None else None,
+                external,
                 model is default,
                 port,
             )
@@ -161,7 +166,7 @@ def plan_routers(args: Any, engines: list[EngineSpec]) -> list[RouterSpec]:
     return out
 
 
-def describe_engines(args: Any) -> Iterator[str]:
+def describe_engines(args: Settings) -> Iterator[str]:
     """The lines that `instep plan` prints about engines whose kind shows them: what they serve, and how they start.
 
     Capitals stand for addresses, which are known when a run starts.

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.cluster.engine_plan import RouterSpec
 from instep.engines.engine import Engine
@@ -17,6 +17,9 @@ from instep.engines.topology import ServerRole
 from instep.ports import choose_port, free_port, free_ports
 from instep.processes import Process, SupervisedProcess
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
 LOOPBACK = "127.0.0.1"
 RESTART_SECONDS = 5.0  # for the port of an engine that has died to be free again
 
@@ -25,7 +28,7 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
     return f"engine-{spec.index}{f'-node{node_rank}' if node_rank else ''}.log"
 
 
-def engine_at(args: Any, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
+def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
     """The engine whose first node is reached at `at`."""
     url = f"http://{at.host}:{at.port}"
     served: dict[str, Any] = {"model": spec.model, "role": spec.role, "update_weights": spec.update_weights}
@@ -34,7 +37,7 @@ def engine_at(args: Any, spec: EngineSpec, at: Addresses, process: Process) -> E
 
 
 def start_engine(
-    args: Any,
+    args: Settings,
     spec: EngineSpec,
     *,
     num_threads: int,

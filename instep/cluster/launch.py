@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
@@ -17,7 +18,7 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
-from instep.processes import Process, stop_all
+from instep.processes import Process, num_usable_cpus, stop_all
 
 
 class Cluster(Protocol):
@@ -45,7 +46,7 @@ class Cluster(Protocol):
 
 
 def make_cluster(
-    args: Any, *, log_dir: Path, scratch: Path, with_engines: bool, status: Callable[[str], None]
+    args: Args, *, log_dir: Path, scratch: Path, with_engines: bool, status: Callable[[str], None]
 ) -> Cluster:
     """The cluster that `--cluster` names; nothing is started.
 
@@ -63,12 +64,13 @@ def make_cluster(
 class LocalCluster:
     """All processes on this host."""
 
-    def __init__(self, args: Any, *, log_dir: Path, scratch: Path, with_engines: bool):
+    def __init__(self, args: Args, *, log_dir: Path, scratch: Path, with_engines: bool):
         self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
         self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
         self.engines: list[Engine] = []
         sizes = {} if args.debug_rollout_only else {"actor": args.world_size, "critic": num_critic_gpus(args)}
-        self._threads_per_rank = max(1, args.num_threads // max(1, sum(sizes.values())))
+        self._num_threads = args.num_threads or num_usable_cpus()
+        self._threads_per_rank = max(1, self._num_threads // max(1, sum(sizes.values())))
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
         first_gpu = 0
         for role, size in sizes.items():
@@ -94,7 +96,7 @@ class LocalCluster:
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
         # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
-        cores = args.num_threads - (args.num_threads > 2)
+        cores = self._num_threads - (self._num_threads > 2)
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import InstepError, WorkerError
 from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 # How torch and Python say it, on GPUs and CPUs.
@@ -31,7 +34,7 @@ OUT_OF_MEMORY = (
 LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size"
 
 
-def worker_env(args: Any, num_threads: int) -> dict[str, str]:
+def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
     """The environment of a rank that uses `num_threads` cores."""
     env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})

@@ -8,7 +8,7 @@ Engines come in the order of `--vllm-config`, where a placeholder keeps slots fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of
 from instep.engines.spec import Slot
@@ -17,6 +17,8 @@ from instep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Plan:
         return sum(len(gpus) for gpus in self.nodes)
 
 
-def make_plan(args: Any) -> Plan:
+def make_plan(args: Settings) -> Plan:
     """The plan of a command line.
 
     Args:
@@ -91,7 +93,7 @@ def make_plan(args: Any) -> Plan:
     return Plan(per_node, actor, critic, tuple(engines), tuple(reserved))
 
 
-def node_size(args: Any) -> int:
+def node_size(args: Settings) -> int:
     """GPUs of a node. A run on the local cluster has one, which holds all that is asked of it."""
     if args.command == "plan" or args.cluster == "ray":
         return int(args.num_gpus_per_node)
@@ -99,7 +101,7 @@ def node_size(args: Any) -> int:
     return max(int(args.num_gpus_per_node), trainer + args.topology_num_gpus)
 
 
-def num_critic_gpus(args: Any) -> int:
+def num_critic_gpus(args: Settings) -> int:
     """GPUs of the critic: as many as the actor's unless said otherwise; 0 where the algorithm has none."""
     if not algorithm_of(args).has_critic:
         return 0
@@ -135,7 +137,7 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
             )
 
 
-def _check_colocated(args: Any, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
+def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
     """The engines begin on the trainer's slots, and none lies across nodes."""
     total = sum(model.num_gpus for model in models)
     if args.vllm_topology is not None and total < num_trainer:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from instep.arguments.roles import args_of_role
@@ -35,6 +35,9 @@ from instep.errors import ConfigError, EngineError, InstepError
 from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
 from instep.weights.way import ON_ONE_HOST
 
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
 # Variables that processes on other hosts get from the controller's environment, by the beginning of their name.
@@ -47,7 +50,7 @@ class RayCluster:
     workers: WorkerGroup
     critic: WorkerGroup
 
-    def __init__(self, args: Any, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
+    def __init__(self, args: Args, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
         self._args = args.public()
         self._log_dir, self._status = log_dir, status
         self._plan = make_plan(args)

@@ -6,7 +6,7 @@ data-parallel ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,15 @@ from instep.errors import InstepError, RolloutError
 from instep.hooks import load_function, raised_at
 from instep.types import Sample, TokenBatch, as_number, name_of
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
+
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 
 
-def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_args: Any) -> dict[str, float]:
+def add_advantages(
+    batch: TokenBatch, samples: list[Sample], args: Settings, hook_args: HookSettings
+) -> dict[str, float]:
     """Set the token column `advantages`, and `returns` where the estimator has a critic (column `values`).
 
     Reads the sample column `rewards`, the token column `loss_mask`, with `--kl-coef` `log_probs` and `ref_log_probs`,
@@ -48,7 +53,7 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
     rewards, kl = batch.sample_columns["rewards"].double(), None
     estimator = algorithm_of(args).estimator
     assert estimator is not None, "the round asks for advantages only where the algorithm has rewards"
-    if args.overlong_buffer_len is not None:
+    if args.overlong_buffer_len is not None and args.rollout_max_response_len is not None:
         penalty = overlong_penalty(
             lengths,
             max_response_len=args.rollout_max_response_len,
@@ -99,8 +104,8 @@ def _compared(
     rewards: Tensor,
     kl: Tensor | None,
     samples: list[Sample],
-    args: Any,
-    hook_args: Any,
+    args: Settings,
+    hook_args: HookSettings,
 ) -> Tensor:
     """Float64 `[num_samples]`: the rewards as the hook or the estimator compares them within groups."""
     if args.custom_reward_post_process_path:
@@ -115,7 +120,7 @@ def _compared(
     return compare(rewards, batch.sample_columns["group_index"], batch.sample_columns["execution_id"])
 
 
-def _processed(samples: list[Sample], path: str, hook_args: Any) -> Tensor:
+def _processed(samples: list[Sample], path: str, hook_args: HookSettings) -> Tensor:
     """`--custom-reward-post-process-path`: fn(args, samples) -> (raw, rewards)."""
     where, remedy = f"--custom-reward-post-process-path {path}", "return (raw_rewards, rewards), one of each per sample"
     answer = _call(path, remedy, hook_args, samples)
@@ -140,13 +145,15 @@ def _call(path: str, remedy: str, *arguments: Any) -> Any:
         raise RolloutError(f"{path} raised {error!r}", where=raised_at(error, function), remedy=remedy) from error
 
 
-def _custom(batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Any, hook_args: Any) -> Estimate:
+def _custom(
+    batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Settings, hook_args: HookSettings
+) -> Estimate:
     """`--custom-advantage-function-path`: fn(args, rollout_data) sets rollout_data["advantages"] (and "returns").
 
     `rollout_data` has lists with one entry per sample, under slime's names: token columns as tensors
     `[response_length]`, `tokens` as a tensor `[total_length]`; and `samples`.
     """
-    path, lengths = args.custom_advantage_function_path, inputs.response_lengths
+    path, lengths = str(args.custom_advantage_function_path), inputs.response_lengths
     kl = torch.zeros_like(inputs.loss_mask) if inputs.kl is None else inputs.kl
     columns = {"loss_masks": inputs.loss_mask, "kl": kl}
     columns |= {name: batch.token_columns[name] for name in _HOOK_COLUMNS if name in batch.token_columns}
@@ -184,7 +191,7 @@ def _flat(rows: Any, name: str, lengths: list[int], path: str) -> Tensor | None:
     return torch.cat([torch.as_tensor(row).detach().double() for row in rows])
 
 
-def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Any) -> None:
+def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) -> None:
     bad = ~values.isfinite() & (batch.token_columns["loss_mask"] > 0)
     if not bool(bad.any()):
         return
@@ -197,7 +204,7 @@ def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Any) -> No
     )
 
 
-def _where(args: Any) -> str:
+def _where(args: Settings) -> str:
     if args.custom_advantage_function_path:
         return f"--custom-advantage-function-path {args.custom_advantage_function_path}"
     return f"--advantage-estimator {args.advantage_estimator}"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
@@ -59,11 +59,14 @@ from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
 
 class Controller:
     """A run. Use it as a context manager: leaving it ends every process it has started."""
 
-    def __init__(self, args: Any, *, title: str, with_engines: bool = True):
+    def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
         self._with_engines = with_engines
         self.run_dir = Path(args.run_dir)
@@ -75,7 +78,7 @@ class Controller:
         self.ledger = Ledger()
         source = load_function(args.data_source_path)(self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
-        epochs, batch = args.num_epoch, args.rollout_batch_size
+        epochs, batch = args.num_epoch or 0, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
         self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
@@ -211,8 +214,14 @@ class Controller:
 
     def _start_trainer(self, cluster: Cluster) -> Trainer:
         args, checkpoint = self.args, self._beginning.checkpoint
-        tell, sizes = self.log.progress.line, {"num_rollout": self.num_rollout, "scratch": self._scratch}
-        trainer = Trainer(args, cluster, checkpoint, tell=tell, **sizes)
+        trainer = Trainer(
+            args,
+            cluster,
+            checkpoint,
+            num_rollout=self.num_rollout,
+            scratch=self._scratch,
+            tell=self.log.progress.line,
+        )
         if checkpoint is not None:
             self.log.status(f"continuing from {checkpoint} at rollout {self.start_rollout_id}")
         self._round = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)

@@ -15,7 +15,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from instep.atomic import replacing
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
@@ -81,11 +84,14 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
     return RolloutFnTrainOutput(kept, content.get("metrics", {}))
 
 
-def replay(args: Any) -> Callable[..., RolloutFnTrainOutput]:
+def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
     """A rollout function that gives what --load-debug-rollout-data holds instead of generating."""
+    template = str(args.load_debug_rollout_data)
 
-    def replayed(hook_args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-        path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
+    def replayed(
+        hook_args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
+    ) -> RolloutFnTrainOutput:
+        path = Path(template.format(rollout_id=rollout_id))
         return load_rollout(path, args.load_debug_rollout_data_subsample)
 
     return replayed

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
@@ -28,6 +28,9 @@ from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
 from instep.processes import Process, in_thread
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
@@ -46,7 +49,7 @@ class Fleet:
 
     def __init__(
         self,
-        args: Any,
+        args: Settings,
         engines: Sequence[Engine],
         *,
         restart: Callable[[int], None] | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.controller import dumps
 from instep.controller.round import Rollout, TrainedBatch
@@ -13,11 +13,14 @@ from instep.observability.samples import spread
 from instep.rollout.tokens import token_texts
 from instep.types import Group, RolloutFnEvalOutput
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
+
 
 class Records:
     """Writes them, as far as the arguments ask for it."""
 
-    def __init__(self, args: Any, hook_args: Any, log: RunLogger):
+    def __init__(self, args: Settings, hook_args: HookSettings, log: RunLogger):
         self._args, self._log, self._texts = args, log, partial(token_texts, hook_args)
 
     def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:

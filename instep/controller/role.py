@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
 from instep.weights.way import Order
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
@@ -55,7 +58,7 @@ class RoleTrainer:
         layout: where each rank stands, as the workers reported it.
     """
 
-    def __init__(self, args: Any, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
+    def __init__(self, args: Settings, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
         self.args, self.workers = args, workers
         self.is_critic = workers.role == "critic"
         self._layout, self._lr = layout, schedule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,9 @@ from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
 from instep.types import Group, TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
 
 
 @dataclass
@@ -97,7 +100,7 @@ class TrainingRound:
         hook_args: what hooks see of `args`.
     """
 
-    def __init__(self, args: Any, hook_args: Any, actor: RoleTrainer, critic: RoleTrainer | None = None):
+    def __init__(self, args: Settings, hook_args: HookSettings, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
         algorithm = algorithm_of(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
@@ -15,13 +15,16 @@ from instep.observability.metrics import rollout_metrics
 from instep.rollout.outputs import flatten
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
+
 # Of the steps of one rollout: those that are no means. The gap to the engine is that of the first step, before the
 # policy has moved away from the one that sampled.
 _FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage")
 
 
 def metrics_of_rollout(
-    hook_args: Any, rollout_id: int, output: RolloutFnTrainOutput, seconds: float
+    hook_args: HookSettings, rollout_id: int, output: RolloutFnTrainOutput, seconds: float
 ) -> dict[str, float]:
     """`rollout/*` and those of the rollout function; none if `--custom-rollout-log-function-path` has logged them."""
     groups = output.samples
@@ -99,7 +102,7 @@ def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
     return {**before, "eval_reward_after": last[name], "evaluations": evaluations}
 
 
-def wandb_settings(args: Any, run_id: str | None) -> dict[str, Any] | None:
+def wandb_settings(args: Settings, run_id: str | None) -> dict[str, Any] | None:
     """The options of a W&B run, or None. Key and host go through the environment, and nowhere else."""
     if not args.use_wandb:
         return None

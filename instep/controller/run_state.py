@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.controller.ledger import LedgeredDataSource, group_indices
 from instep.errors import ConfigError
 from instep.types import Group
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import Settings
 
 # What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
 _FIXED = (
@@ -32,7 +36,7 @@ class Beginning(NamedTuple):
     rollout_id: int  # of the first round
 
 
-def beginning(args: Any) -> Beginning:
+def beginning(args: Args) -> Beginning:
     """By `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
 
     Raises:
@@ -45,7 +49,7 @@ def beginning(args: Any) -> Beginning:
     return Beginning(found[0] if found else None, state, changed, start_rollout_id(args, found, state))
 
 
-def start_rollout_id(args: Any, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
+def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
     """The first rollout of this session: as given, after that of the resumed `state`, or after the checkpoint's."""
     if args.start_rollout_id is not None:
         return int(args.start_rollout_id)
@@ -54,7 +58,7 @@ def start_rollout_id(args: Any, checkpoint: tuple[Path, int] | None, state: dict
     return checkpoint[1] + 1 if checkpoint is not None and not args.finetune else 0
 
 
-def changed_arguments(before: dict[str, Any], args: Any) -> list[str]:
+def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
     """What is set otherwise than when the checkpoint was written, one line each.
 
     Raises:

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.arguments.roles import args_of_role
 from instep.checkpoints.folders import (
@@ -23,6 +23,10 @@ from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
 from instep.training import lr_schedule
 
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import Settings
+
 
 class Trainer:
     """The actor, and the critic if there is one, with their weights loaded.
@@ -37,7 +41,7 @@ class Trainer:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         cluster: Cluster,
         checkpoint: Path | None,
         *,
@@ -172,7 +176,7 @@ class Trainer:
             wait()
 
 
-def _num_steps(args: Any, num_rollouts: int) -> int:
+def _num_steps(args: Settings, num_rollouts: int) -> int:
     """Optimizer steps of so many rollouts, at least 1."""
     if num_rollouts <= 0:
         return 1

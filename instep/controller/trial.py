@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from instep.rollout.filters import as_filter_output
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.types import Group, Sample, Status, VersionSpan
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
 
 T = TypeVar("T")
 NUM_PROMPTS = 4
@@ -59,7 +62,7 @@ class HookTrial:
         source: the run's data source, not in use yet.
     """
 
-    def __init__(self, args: Any, hook_args: Any, source: Any):
+    def __init__(self, args: Settings, hook_args: HookSettings, source: Any):
         self._args, self._hook_args, self._source = args, hook_args, source
         self._usual = args.rollout_function_path == DEFAULT_ROLLOUT and args.load_debug_rollout_data is None
         self._wanted = args.hook_trial and self._usual and any(getattr(args, name) for name in _HOOKS)
@@ -210,7 +213,7 @@ class HookTrial:
             )
 
 
-def _make_up_response(args: Any, sample: Sample) -> None:
+def _make_up_response(args: Settings, sample: Sample) -> None:
     """A COMPLETED response that says the label."""
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     text = label if isinstance(label, str) and label else json.dumps(label, default=str)

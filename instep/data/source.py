@@ -20,6 +20,8 @@ from instep.types import Group, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from instep.arguments.settings import Settings
+
 
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
 DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
@@ -44,7 +46,7 @@ class RolloutDataSourceWithBuffer:
         CheckpointError: the tokenizer cannot be loaded.
     """
 
-    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase | None = None):
+    def __init__(self, args: Settings, tokenizer: PreTrainedTokenizerBase | None = None):
         self.args = args
         self.dataset = _load(args, tokenizer) if args.rollout_global_dataset else None
         self.buffer: list[Group] = []
@@ -177,14 +179,14 @@ class RolloutDataSourceWithBuffer:
         return group
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
+def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
     """The default buffer filter: first in, first out. A filter takes what it returns out of `buffer` itself."""
     taken = buffer[:num_groups]
     del buffer[:num_groups]
     return taken
 
 
-def row_format(args: Any) -> RowFormat:
+def row_format(args: Settings) -> RowFormat:
     """How the rows of `--prompt-data` look: prompts, the conversations of `instep sft` or the pairs of `instep dpo`."""
     function = getattr(args, "rollout_function_path", None)
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
@@ -192,7 +194,7 @@ def row_format(args: Any) -> RowFormat:
     return RowFormat(args.input_key, args.label_key, args.metadata_key, args.tool_key, conversation, pair_keys)
 
 
-def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
+def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):

@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.http import open_directly
@@ -18,6 +18,9 @@ from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
 from instep.processes import Process, stop_all, watched
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
@@ -245,7 +248,7 @@ class EngineRefusal(EngineError):
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor, code=code)
 
 
-def external_engines(args: Any) -> list[Engine]:
+def external_engines(args: Settings) -> list[Engine]:
     """The engines of `--rollout-external-engine-addrs`; what they are is asked for when they are ready."""
     addresses = args.rollout_external_engine_addrs or ()
     return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]

@@ -18,10 +18,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.atomic import write_text
 from instep.errors import EngineError, writing
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 Package = Literal["vllm", "vllm-router"]
 PREFIXES: dict[Package, str] = {"vllm": "--vllm-", "vllm-router": "--router-"}
@@ -208,7 +211,7 @@ def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
     return out
 
 
-def engine_words(args: Any) -> dict[str, list[str]]:
+def engine_words(args: Settings) -> dict[str, list[str]]:
     """What the command line says for all engines: `--vllm-*`, by field."""
     own = {
         "max_model_len": args.vllm_max_model_len,
@@ -219,12 +222,12 @@ def engine_words(args: Any) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
-def vllm_arguments(args: Any) -> list[str]:
+def vllm_arguments(args: Settings) -> list[str]:
     """Flags for `vllm serve` that the command line gives as `--vllm-*`, values unchanged."""
     return [word for words in engine_words(args).values() for word in words]
 
 
-def router_arguments(args: Any) -> list[str]:
+def router_arguments(args: Settings) -> list[str]:
     """Flags for `vllm-router` that the command line gives as `--router-*`, values unchanged."""
     return [word for words in args.router_overrides.values() for word in words]
 

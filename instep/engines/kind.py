@@ -16,6 +16,7 @@ from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:  # the one needs the kinds to run, the other loads what a command line does not need
+    from instep.arguments.settings import Settings
     from instep.engines.engine import Engine
     from instep.engines.wire import WireFormat
 
@@ -58,11 +59,11 @@ class EngineKind(Protocol):
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 
-    def is_meant(self, args: Any) -> bool:
+    def is_meant(self, args: Settings) -> bool:
         """Whether `auto` means it because a flag is given that only it has."""
         return False
 
-    def refusals(self, args: Any) -> Iterator[ConfigError]:
+    def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """What the arguments ask for that this kind has not."""
         yield from ()
 
@@ -73,7 +74,7 @@ class EngineKind(Protocol):
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
     def own_words(
-        self, args: Any, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
+        self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
         """What instep adds to the command line of an engine of `group`, by field.
 
@@ -87,16 +88,16 @@ class EngineKind(Protocol):
         """The command line of the process on `node_host` that `instep plan` shows; "" where it shows none."""
         return ""
 
-    def check_start(self, args: Any, spec: EngineSpec) -> None:
+    def check_start(self, args: Settings, spec: EngineSpec) -> None:
         """Raise ConfigError for an engine that would start, and die of its first request."""
         return
 
-    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+    def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         """What follows the interpreter, for the process on the engine's `node_rank`-th node."""
         ...
 
     def environment(
-        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+        self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
         """What is added to the environment of the process on `node_host`, but for its GPUs."""
         ...
@@ -176,12 +177,12 @@ def all_kinds() -> list[EngineKind]:
     return [kind_of(name) for name in kind_names()]
 
 
-def named_kind(args: Any) -> EngineKind | None:
+def named_kind(args: Settings) -> EngineKind | None:
     """That of `--rollout-backend`; None for an `auto` that is not resolved yet."""
     return None if args.rollout_backend == AUTO else kind_of(args.rollout_backend)
 
 
-def planned_kind(args: Any) -> EngineKind:
+def planned_kind(args: Settings) -> EngineKind:
     """The same; an `auto` that is not resolved yet is planned as beside a GPU."""
     return named_kind(args) or _auto_kind("cuda")
 
@@ -190,7 +191,7 @@ def _auto_kind(device: str) -> EngineKind:
     return next(kind for kind in all_kinds() if kind.auto_device == device)
 
 
-def resolve_backend(args: Any) -> str:
+def resolve_backend(args: Settings) -> str:
     """The kind that `--rollout-backend` means on this machine; `args.device` is resolved.
 
     auto: vLLM beside a GPU, the embedded engine on a CPU (vLLM's start there takes half a minute, so it is asked for by
@@ -208,7 +209,7 @@ def resolve_backend(args: Any) -> str:
     return kind.name
 
 
-def engine_dtype(args: Any) -> str:
+def engine_dtype(args: Settings) -> str:
     """Of an engine's weights where `--vllm-dtype` does not say it: the trainer's. `auto` of a plan is a GPU's."""
     full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
     return "float32" if full else "bfloat16"

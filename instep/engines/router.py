@@ -16,12 +16,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.engines.flags import router_arguments
 from instep.engines.http import open_directly
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, stop_all
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 CALL_SECONDS = 10.0
 _DEFAULTS = {
@@ -184,7 +187,7 @@ def router_command(arguments: Sequence[str]) -> list[str]:
     return ["-m", "instep.engines.router_main", *arguments]
 
 
-def router_words(args: Any) -> list[str]:
+def router_words(args: Settings) -> list[str]:
     """Flags of every router that instep starts: what it chooses, and `--router-*`, which win."""
     own = {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}
     words = [w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)]

@@ -20,11 +20,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
@@ -93,7 +96,7 @@ class Parallel:
         return " x ".join(parts) + (f", EP {self.expert}" if self.expert > 1 else "")
 
 
-def served_models(args: Any) -> tuple[ServedModel, ...]:
+def served_models(args: Settings) -> tuple[ServedModel, ...]:
     """The models of a run whose arguments have been checked: those of `--vllm-config`, or the one of the flags.
 
     Raises:
@@ -115,7 +118,7 @@ def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
     return next((model for model in models if model.update_weights), models[0])
 
 
-def model_path(args: Any, model: ServedModel) -> str:
+def model_path(args: Settings, model: ServedModel) -> str:
     """The folder that its engines serve. The trained model is named as requests name it."""
     trained = str(args.hf_checkpoint or "MODEL")
     if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):
@@ -289,7 +292,7 @@ def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
     return f"unknown field of {table.describe}", f"did you mean {like}?" if like else ""
 
 
-def group_words(args: Any, group: ServerGroup) -> dict[str, list[str]]:
+def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
     """What `vllm serve` of this group's engines is told, by field: the command line, then `overrides`.
 
     Prefill and decode engines hand the KV cache over by NIXL unless `kv_transfer_config` says otherwise.

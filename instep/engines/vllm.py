@@ -30,6 +30,7 @@ from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
 PROTOCOL = 1  # of the plugin instep-vllm; it refuses another one
@@ -75,7 +76,7 @@ class VllmKind(EngineKind):
 
         return VLLM_WIRE
 
-    def is_meant(self, args: Any) -> bool:
+    def is_meant(self, args: Settings) -> bool:
         return bool(args.vllm_overrides or args.prefill_num_servers or args.vllm_config)
 
     def check_installed(self, where: str) -> None:
@@ -91,7 +92,7 @@ class VllmKind(EngineKind):
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
     def own_words(
-        self, args: Any, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
+        self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
         """Flags and overrides win, but for `SEVERAL`, which are added to theirs.
 
@@ -125,7 +126,7 @@ class VllmKind(EngineKind):
         env = "".join(f"{name}={value} " for name, value in node_environment(spec, at, node_host).items())
         return f"{env}vllm serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
-    def check_start(self, args: Any, spec: EngineSpec) -> None:
+    def check_start(self, args: Settings, spec: EngineSpec) -> None:
         if args.device == "cpu":
             _check_heads(Path(spec.path))
         if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -135,11 +136,11 @@ class VllmKind(EngineKind):
                 remedy="pip install nixl, or choose another connector with --vllm-kv-transfer-config",
             )
 
-    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+    def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         return ["-m", "instep.engines.vllm_main", "serve", *serve_arguments(spec, at, node_rank)]
 
     def environment(
-        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+        self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
         return vllm_env(args, num_threads) | node_environment(spec, at, node_host)
 
@@ -230,7 +231,7 @@ def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[st
     return env
 
 
-def vllm_env(args: Any, num_threads: int) -> dict[str, str]:
+def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
     """What the environment of every process of vLLM must hold."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
 from instep.rollout import admission
 from instep.rollout.http import post
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
 
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
 MAX_RETRIES = 8  # 21 seconds, where other engines can take over what was on a dead one
@@ -24,7 +27,7 @@ _VLLM_NAMES = frozenset(
 )
 
 
-def get_model_url(args: Any, model_name: str | None = None, endpoint: str = GENERATE) -> str:
+def get_model_url(args: HookSettings, model_name: str | None = None, endpoint: str = GENERATE) -> str:
     """URL of `endpoint` at the router of `model_name` (of `--vllm-config`), or at the one router when it is None.
 
     Raises:
@@ -65,7 +68,7 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def wire_of(args: Any) -> WireFormat:
+def wire_of(args: HookSettings) -> WireFormat:
     """How the engines of the policy are spoken to."""
     return kind_of(args.rollout_engine_kind).wire
 

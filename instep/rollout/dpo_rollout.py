@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import response_length, tokenize_conversation
 from instep.errors import DataError, RolloutError
 from instep.rollout.tokens import tokenizer_of
 from instep.types import Group, RolloutFnTrainOutput, Sample, Status
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+
+def generate_rollout(
+    args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """`--rollout-batch-size` pairs as groups [chosen, rejected] of one execution; their rewards, 1 and 0, only tell
     them apart.
 
@@ -29,7 +34,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return RolloutFnTrainOutput([_pair(args, group[0]) for group in groups])
 
 
-def _pair(args: Any, sample: Sample) -> Group:
+def _pair(args: HookSettings, sample: Sample) -> Group:
     where = sample.extra.get("where", f"group {sample.group_index}")
     if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
         raise DataError(
@@ -49,7 +54,7 @@ def _pair(args: Any, sample: Sample) -> Group:
     return pair
 
 
-def _tokenized(args: Any, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:
+def _tokenized(args: HookSettings, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:
     """Token ids of prompt and response, and the loss mask."""
     tokenizer = tokenizer_of(args)
     if isinstance(sample.prompt, list):

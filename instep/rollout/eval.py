@@ -17,13 +17,14 @@ from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments import EvalDataset
+    from instep.arguments.settings import HookSettings
 
 _loaded: dict[tuple[Any, ...], Dataset] = {}
 
 
-def _load(args: Any, dataset: EvalDataset) -> Dataset:
+def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
     """The rows of a data set; read once per process."""
-    options = {
+    options: dict[str, Any] = {
         "row_format": RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key),
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
@@ -36,7 +37,7 @@ def _load(args: Any, dataset: EvalDataset) -> Dataset:
     return _loaded[key]
 
 
-def _sampling_params(args: Any, dataset: EvalDataset) -> dict[str, Any]:
+def _sampling_params(args: HookSettings, dataset: EvalDataset) -> dict[str, Any]:
     params = {
         "temperature": dataset.temperature,
         "top_p": dataset.top_p,
@@ -50,7 +51,7 @@ def _sampling_params(args: Any, dataset: EvalDataset) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _groups(args: Any, dataset: EvalDataset) -> list[Group]:
+def _groups(args: HookSettings, dataset: EvalDataset) -> list[Group]:
     """Samples for every row; `n_samples_per_eval_prompt` of them each."""
     n = dataset.n_samples_per_eval_prompt
     rule = {"rm_type": dataset.rm_type} if dataset.rm_type else {}
@@ -74,7 +75,7 @@ def _groups(args: Any, dataset: EvalDataset) -> list[Group]:
     ]
 
 
-def evaluate(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+def evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
     """Generate and reward every row of every set; by name `rewards` (floats), `truncated` and `samples`, in row order.
 
     Sampling seeds do not depend on `rollout_id`, so that two evaluations differ by the policy alone.
@@ -89,7 +90,9 @@ def evaluate(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     return runtime.run(_evaluate(args, rollout_id, work), timeout=args.rollout_timeout)
 
 
-async def _evaluate(args: Any, rollout_id: int, work: list[tuple[EvalDataset, list[Group]]]) -> RolloutFnEvalOutput:
+async def _evaluate(
+    args: HookSettings, rollout_id: int, work: list[tuple[EvalDataset, list[Group]]]
+) -> RolloutFnEvalOutput:
     shared = new_execution(args, rollout_id, evaluation=True)
     progress = [0, sum(len(groups) for _, groups in work)]
     results = await runtime.gather([_one_set(shared, d, groups, progress) for d, groups in work])

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import DataError, InstepError, RolloutError
 from instep.hooks import load_function, raised_at
@@ -18,6 +18,9 @@ from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.types import Group, Sample, Status, name_of
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have seeds in a row
@@ -29,7 +32,7 @@ MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, an
 class Execution:
     """What all samples of one rollout or evaluation share."""
 
-    args: Any
+    args: HookSettings
     rollout_id: int
     evaluation: bool
     semaphore: asyncio.Semaphore
@@ -40,7 +43,7 @@ class Execution:
     num_tokens: int = 0
 
 
-def new_execution(args: Any, rollout_id: int, *, evaluation: bool = False) -> Execution:
+def new_execution(args: HookSettings, rollout_id: int, *, evaluation: bool = False) -> Execution:
     limit = CONCURRENCY_PER_ENGINE * max(1, len(args.rollout_engine_urls))
     slots = asyncio.Semaphore(limit)
     return Execution(args, rollout_id, evaluation, slots, args.reward_key, args.rollout_max_context_len)
@@ -52,7 +55,7 @@ def sampling_seed(*parts: int | str | None) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % SEEDS
 
 
-def train_sampling_params(args: Any) -> dict[str, Any]:
+def train_sampling_params(args: HookSettings) -> dict[str, Any]:
     """Sampling parameters of a training rollout, in the seeds' names; those that are not set are left out."""
     params = {
         "temperature": args.rollout_temperature,

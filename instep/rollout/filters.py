@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import RolloutError
 from instep.rollout.outputs import flatten
 from instep.types import reward_of
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
 
 
 @dataclass
@@ -19,7 +22,7 @@ class FilterOutput:
     reason: str | None = None
 
 
-def check_reward_nonzero_std(args: Any, group: Any) -> FilterOutput:
+def check_reward_nonzero_std(args: HookSettings, group: Any) -> FilterOutput:
     """Keep groups whose executions differ in reward: the others have zero advantage (DAPO, arXiv 2503.14476, 3.2).
 
     Fan-out siblings count as one execution, with the mean of their rewards.

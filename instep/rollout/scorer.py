@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from instep.rollout import runtime
 from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.http import get, post
 from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
 
 CHECK_SECONDS = 60.0
 CONCURRENCY = 32  # samples that are with the model at a time
@@ -125,7 +128,7 @@ class ServedScorer:
         return EngineError(what, where=self.where, remedy=remedy)
 
 
-def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
+def served_reference(args: Settings, hook_args: HookSettings) -> ServedScorer | None:
     """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
     if args.ref_served_model is None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import response_length, tokenize_conversation
 from instep.errors import DataError, RolloutError
@@ -10,9 +10,12 @@ from instep.rollout.eval import evaluate
 from instep.rollout.tokens import tokenizer_of
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """`--rollout-batch-size` conversations as groups of one, with tokens and loss mask; the reward is 0.
 
@@ -27,7 +30,7 @@ def generate_rollout(
     return RolloutFnTrainOutput([[_tokenized(args, group[0])] for group in groups])
 
 
-def _tokenized(args: Any, sample: Sample) -> Sample:
+def _tokenized(args: HookSettings, sample: Sample) -> Sample:
     where = sample.extra.get("where", f"group {sample.group_index}")
     if not isinstance(sample.prompt, list):
         raise DataError(

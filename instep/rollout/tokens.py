@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
@@ -14,16 +14,19 @@ from instep.data.tokenizer import load_tokenizer
 from instep.errors import DataError
 from instep.types import Sample
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
 _TURN = "\ue001"  # private use: stands for a turn of the model
 MAX_TOKENS_INLINE = 256  # to hand over to a thread and back takes longer than to decode as many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 
-def tokenizer_of(args: Any) -> Any:
+def tokenizer_of(args: Settings) -> Any:
     return load_tokenizer(str(args.hf_checkpoint))
 
 
-def prompt_ids(args: Any, sample: Sample) -> list[int]:
+def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     """Token ids of the sample's prompt: those it has, or a rendered string's, or a message list's by chat template."""
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
@@ -45,7 +48,7 @@ def _encode(path: str, text: str) -> tuple[int, ...]:
     return tuple(load_tokenizer(path)(text, add_special_tokens=False)["input_ids"])
 
 
-def next_turn_ids(args: Any, messages: list[dict[str, Any]]) -> list[int]:
+def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
     """Token ids of what stands between two turns of the model: `messages` (a tool's answer, a user's words) and what
     the chat template writes around them, from behind the end-of-turn token that the model has sampled to where its
     next turn begins. `sample.append_response_tokens(ids, trainable=False)` makes the next prompt of them, and nothing
@@ -76,7 +79,7 @@ def _without(names: list[str], text: str) -> str:
     return text
 
 
-def token_texts(args: Any, ids: list[int]) -> list[str]:
+def token_texts(args: Settings, ids: list[int]) -> list[str]:
     """The text of each token, special ones too. Of tokens that are a character together, the last has it."""
     tokenizer = tokenizer_of(args)
     texts, held = [], []
@@ -91,7 +94,7 @@ def token_texts(args: Any, ids: list[int]) -> list[str]:
     return texts
 
 
-async def decode(args: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
+async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -> str:
     """Text of `ids`; of many, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
     tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)

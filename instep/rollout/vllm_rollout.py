@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.engines.wire import Completion
 from instep.errors import EngineError, RolloutError
@@ -19,13 +19,16 @@ from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
 ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
 MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away before it is an error
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate the response of `sample`, or more of it when it already has one (a partial rollout, a further turn).
 
     `max_new_tokens` is the budget of the whole response, former turns included; EOS and stop tokens stay in `tokens`, a
@@ -66,7 +69,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-async def _complete(args: Any, sample: Sample, params: dict[str, Any]) -> Completion:
+async def _complete(args: HookSettings, sample: Sample, params: dict[str, Any]) -> Completion:
     """What follows the tokens of `sample`; `params` in vLLM's names."""
     wire = wire_of(args)
     try:
@@ -88,7 +91,7 @@ async def _complete(args: Any, sample: Sample, params: dict[str, Any]) -> Comple
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generate until `--rollout-batch-size` groups stand, or evaluate all evaluation sets. Blocks.
 
@@ -106,7 +109,7 @@ def generate_rollout(
 class _Rollout:
     """The state of one training rollout."""
 
-    def __init__(self, args: Any, rollout_id: int, data_source: Any):
+    def __init__(self, args: HookSettings, rollout_id: int, data_source: Any):
         self.args, self.data_source = args, data_source
         self.execution: Execution = new_execution(args, rollout_id)
         self.params = train_sampling_params(args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from instep.errors import RolloutError
 from instep.hooks import load_function, raised_at
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import HookSettings
 
 Hook = Callable[..., Any]
 _OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})
@@ -32,12 +36,12 @@ class LossHooks:
         args: what the functions see of the arguments.
     """
 
-    args: Any = None
+    args: HookSettings | None = None
     tis: str | None = None
     reducer: str | None = None
 
     @classmethod
-    def from_args(cls, args: Any) -> LossHooks:
+    def from_args(cls, args: Args) -> LossHooks:
         return cls(args.view({}), args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path)
 
     def correction(self, batch: TokenBatch) -> Correct | None:
@@ -74,12 +78,12 @@ class LossHooks:
 
     def reduction(self, batch: TokenBatch) -> Reduce | None:
         """f(total_lengths, response_lengths, masks, per_token) -> function from `[num_tokens]` to a scalar."""
-        if self.reducer is None:
+        if self.reducer is None or self.args is None:
             return None
         path, lengths = self.reducer, batch.response_lengths.tolist()
+        per_token = self.args.calculate_per_token_loss
 
         def reduce(loss: Tensor, mask: Tensor) -> Tensor:
-            per_token = self.args.calculate_per_token_loss
             reducer = _call(path, batch.total_lengths.tolist(), lengths, list(mask.split(lengths)), per_token)
             if not callable(reducer):
                 raise _wrong(path, reducer, "a function that reduces the losses of tokens")
@@ -88,7 +92,7 @@ class LossHooks:
         return reduce
 
 
-def custom_loss_fn(args: Any) -> LossFn:
+def custom_loss_fn(args: Args) -> LossFn:
     """`--custom-loss-function-path` f(args, batch, logits, reducer) -> (loss, metrics).
 
     batch: a dict of lists, one entry per sample: `unconcat_tokens`, `total_lengths`, `response_lengths`, `loss_masks`
@@ -98,7 +102,7 @@ def custom_loss_fn(args: Any) -> LossFn:
     over executions of their token means (over tokens with `--calculate-per-token-loss`). metrics: scalars, made by
     `reducer` or added up likewise over micro-batches.
     """
-    path, view = args.custom_loss_function_path, args.view({})
+    path, view = str(args.custom_loss_function_path), args.view({})
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         scale, weights = _scale(batch), batch.token_columns["loss_weights"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from instep.errors import RolloutError
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 __all__ = ["PolicyLossConfig", "dpo_loss_fn", "finish_metrics", "loss_fn_from_args", "policy_loss_fn", "sft_loss_fn"]
 
@@ -30,7 +33,7 @@ _GAP = ("log_prob_gap_mean", "engine_kl")
 _MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfrac opsm_clipfrac value_clipfrac".split()
 
 
-def loss_fn_from_args(args: Any) -> LossFn:
+def loss_fn_from_args(args: Settings) -> LossFn:
     """The loss of `--loss-type`, with the users' functions that belong to it."""
     return LOSSES[args.loss_type](args)
 

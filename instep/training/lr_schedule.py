@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -90,7 +93,7 @@ class LRSchedule:
         return 1 - math.sqrt(ratio)  # minus_sqrt
 
 
-def from_args(args: Any, total_steps: int) -> LRSchedule:
+def from_args(args: Settings, total_steps: int) -> LRSchedule:
     """The schedule that `--lr*` and `--min-lr` describe, for a run of `total_steps` optimizer steps.
 
     Args:

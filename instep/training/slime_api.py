@@ -6,12 +6,15 @@ identity.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from instep.training.log_probs import log_probs_and_entropy
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
@@ -27,7 +30,7 @@ def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length:
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Any,
+    args: Settings,
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],

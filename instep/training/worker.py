@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from instep.training.losses import finish_metrics, loss_fn_from_args
 from instep.training.value_loss import value_loss_fn
 from instep.types import TokenBatch
 from instep.weights.way import Order, way_named
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 class Worker:
@@ -41,7 +44,7 @@ class Worker:
 
     def setup(
         self,
-        args: Any,
+        args: Settings,
         rank: int,
         world_size: int,
         rendezvous: str,

@@ -1,4 +1,4 @@
-"""instep/arguments/fields.pyi, the types of all settings: `python scripts/docs/args_stub.py` writes it.
+"""instep/arguments/settings.pyi, the types of all settings: `python scripts/docs/args_stub.py` writes it.
 
 A flag's type follows from its record, that of an attribute which follows from others from its resolver.
 """
@@ -13,7 +13,7 @@ from instep.arguments.args import RUNTIME_ATTRIBUTES, Runtime
 from instep.arguments.flag import Flag
 from instep.arguments.validate import RESOLVERS
 
-PATH = Path(__file__).parents[2] / "instep/arguments/fields.pyi"
+PATH = Path(__file__).parents[2] / "instep/arguments/settings.pyi"
 # Rules see to it that these are given or follow from others; they are None only in commands that do not read them.
 REQUIRED = {
     *("hf_checkpoint", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size"),
@@ -52,7 +52,7 @@ def type_of(flag: Flag) -> str:
 
 
 def stub() -> str:
-    """The text of fields.pyi."""
+    """The text of settings.pyi."""
     fields = {flag.attribute: type_of(flag) for flag in own_flags().values() if flag.status == "acts"} | FURTHER
     for resolver in RESOLVERS:
         name, given = resolver.__name__, resolver.__annotations__["return"]
@@ -60,9 +60,9 @@ def stub() -> str:
     runtime = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
     return (
         _HEADER
-        + "class Fields:\n"
+        + "class Settings:\n"
         + "".join(_declaration(name, given) for name, given in sorted(fields.items()))
-        + "\nclass HookFields(Fields):\n"
+        + "\nclass HookSettings(Settings):\n"
         + "".join(_declaration(name, given) for name, given in runtime.items() if name in RUNTIME_ATTRIBUTES)
     )
 

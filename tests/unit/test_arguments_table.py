@@ -188,10 +188,10 @@ def test_docs_are_made_from_the_table():
 
 
 def test_types_are_made_from_the_table(tmp_path, monkeypatch):
-    path = ROOT / "instep/arguments/fields.pyi"
+    path = ROOT / "instep/arguments/settings.pyi"
     assert path.read_text() == stub(), "python scripts/docs/args_stub.py"
     make_folder(tmp_path, monkeypatch)
-    declared = re.findall(r"^    (\w+): ", stub().partition("class HookFields")[0], re.M)
+    declared = re.findall(r"^    (\w+): ", stub().partition("class HookSettings")[0], re.M)
     assert sorted(vars(parse(argv()))) == declared
 
 

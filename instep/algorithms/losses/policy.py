@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from instep.algorithms.losses.importance.tis import MODES, bounded_weights
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.losses.ratio import PolicyLoss
 from instep.algorithms.losses.sapo import sapo_loss
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class PolicyLossConfig:
         return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
 
     @classmethod
-    def from_args(cls, args: Any) -> PolicyLossConfig:
+    def from_args(cls, args: Settings) -> PolicyLossConfig:
         """The fields, read from the flat arguments of the same names; `form` is that of the run's algorithm."""
         form = algorithm_of(args).loss.name
         return cls(form, **{name: getattr(args, name) for name in cls.__dataclass_fields__ if name != "form"})

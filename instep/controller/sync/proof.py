@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.types import TokenBatch
 from instep.weights.way import GOLDEN, Sent
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 FP32_TOLERANCE = 1e-5  # times the largest |log-prob| of the probe: rounding grows with the logits
 BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
@@ -43,7 +46,7 @@ class Proof:
         max_len: most tokens of a sequence.
     """
 
-    def __init__(self, args: Any, *, vocab_size: int, max_len: int):
+    def __init__(self, args: Settings, *, vocab_size: int, max_len: int):
         self._args = args
         length = max(4, min(64, max_len - 1))
         generator = torch.Generator().manual_seed(0)

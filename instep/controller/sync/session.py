@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
 from instep.rollout import admission
 from instep.weights.way import GOLDEN, Order, Sent, way_named
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 T = TypeVar("T")
 
@@ -45,7 +48,9 @@ class Session:
         EngineGone: there is none, or none is left.
     """
 
-    def __init__(self, args: Any, actor: RoleTrainer, engines: Sequence[Engine], version: int, memory_folder: Path):
+    def __init__(
+        self, args: Settings, actor: RoleTrainer, engines: Sequence[Engine], version: int, memory_folder: Path
+    ):
         if not engines:
             raise EngineGone("no engine is left that could take weights", remedy="see the messages before this one")
         self.args, self.actor, self.version = args, actor, str(version)

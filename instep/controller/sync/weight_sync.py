@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,6 +26,9 @@ from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
 from instep.rollout import admission
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 @dataclass
@@ -65,7 +68,7 @@ class WeightSync:
         max_len: most tokens of a sequence that trainer and engines take.
     """
 
-    def __init__(self, args: Any, actor: RoleTrainer, *, vocab_size: int, max_len: int):
+    def __init__(self, args: Settings, actor: RoleTrainer, *, vocab_size: int, max_len: int):
         self._args, self._actor = args, actor
         self.version = 0
         self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)

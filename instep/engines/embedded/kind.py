@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import urllib.error
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.engine import Engine
@@ -17,6 +17,7 @@ from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # of vLLM's command line that it has, too
@@ -40,7 +41,7 @@ class EmbeddedKind(EngineKind):
 
         return GroupedWire()
 
-    def refusals(self, args: Any) -> Iterator[ConfigError]:
+    def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Flags that only vLLM has, and what groups of `--vllm-config` ask for and this engine has not."""
         flags = ["--vllm-" + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
         for given in (", ".join(flags), "--prefill-num-servers" if args.prefill_num_servers else ""):
@@ -60,14 +61,14 @@ class EmbeddedKind(EngineKind):
                     if what := _override_problem(name, words[-1]):
                         yield ConfigError(what, where=f"{where}.overrides.{name}", remedy=_INSTEAD)
 
-    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+    def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         command = ["-m", "instep.engines.embedded", "--model", spec.path, "--host", at.host, "--port", str(at.port)]
         dtype = [] if "--dtype" in spec.flags else ["--dtype", engine_dtype(args)]
         command += ["--device", args.device, *dtype, *spec.flags]
         return [*command, "--batch-invariant"] if args.deterministic_mode else command
 
     def environment(
-        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+        self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})

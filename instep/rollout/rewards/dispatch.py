@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import load_function, raised_at
@@ -15,13 +15,16 @@ from instep.rollout.rewards import text
 from instep.rollout.rewards.pool import shared_pool
 from instep.types import Group, Sample, name_of, reward_of
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
 T = TypeVar("T")
 RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type, whatever --custom-rm-path says
 MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
 
-async def apply_rewards(args: Any, samples: Group, reward_key: str | None) -> None:
+async def apply_rewards(args: HookSettings, samples: Group, reward_key: str | None) -> None:
     """Set `reward` on the samples that have none; with --group-rm in one call for all of them.
 
     Of a dict, the entry `reward_key` must be a finite number.
@@ -44,7 +47,7 @@ async def apply_rewards(args: Any, samples: Group, reward_key: str | None) -> No
             raise RewardError(error.what, where=where, remedy=error.remedy) from None
 
 
-async def compute_reward(args: Any, target: Sample | Group) -> Any:
+async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
     """The reward of a sample (a number or a dict), or the list of them for the samples of a group.
 
     The first of these decides: the sample's `custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`.
@@ -70,7 +73,7 @@ async def compute_reward(args: Any, target: Sample | Group) -> Any:
     return await runtime.gather([_built_in(args, s) for s in target])
 
 
-async def _custom(args: Any, path: str, target: Sample | Group) -> Any:
+async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     function = load_function(path)
     where = f"{path}: " + (name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}")
     limit = args.reward_timeout
@@ -108,7 +111,7 @@ async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) ->
         task.cancel()
 
 
-def rm_type_of(args: Any, sample: Sample) -> str:
+def rm_type_of(args: HookSettings, sample: Sample) -> str:
     """The built-in reward of a sample, checked."""
     name = (sample.metadata or {}).get("rm_type") or args.rm_type
     if not name:
@@ -121,12 +124,12 @@ def rm_type_of(args: Any, sample: Sample) -> str:
     return str(name)
 
 
-def _function_of(args: Any, sample: Sample) -> str:
+def _function_of(args: HookSettings, sample: Sample) -> str:
     path = sample.custom_rm_path or args.custom_rm_path
     return f"--rm-type {rm_type_of(args, sample)}" if path in (None, BUILT_IN) else str(path)
 
 
-async def _built_in(args: Any, sample: Sample) -> Any:
+async def _built_in(args: HookSettings, sample: Sample) -> Any:
     name = rm_type_of(args, sample)
     response = sample.response
     if name.startswith("boxed_"):
@@ -154,7 +157,7 @@ async def _built_in(args: Any, sample: Sample) -> Any:
     return await _math(args, sample, text.last_boxed(response))
 
 
-async def _math(args: Any, sample: Sample, answer: str | None) -> float:
+async def _math(args: HookSettings, sample: Sample, answer: str | None) -> float:
     """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     pool = shared_pool(args.reward_num_workers)
@@ -176,9 +179,9 @@ async def _math(args: Any, sample: Sample, answer: str | None) -> float:
     return 0.0
 
 
-async def _remote(args: Any, sample: Sample, response: str) -> Any:
+async def _remote(args: HookSettings, sample: Sample, response: str) -> Any:
     """POST {prompt, response, label} to --rm-url; the answer is {"reward": ...}, or itself the reward as a dict."""
-    if not getattr(args, "rm_url", None):  # the flag comes later: a run may lack it
+    if not args.rm_url:
         raise ConfigError("no address of the reward server", where="--rm-type remote_rm", remedy="give --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
     try:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, Step
 from instep.training.hf.model import Policy
 from instep.training.hf.weights import HfWeightSource, load_hf, named_weights
 from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 class HfBackend:
@@ -49,7 +52,7 @@ class HfBackend:
 
     def __init__(
         self,
-        args: Any,
+        args: Settings,
         *,
         hf_config: PretrainedConfig,
         device: torch.device,
@@ -219,7 +222,7 @@ def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
 
 
-def _adamw(policy: nn.Module, args: Any) -> torch.optim.AdamW:
+def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
     """Decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters. Moments exist from the start,
     so that a checkpoint has them before the first step and memory holds no surprise."""
     decayed: list[nn.Parameter] = []

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.offload import HostPool
 from instep.training.megatron.weights import MegatronWeightSource, Placement, load_hf, local_parameters
 from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 
 class MegatronBackend:
@@ -46,7 +49,7 @@ class MegatronBackend:
 
     def __init__(
         self,
-        args: Any,
+        args: Settings,
         *,
         hf_config: Any,
         device: torch.device,
@@ -286,7 +289,7 @@ class MegatronBackend:
         self._host.give_back()
 
 
-def _initialise_parallel(args: Any, num_layers: int, device: torch.device) -> tuple[Placement, ParallelInfo]:
+def _initialise_parallel(args: Settings, num_layers: int, device: torch.device) -> tuple[Placement, ParallelInfo]:
     """Megatron's process groups (made once per process and shared by its models) and where this rank stands in them."""
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

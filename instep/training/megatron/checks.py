@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.errors import ConfigError
 from instep.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 # Overrides that would break what this backend promises, and why.
 REFUSED_OVERRIDES = {
@@ -20,13 +23,13 @@ REFUSED_OVERRIDES = {
 }
 
 
-def padded_vocab_size(vocab_size: int, args: Any) -> int:
+def padded_vocab_size(vocab_size: int, args: Settings) -> int:
     """`vocab_size`, or the next multiple of `make_vocab_size_divisible_by` (128) x tensor_model_parallel_size."""
     multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * args.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
-def check_arguments(args: Any, shape: ModelShape, world_size: int) -> None:
+def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
     """Refuse, all at once, what this backend does not do with a model of this shape.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -17,9 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from instep.errors import ConfigError
 from instep.models.shape import ModelShape
 
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
 
 def configs(
-    args: Any, shape: ModelShape, device: torch.device, dtype: torch.dtype
+    args: Settings, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, OptimizerConfig]:
     """The three configurations; `args.megatron_overrides` are laid over them by field name.
 

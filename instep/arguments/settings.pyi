@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 from instep.arguments.evaluation import EvalDataset
 
-class Fields:
+class Settings:
     accumulate_allreduce_grads_in_fp32: bool
     actor_num_gpus_per_node: int
     actor_num_nodes: int
@@ -282,7 +282,7 @@ class Fields:
     worker_start_timeout: float
     world_size: int
 
-class HookFields(Fields):
+class HookSettings(Settings):
     vllm_router_ip: str
     vllm_router_port: int
     vllm_model_routers: dict[str, tuple[str, int]]
