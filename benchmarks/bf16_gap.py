@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -35,9 +34,10 @@ from instep.arguments import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402
-from instep.engines.launch import Engine  # noqa: E402
+from instep.engines.engine import Engine  # noqa: E402
+from instep.engines.wire import GENERATE, Completion  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
-from instep.rollout.client import GENERATE, Completion, complete  # noqa: E402
+from instep.rollout.client import complete  # noqa: E402
 from instep.types import Sample, TokenBatch  # noqa: E402
 
 LIMIT = 1.2  # of the ratio of the two mean gaps
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             controller.finish_step(rollout, trained)
         synced = [s for group in controller.generate(options.num_steps).groups for s in group]
         controller.export_hf(scratch / "exported")
-        with fresh_engine(args, scratch) as fresh:
+        with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
         assert controller.last_sync is not None
@@ -145,8 +145,7 @@ def mean_gap(controller: Controller, samples: list[Sample]) -> float:
 @contextlib.contextmanager
 def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
     """One that serves `scratch/exported`, on the devices of the first."""
-    own = copy.copy(args)
-    own.hf_checkpoint = str(scratch / "exported")
+    own = args.replace(hf_checkpoint=str(scratch / "exported"))
     spec = dataclasses.replace(plan_engines(own)[0], index=1)
     engine = start_engine(own, spec, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
     try:

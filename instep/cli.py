@@ -147,10 +147,9 @@ def _plan(words: list[str]) -> None:
     from rich.console import Console
 
     Console().print(table(make_plan(args)))
-    if args.rollout_backend == "auto" and args.device != "cpu":  # as beside a GPU
-        args.rollout_backend = "vllm"
-    if args.rollout_backend == "vllm":
-        print(*describe_engines(args), sep="\n")
+    if args.rollout_backend != "auto" or args.device != "cpu":  # else engines of which there is nothing to show
+        for line in describe_engines(args):
+            print(line)
 
 
 def _report(words: list[str]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
-from instep.arguments.table import own_flags, own_hooks
 from instep.checkpoints.folders import critic_folder, find_checkpoint, read_state, reference_folder, teacher_folder
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instep.cluster.launch import make_cluster
-from instep.controller.device import resolve_device
+from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
@@ -31,7 +31,7 @@ def serve(args: Any) -> None:
         EngineError: an engine did not start, none is left, or the router has died.
     """
     logs = Path(args.run_dir) / "logs"
-    resolve_device(args, with_engines=True)
+    args = resolve_on_machine(args, with_engines=True)
     num_models = len(served_models(args))
     for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
         if not port_is_free(port):
@@ -86,9 +86,9 @@ def describe(args: Any, fleet: Fleet, logs: Path) -> tuple[Table, str]:
             table.add_row("model", model_path(args, model))
             table.add_row("  address", "http://{}:{}/v1".format(*addresses[model.name]))
             for engine in fleet.of_model(model.name):
-                offers, role = engine.capabilities, "" if engine.role == "regular" else f"{engine.role}, "
-                version = f" {offers.version}" if offers.version else ""
-                table.add_row(f"  {engine.name}", f"{role}{offers.kind}{version} on {args.device}, {engine.url}")
+                what = f"{engine.kind.name} {engine.capabilities.version}".rstrip()
+                role = "" if engine.role == "regular" else f"{engine.role}, "
+                table.add_row(f"  {engine.name}", f"{role}{what} on {args.device}, {engine.url}")
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
     messages = [{"role": "user", "content": "Hello"}]

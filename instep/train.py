@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from instep.algorithms.catalog import algorithm_of
 from instep.controller.controller import Controller
 
 
 def train(args: Any) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
-    with Controller(args, title=args.advantage_estimator.upper(), with_engines=not args.debug_train_only) as controller:
+    with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
             controller.evaluate(controller.start_rollout_id)

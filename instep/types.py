@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from instep.errors import RewardError
 
 if TYPE_CHECKING:
     import torch
@@ -148,14 +151,6 @@ class Sample:
         self.tokens = list(self.tokens) + [int(t) for t in tokens]
         self.response_length = before + n
 
-    def reset_response(self) -> None:
-        """Forget the response, keep the prompt."""
-        if self.response_length:
-            self.tokens = self.tokens[: -self.response_length]
-        self.response, self.response_length = "", 0
-        self.loss_mask = self.rollout_log_probs = self.reward = None
-        self.weight_versions, self.status = [], Status.PENDING
-
     def to_dict(self) -> dict[str, Any]:
         known = {f.name for f in dataclasses.fields(self)}
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
@@ -186,6 +181,49 @@ class Sample:
 
 
 Group = list[Sample]
+
+
+def name_of(sample: Sample) -> str:
+    """How errors call a sample."""
+    return f"group {sample.group_index}, sample {sample.index}"
+
+
+def as_number(value: Any) -> float | None:
+    """A finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def reward_of(sample: Sample, key: str | None = None) -> float:
+    """The sample's reward as one number; of a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
+
+    Raises:
+        RewardError: there is none, the dict has no such entry, or it is no finite number.
+    """
+    value: Any = sample.reward
+    if isinstance(value, dict):
+        if key is None or key not in value:
+            raise RewardError(
+                f"the reward is a dict with {', '.join(sorted(map(str, value))) or 'no keys'}",
+                where=name_of(sample),
+                remedy=f"--reward-key must name one of them{'' if key is None else f', not {key!r}'}",
+            )
+        value = value[key]
+    number = as_number(value)
+    if number is None:
+        raise RewardError(
+            f"the reward {value!r} is no finite number",
+            where=name_of(sample),
+            remedy="mend the reward function"
+            if value is not None
+            else "set sample.reward, --rm-type or --custom-rm-path",
+        )
+    return number
 
 
 @dataclass

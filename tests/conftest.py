@@ -6,8 +6,10 @@ import pytest
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist.
+# Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist (those of a file, or
+# where the fixture is the session's, all of them).
 SHARED = set("bad cluster computed dumped engine finished golden run_ranks served stack trained".split())
+OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
 NEEDED = {"vllm": ("vllm", "instep_vllm"), "router": ("vllm_router",)}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
@@ -25,4 +27,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not names and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.xdist_group("vllm"))  # several processes of a gigabyte each
         elif names or "unit" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {names[0]}" if names else item.path.stem))
+            room = "" if OF_SESSION.intersection(item.fixturenames) else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(" ".join(filter(None, [room, *names[:1]]))))

@@ -5,42 +5,41 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, EvalDataset, HookArgs
+from instep.arguments.all_flags import own_flags, passed_through
+from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, HookArgs
+from instep.arguments.concern import Draft, Problem
 from instep.arguments.engine_flags import given_words
-from instep.arguments.engine_rules import read_topology
-from instep.arguments.parser import Problem, scan
-from instep.arguments.roles import read_roles
-from instep.arguments.table import own_flags, passed_through
-from instep.arguments.validate import derive, validate
+from instep.arguments.evaluation import EvalDataset
+from instep.arguments.parser import scan
+from instep.arguments.validate import check, complete
 from instep.errors import ConfigError
 
 __all__ = ["RUNTIME_ATTRIBUTES", "Args", "EvalDataset", "HookArgs", "parse"]
 
 
 def parse(argv: Sequence[str], command: str = "train") -> Args:
-    """The arguments of `instep <command>`, resolved and checked.
+    """The arguments of `instep <command>`, resolved, checked and frozen.
 
     Raises:
         ConfigError: one for everything that is wrong, before anything heavy is loaded.
     """
     found = scan(argv)
-    own = own_flags()
-    args = Args(command=command)
-    for flag in own.values():
-        if flag.status == "acts":
-            value = found.given.get(flag.attribute, flag.default)
-            setattr(args, flag.attribute, copy.deepcopy(value))
-    args.megatron_overrides = {
-        name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
-    }
-    args.vllm_overrides = given_words(found.given, found.flags, "vllm")
-    args.router_overrides = given_words(found.given, found.flags, "vllm-router")
-    problems = [*found.problems, *read_roles(args, found.given), *read_topology(args, found)]
-    derive(args, found.given)
-    problems += validate(args, found)
-    if problems:
-        raise _error(problems, command)
-    return args
+    acting = {flag.attribute: flag for flag in own_flags().values() if flag.status == "acts"}
+    args = Draft(
+        found.broken,
+        command=command,
+        **{name: copy.deepcopy(found.given.get(name, flag.default)) for name, flag in acting.items()},
+        megatron_overrides={
+            name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
+        },
+        vllm_overrides=given_words(found.given, found.flags, "vllm"),
+        router_overrides=given_words(found.given, found.flags, "vllm-router"),
+    )
+    problems = [*found.problems, *complete(args, found), *check(args, found)]
+    if refused := [problem for problem in problems if problem.refused]:
+        raise _error(refused, command)
+    notes = [f"{problem.where}: {problem.what}" for problem in problems]
+    return Args(**{**vars(args), "notes": [*args.notes, *notes]})
 
 
 def _error(problems: list[Problem], command: str) -> ConfigError:

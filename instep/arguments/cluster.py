@@ -1,11 +1,25 @@
 """Where the processes run and how many there are."""
 
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, Group, Number, later, refused, switch
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+from instep.algorithms.catalog import OFFLINE
+from instep.arguments.args import Args
+from instep.arguments.concern import Given, Problem
+from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.placement import make_plan, num_critic_gpus
+from instep.engines.kind import named_kind
+from instep.engines.topology import served_models
+from instep.errors import ConfigError
 
 RAY = "messages travel in one way"
 OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
 
-CLUSTER = Group(
+CLUSTER = FlagGroup(
     "Cluster and device",
     (
         Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", seeds="VSC"),
@@ -72,3 +86,141 @@ CLUSTER = Group(
         *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
     ),
 )
+
+
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def precision(args: Args, given: Given) -> str:
+    return "bf16" if args.bf16 and args.precision == "auto" else args.precision
+
+
+def world_size(args: Args, given: Given) -> int:
+    """Ranks of the actor."""
+    return args.actor_num_nodes * args.actor_num_gpus_per_node
+
+
+def dp_size(args: Args, given: Given) -> int:
+    """Its data-parallel ranks; that the division leaves no rest is a rule's to say."""
+    return max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+
+
+def rollout_num_gpus(args: Args, given: Given) -> int:
+    """GPUs of all engines that this run starts."""
+    if args.command in OFFLINE or args.debug_train_only:
+        return 0
+    if args.vllm_topology is not None and (args.colocate or "rollout_num_gpus" not in given):
+        return _served_gpus(args)
+    if args.rollout_external_engine_addrs:
+        return 0
+    if args.colocate:
+        return args.world_size + num_critic_gpus(args)
+    return args.rollout_num_gpus or args.rollout_num_gpus_per_engine
+
+
+def topology_num_gpus(args: Args, given: Given) -> int:
+    """GPUs of all engines and placeholders."""
+    return 0 if args.command in OFFLINE else _served_gpus(args)
+
+
+def rollout_num_engines(args: Args, given: Given) -> int:
+    models = () if args.command in OFFLINE else served_models(args)
+    return sum(group.num_engines for model in models for group in model.groups)
+
+
+def _served_gpus(args: Args) -> int:
+    return sum(model.num_gpus for model in served_models(args))
+
+
+def notes(args: Args, given: Given) -> list[str]:
+    """What the user is told: here that engines share the trainer's GPUs; rules add more."""
+    shares = args.colocate and not args.rollout_external_engine_addrs and args.command not in OFFLINE
+    trainer, asked = args.world_size + num_critic_gpus(args), given.get("rollout_num_gpus")
+    if not shares or asked in (None, trainer):
+        return []
+    return [f"--colocate: --rollout-num-gpus {asked} is ignored, the engines use the trainer's {trainer}"]
+
+
+RESOLVERS = (precision, world_size, dp_size, notes, rollout_num_gpus, topology_num_gpus, rollout_num_engines)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def cpu_cores(args: Args, given: set[str]) -> Iterator[Problem]:
+    cores, ranks = os.cpu_count() or 1, args.world_size + num_critic_gpus(args)
+    most = 2 * cores  # ranks that share a core are slow, but work
+    if args.device == "cpu" and args.cluster == "local" and ranks > most:
+        yield Problem(
+            f"{ranks} trainer ranks on {cores} CPU cores",
+            "--actor-num-gpus-per-node",
+            f"use at most {most}; 1 is usual on a CPU",
+        )
+
+
+def engine_size(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.command in OFFLINE:
+        return
+    kind, size = named_kind(args), args.rollout_num_gpus_per_engine
+    if kind is not None and kind.max_num_gpus is not None and size > kind.max_num_gpus and args.vllm_topology is None:
+        what = f"{size} GPUs, but {kind.title} uses {kind.max_num_gpus}"
+        remedy = f"use at most {kind.max_num_gpus}, or another --rollout-backend"
+        yield Problem(what, "--rollout-num-gpus-per-engine", remedy)
+
+
+def external_engines(args: Args, given: set[str]) -> Iterator[Problem]:
+    """The engines that run already."""
+    if args.command in OFFLINE:
+        return
+    addresses = args.rollout_external_engine_addrs or ()
+    for address in sorted({a for a in addresses if addresses.count(a) > 1}):
+        yield Problem(f"{address} stands there twice", "--rollout-external-engine-addrs", "name each engine once")
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            what = f"'{address}' is no HOST:PORT"
+            yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
+        elif args.sync_way == "shm" and host not in ("127.0.0.1", "localhost") and args.command == "train":
+            remedy = "use --sync-way disk (through --run-dir, a folder that both hosts see)"
+            yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
+    if args.rollout_external_engine_addrs and args.colocate:
+        yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
+
+
+def hosts(args: Args, given: set[str]) -> Iterator[Problem]:
+    local = args.command != "plan" and args.cluster == "local"
+    if local and args.actor_num_nodes > 1:
+        yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
+    for name in ("ray_address", "num_gpus_per_node"):
+        if local and name in given:
+            yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+    if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
+        remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
+        yield Problem("Ray is not installed here", "--cluster ray", remedy)
+
+
+def placement(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Where everything goes."""
+    try:
+        plan, planned = make_plan(args), plan_engines(args)
+    except ConfigError as error:
+        yield Problem(error.what, error.where, error.remedy)
+        return
+    homes = {plan.actor[0].node} if plan.actor else set()
+    away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
+    if homes and away and args.command == "train" and args.sync_way == "shm":
+        yield Problem(
+            f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
+            "memory does not reach it",
+            "--sync-way shm with --cluster ray",
+            "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
+        )
+
+
+def bf16(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.bf16 and "precision" in given and args.precision != "bf16":
+        yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
+
+
+PLANNED_RULES = (hosts, placement)
+SERVED_RULES = (engine_size, external_engines, *PLANNED_RULES, bf16)
+RULES = (cpu_cores, *SERVED_RULES)

@@ -1,8 +1,16 @@
 """Prompts, batches and how long a run is."""
 
-from instep.arguments.flag import COUNT, INDEX, Flag, Group, hook, json_object, later, negation, refused, switch
+from __future__ import annotations
 
-DATA = Group(
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from instep.arguments.args import Args
+from instep.arguments.concern import Given, Problem
+from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_object, later, negation, refused, switch
+
+DATA = FlagGroup(
     "Data and batches",
     (
         Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", seeds="C"),
@@ -69,3 +77,152 @@ DATA = Group(
         ),
     ),
 )
+
+
+def split_slice(path: str) -> tuple[Path, slice | None]:
+    """`data.jsonl@[10:20]` -> the file and the rows. Raises: ValueError for a suffix that is no slice."""
+    file, at, rows = path.rpartition("@[")
+    if not at:
+        return Path(path), None
+    match = re.fullmatch(r"(-?\d*):(-?\d*)\]", rows)
+    if not match:
+        raise ValueError(f"'@[{rows}' is no slice like @[0:100]")
+    start, stop = (int(x) if x else None for x in match.groups())
+    return Path(file), slice(start, stop)
+
+
+def data_file(path: str, where: str) -> Iterator[Problem]:
+    """Problems of FILE or FILE@[a:b]."""
+    try:
+        file, _ = split_slice(path)
+    except ValueError as error:
+        yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
+        return
+    try:
+        with open(file, "rb"):
+            pass
+    except FileNotFoundError:
+        yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
+        return
+    except IsADirectoryError:
+        yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
+        return
+    except OSError as error:
+        yield Problem(
+            f"{file} cannot be read: {error.strerror}", where, "change its permissions, or those of its folder"
+        )
+        return
+    if file.stat().st_size == 0:
+        yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
+    elif file.suffix not in (".jsonl", ".parquet"):
+        yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
+
+
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def global_batch_size(args: Args, given: Given) -> int | None:
+    """All samples of a rollout, divided among its steps; None where the rule `batches` finds that they do not divide,
+    and without a `--rollout-batch-size`."""
+    if args.global_batch_size is not None or args.rollout_batch_size is None:
+        return args.global_batch_size
+    size, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout or 1)
+    return None if rest else size
+
+
+def num_steps_per_rollout(args: Args, given: Given) -> int | None:
+    """What `--global-batch-size` makes of a rollout; None as above."""
+    if args.num_steps_per_rollout is not None or None in (args.rollout_batch_size, args.global_batch_size):
+        return args.num_steps_per_rollout
+    steps, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.global_batch_size)
+    return None if rest else steps
+
+
+RESOLVERS = (global_batch_size, num_steps_per_rollout)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def missing_data(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
+        if args.num_rollout != 0:
+            yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
+
+
+def missing_batch(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.rollout_batch_size is None and args.num_rollout != 0:
+        yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
+
+
+def length(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.num_rollout is None and args.num_epoch is None:
+        yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
+    if args.num_rollout is not None and args.num_epoch is not None:
+        yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
+    if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
+        yield Problem(f"is beyond --num-rollout {args.num_rollout}", "--start-rollout-id", "raise --num-rollout")
+    if args.num_epoch is not None and not args.rollout_global_dataset:
+        yield Problem("needs the built-in data set", "--num-epoch", "give --num-rollout")
+
+
+def batches(args: Args, given: set[str]) -> Iterator[Problem]:
+    """samples of a rollout = global_batch_size * num_steps_per_rollout; each step is shared by all ranks."""
+    if args.rollout_batch_size is None:
+        return
+    total = args.rollout_batch_size * args.n_samples_per_prompt
+    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    formula = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} samples per rollout"
+    if size is None:
+        yield Problem(f"{formula}, which {steps} steps do not divide", "--num-steps-per-rollout", _near(total, steps))
+    elif steps is None:
+        yield Problem(f"{formula}, which {size} does not divide", "--global-batch-size", _near(total, size))
+    elif size * steps != total:
+        yield Problem(
+            f"{size} x {steps} steps = {size * steps}, but {formula}",
+            "--global-batch-size and --num-steps-per-rollout",
+            "give only one of the two, the other follows",
+        )
+    else:
+        yield from _shares(args)
+
+
+def _shares(args: Args) -> Iterator[Problem]:
+    size, ranks = args.global_batch_size, args.dp_size
+    unit = ranks * args.micro_batch_size
+    if args.use_dynamic_batch_size and size < ranks:
+        yield Problem(
+            f"{size} samples a step for {ranks} data-parallel ranks", "--global-batch-size", f"at least {ranks}"
+        )
+    if not args.use_dynamic_batch_size and size % unit:
+        yield Problem(
+            f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
+            "per micro-batch",
+            "--global-batch-size",
+            f"use {' or '.join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)}, "
+            "another --micro-batch-size, or --use-dynamic-batch-size",
+        )
+
+
+def _near(total: int, wanted: int) -> str:
+    """The divisors of `total` on both sides of `wanted`."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return f"use {' or '.join(str(d) for d in below + above)}"
+
+
+def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
+    if args.use_dynamic_batch_size and "micro_batch_size" in given:
+        yield Problem("has no effect with --use-dynamic-batch-size", "--micro-batch-size", "give one of the two")
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
+
+
+def prompt_file(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.prompt_data is not None:
+        yield from data_file(args.prompt_data, "--prompt-data")
+
+
+RULES = (missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)

@@ -1,16 +1,17 @@
 """Inference engines and the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, Group, Number, refused, size
+from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
+from instep.engines.kind import AUTO, kind_names
 
 PREFIX = "engine flags carry a prefix"
 
-ENGINE = Group(
+ENGINE = FlagGroup(
     "Engine and weight sync",
     (
         Flag(
             "--rollout-backend",
-            default="auto",
-            choices=("auto", "embedded", "vllm"),
+            default=AUTO,
+            choices=(AUTO, *kind_names()),
             help="auto: vLLM beside a GPU, the embedded engine on a CPU",
         ),
         Flag("--engine-port", PORT, None, "port of the first engine, the others follow; default: free ports"),

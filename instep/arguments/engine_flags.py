@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.arguments.flag import Flag, text
 from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table, nearest_name
-from instep.engines.owned import owned
+from instep.engines.reserved_flags import reserved
 
 
 def family(name: str) -> Package | None:
@@ -73,7 +73,7 @@ def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package)
 
 def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
     """instep's record of a package's flag, under `name`."""
-    for field, why, instead in owned(package):
+    for field, why, instead in reserved(package):
         if field == known.field:
             return Flag(name, status="refused", note=why, instead=instead, passed_to=package)
     dest = PREFIXES[package].strip("-").replace("-", "_") + "_" + known.field

@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem, Scan
-from instep.cluster.placement import OFFLINE
+from instep.arguments.concern import Given, Problem
+from instep.arguments.parser import Scan
+from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
-
-# What only vLLM has. Giving one of them chooses it, and so does --vllm-config; a router stands before embedded engines,
-# too.
-_VLLM_ONLY = ("vllm_overrides", "prefill_num_servers")
-_NOT_EMBEDDED = "use --rollout-backend vllm"
-_EMBEDDED_FIELDS = ("max_model_len", "max_num_seqs", "dtype")
-_EMBEDDED_DTYPES = ("float32", "bfloat16")
 
 
 def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
     args.vllm_topology = None
-    if args.vllm_config is None or scan.broken.intersection(("vllm_config", "rollout_num_gpus_per_engine")):
+    if args.vllm_config is None:
         return
     try:
         args.vllm_topology = read(args.vllm_config)
@@ -31,28 +26,24 @@ def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
     except ConfigError as unreadable:
         errors = [unreadable]
     if errors:
-        scan.broken.add("vllm_config")
-        args.vllm_topology = None
+        scan.broken.add("vllm_topology")
     for error in errors:
         yield Problem(error.what, error.where, error.remedy)
 
 
-def derive_backend(args: Args) -> None:
-    """`--rollout-backend auto` is vLLM where a flag is given that only vLLM has."""
-    if args.rollout_backend == "auto" and any(getattr(args, name) for name in (*_VLLM_ONLY, "vllm_config")):
-        args.rollout_backend = "vllm"
+def rollout_backend(args: Args, given: Given) -> str:
+    """`auto` is the kind of which a flag is given that no other has."""
+    meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.is_meant(args))
+    return next(meant, args.rollout_backend)
 
 
 def topology(args: Args, given: set[str]) -> Iterator[Problem]:
     """The flags that say how many engines there are, and of which model."""
     if args.command in OFFLINE:
         return
-    if args.rollout_backend == "embedded":
-        for name in _VLLM_ONLY:
-            if getattr(args, name):
-                flags = _spelled(args, name)
-                yield Problem("the embedded engine has no such thing", flags, _NOT_EMBEDDED)
-        yield from _embedded_groups(args)
+    if (kind := named_kind(args)) is not None:
+        for error in kind.refusals(args):
+            yield Problem(error.what, error.where, error.remedy)
     if args.vllm_config is not None and args.prefill_num_servers is not None:
         what = "the file says which engines prefill"
         yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
@@ -111,7 +102,7 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
 def _served_reference(args: Args) -> Iterator[Problem]:
     """That the reference is a model which is served, and stays as it is."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
-    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model)
+    flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:
         yield Problem("there is no engine, or no trainer, in a part of a run", flag, "leave it out")
     elif model is None:
@@ -120,30 +111,3 @@ def _served_reference(args: Args) -> Iterator[Problem]:
         yield Problem("no such model is served", flag, f"{names} (--vllm-config)")
     elif model.update_weights:
         yield Problem("gets the trainer's weights, so it is no reference", flag, "let it have update_weights: false")
-
-
-def _embedded_groups(args: Args) -> Iterator[Problem]:
-    """What groups of `--vllm-config` ask for and the embedded engine has not."""
-    for model in served_models(args) if args.vllm_topology is not None else ():
-        for i, group in enumerate(model.groups):
-            where = f"{model.where}.server_groups[{i}]"
-            if group.role in ("prefill", "decode"):
-                yield Problem("the embedded engine prefills and decodes", f"{where}.worker_type", _NOT_EMBEDDED)
-            elif group.role == "regular" and group.num_gpus_per_engine > 1:
-                what = f"{group.num_gpus_per_engine} GPUs, but the embedded engine uses one"
-                yield Problem(what, f"{where}.num_gpus_per_engine", f"use 1, or {_NOT_EMBEDDED[4:]}")
-            for name, words in group.overrides.items():
-                if name not in _EMBEDDED_FIELDS:
-                    what = f"the embedded engine has no such thing, only {', '.join(_EMBEDDED_FIELDS)}"
-                    yield Problem(what, f"{where}.overrides.{name}", _NOT_EMBEDDED)
-                elif not (words[-1] in _EMBEDDED_DTYPES if name == "dtype" else words[-1].isdigit()):
-                    takes = " or ".join(_EMBEDDED_DTYPES) if name == "dtype" else "a whole number"
-                    yield Problem(f"the embedded engine takes {takes}", f"{where}.overrides.{name}", _NOT_EMBEDDED)
-
-
-def _spelled(args: Args, name: str) -> str:
-    value = getattr(args, name)
-    if isinstance(value, dict):
-        prefix = "--vllm-" if name == "vllm_overrides" else "--router-"
-        return ", ".join(prefix + words[0].removeprefix("--") for words in value.values())
-    return "--" + name.replace("_", "-")

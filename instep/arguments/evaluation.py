@@ -1,4 +1,4 @@
-"""From the eval flags, or the YAML of `--eval-config`, to a list of data sets."""
+"""Evaluation: when, and from the flags or the YAML of `--eval-config` to a list of data sets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,68 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.args import Args, EvalDataset
-from instep.arguments.flag import hook
-from instep.arguments.parser import Problem
+from instep.algorithms.catalog import OFFLINE
+from instep.arguments.args import Args
+from instep.arguments.concern import Given, Problem
+from instep.arguments.data import data_file
+from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.reward import rm_type
+
+EVAL = FlagGroup(
+    "Evaluation",
+    (
+        Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", seeds="CM"),
+        Flag(
+            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", seeds="C"
+        ),
+        Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", seeds="C"),
+        Flag("--eval-function-path", hook, None, "default: --rollout-function-path", seeds="VSC"),
+        switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
+        Flag("--n-samples-per-eval-prompt", COUNT, 1, "responses per prompt", seeds="C"),
+        Flag("--eval-input-key", help="default: --input-key", seeds="C"),
+        Flag("--eval-label-key", help="default: --label-key", seeds="C"),
+        Flag("--eval-tool-key", help="default: --tool-key", seeds="C"),
+        Flag("--eval-temperature", Number(float, 0), None, "0: greedy; default: --rollout-temperature", seeds="C"),
+        Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", seeds="C"),
+        Flag("--eval-top-k", INT, None, "default: --rollout-top-k", seeds="C"),
+        Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", seeds="C"),
+        Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", seeds="C"),
+        Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", seeds="C"),
+        Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", seeds="C"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """One data set of the evaluation. What its entry leaves out is filled in: `--eval-*`, else `--rollout-*`."""
+
+    name: str
+    path: str
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int | None
+    max_prompt_len: int | None
+    max_context_len: int | None
+    min_new_tokens: int | None
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    rm_type: str | None
+    reward_key: str | None
+    custom_rm_path: str | None
+    custom_generate_function_path: str | None
+    metadata_overrides: dict[str, Any]
+
 
 _FIELDS = {f.name: f for f in dataclasses.fields(EvalDataset)}
 _ALIASES = {
@@ -36,18 +91,6 @@ _BOUNDS = (
     ("max_response_len", 1, math.inf),
     ("min_new_tokens", 0, math.inf),
 )
-
-
-def split_slice(path: str) -> tuple[Path, slice | None]:
-    """`data.jsonl@[10:20]` -> the file and the rows. Raises: ValueError for a suffix that is no slice."""
-    file, at, rows = path.rpartition("@[")
-    if not at:
-        return Path(path), None
-    match = re.fullmatch(r"(-?\d*):(-?\d*)\]", rows)
-    if not match:
-        raise ValueError(f"'@[{rows}' is no slice like @[0:100]")
-    start, stop = (int(x) if x else None for x in match.groups())
-    return Path(file), slice(start, stop)
 
 
 def eval_defaults(args: Args) -> dict[str, Any]:
@@ -76,19 +119,43 @@ def eval_defaults(args: Args) -> dict[str, Any]:
     }
 
 
-def from_flag(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
-    """The data sets of `--eval-prompt-data`."""
-    words, where = args.eval_prompt_data, "--eval-prompt-data"
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def eval_reward_key(args: Args, given: Given) -> str | None:
+    return args.eval_reward_key or args.reward_key
+
+
+def eval_function_path(args: Args, given: Given) -> str:
+    return args.eval_function_path or args.rollout_function_path
+
+
+RESOLVERS = (eval_reward_key, eval_function_path)
+
+
+def read_datasets(args: Args) -> Iterator[Problem]:
+    """Set `args.eval_datasets`, and yield why an entry of `--eval-config` is none. They take what the rollout has."""
+    args.eval_datasets = []
+    if args.command in ("plan", "serve") or (args.eval_config is not None and args.eval_prompt_data is not None):
+        return
+    if args.eval_config is not None:
+        yield from _from_yaml(args)
+    elif args.eval_prompt_data is not None:
+        yield from _from_flag(args)
+
+
+def _from_flag(args: Args) -> Iterator[Problem]:
+    words, where = args.eval_prompt_data or [], "--eval-prompt-data"
     if len(words) == 1:
         words = [Path(words[0].partition("@[")[0]).stem, words[0]]
     if len(words) % 2:
-        return [], [Problem(f"{len(words)} words, but they come in pairs", where, "write NAME FILE [NAME FILE ...]")]
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
-    return datasets, list(_check(datasets, [where] * len(datasets)))
+        yield Problem(f"{len(words)} words, but they come in pairs", where, "write NAME FILE [NAME FILE ...]")
+        return
+    pairs = zip(words[::2], words[1::2], strict=True)
+    args.eval_datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
 
 
-def from_yaml(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
+def _from_yaml(args: Args) -> Iterator[Problem]:
     """The data sets of `--eval-config`:
 
     ```yaml
@@ -102,32 +169,26 @@ def from_yaml(args: Args) -> tuple[list[EvalDataset], list[Problem]]:
 
     where = f"--eval-config {args.eval_config}"
     try:
-        config = yaml.safe_load(Path(args.eval_config).read_text(encoding="utf-8"))
+        config = yaml.safe_load(Path(str(args.eval_config)).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return [], [Problem(f"cannot be read: {error}", where, "give a readable YAML file")]
-    shape = Problem(
-        "has no list eval.datasets", where, "see `eval: {defaults: ..., datasets: [{name, path, ...}]}` in docs"
-    )
-    if not isinstance(config, dict) or not isinstance(config.get("eval"), dict):
-        return [], [shape]
-    body = config["eval"]
+        yield Problem(f"cannot be read: {error}", where, "give a readable YAML file")
+        return
+    body = config.get("eval") if isinstance(config, dict) else None
+    body = body if isinstance(body, dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
-        return [], [shape]
-    problems = [
-        Problem(f"unknown key '{k}'", where, "known: eval, defaults, datasets")
-        for k in [*(config.keys() - {"eval"}), *(body.keys() - {"defaults", "datasets"})]
-    ]
-    datasets, places = [], []
+        remedy = "see `eval: {defaults: ..., datasets: [{name, path, ...}]}` in docs"
+        yield Problem("has no list eval.datasets", where, remedy)
+        return
+    for key in [*(config.keys() - {"eval"}), *(body.keys() - {"defaults", "datasets"})]:
+        yield Problem(f"unknown key '{key}'", where, "known: eval, defaults, datasets")
+    sound = []
     for number, entry in enumerate(entries):
-        at = f"{where}, data set {entry.get('name', number)}"
         own = {_ALIASES.get(k, k): v for k, v in {**shared, **entry}.items()}
-        found = list(_check_entry(own, at))
-        problems += found
-        if not found:
-            datasets.append(EvalDataset(**{**eval_defaults(args), **own}))
-            places.append(at)
-    return datasets, problems + list(_check(datasets, places))
+        found = list(_check_entry(own, f"{where}, data set {entry.get('name', number)}"))
+        yield from found
+        sound += [] if found else [own]
+    args.eval_datasets = [EvalDataset(**{**eval_defaults(args), **own}) for own in sound]
 
 
 def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
@@ -145,9 +206,20 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
             yield Problem(f"{key}: {value!r} is not of the kind {annotation}", where)
 
 
-def _check(datasets: list[EvalDataset], places: list[str]) -> Iterator[Problem]:
-    names = [d.name for d in datasets]
-    for number, (dataset, where) in enumerate(zip(datasets, places, strict=True)):
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def sources(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.eval_config is not None and args.eval_prompt_data is not None:
+        yield Problem("both name data sets", "--eval-config and --eval-prompt-data", "give one of the two")
+
+
+def datasets(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Values and files of the data sets."""
+    names = [d.name for d in args.eval_datasets]
+    flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
+    for number, dataset in enumerate(args.eval_datasets):
+        where = flag if args.eval_config is None else f"{flag}, data set {dataset.name}"
         if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
         for key, low, high in _BOUNDS:
@@ -160,3 +232,17 @@ def _check(datasets: list[EvalDataset], places: list[str]) -> Iterator[Problem]:
                     check(value)
                 except ValueError as error:
                     yield Problem(f"{key} '{value}' {error}", where)
+        yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
+
+
+def interval(args: Args, given: set[str]) -> Iterator[Problem]:
+    named = args.eval_config is not None or args.eval_prompt_data is not None
+    if args.command in OFFLINE or (args.eval_config is not None and args.eval_prompt_data is not None):
+        return
+    if args.eval_interval is not None and not named and "eval_function_path" not in given:
+        yield Problem("there is nothing to evaluate on", "--eval-interval", "give --eval-prompt-data or --eval-config")
+    if named and args.eval_interval is None and args.num_rollout != 0:
+        yield Problem("no evaluation would ever run", "--eval-interval", "say after how many rollouts")
+
+
+RULES = (sources, datasets, interval)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Status = Literal["acts", "later", "refused"]
+FlagStatus = Literal["acts", "later", "refused"]
 
 # Why a flag has to wait; one phrase per body of work.
 HARDENING = "comes with the debugging and fault-tolerance work"
@@ -152,7 +152,7 @@ class Flag:
     append: bool = False
     dest: str = ""
     aliases: tuple[str, ...] = ()
-    status: Status = "acts"
+    status: FlagStatus = "acts"
     note: str = ""
     instead: str = ""
     seeds: str = ""
@@ -184,7 +184,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlagGroup:
     """The flags of one concern, under the title that `--help` shows."""
 
     title: str

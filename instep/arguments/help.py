@@ -1,17 +1,14 @@
-"""`instep train --help` and docs/arguments.md, both made from the records.
-
-`python -m instep.arguments.help > docs/arguments.md` writes the latter.
-"""
+"""`instep train --help`, made from the records of the flags."""
 
 from __future__ import annotations
 
 import textwrap
 from typing import Any
 
+from instep.arguments.all_flags import GROUPS, passed_through
 from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
 from instep.arguments.serving import SERVED
-from instep.arguments.table import GROUPS, own_flags, passed_through
 
 SERVE_EXAMPLE = """\
 Example: two engines behind the router, then a request from another terminal
@@ -38,15 +35,6 @@ or vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/infere
 when it is ready; an engine that dies is started anew; Ctrl-C and SIGTERM end it, with exit code 0. Logs, and nothing
 else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine engines are started; on a CPU these
 count processes.""",
-}
-_SEEDS = {
-    "V": "vime's guide",
-    "R": "vime's readme",
-    "S": "slime's guide",
-    "C": "slime",
-    "A": "Atropos",
-    "T": "TRL",
-    "M": "Megatron",
 }
 
 
@@ -93,62 +81,3 @@ def _entry(flag: Flag) -> list[str]:
     if len(left) <= 46:
         return [f"{left:<48}{body[0]}", *(" " * 48 + line for line in body[1:])]
     return [left, *(" " * 48 + line for line in body)]
-
-
-def flags_markdown() -> str:
-    """docs/arguments.md."""
-    own = list(dict.fromkeys(own_flags().values()))
-    megatron = list(dict.fromkeys(passed_through().values()))
-    count = {s: sum(f.status == s for f in own) for s in ("acts", "later", "refused")}
-    lines = [
-        "# Flags of `instep train`, `instep sft` and `instep dpo`",
-        "",
-        "Made by `python -m instep.arguments.help > docs/arguments.md`; do not edit.",
-        "",
-        f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
-        f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "
-        "error that says why. *From* tells whose flag it is: "
-        + ", ".join(_SEEDS.values())
-        + "; otherwise instep's own.",
-        "",
-    ]
-    for group in GROUPS:
-        acting = [f for f in group.flags if f.status == "acts"]
-        others = [f for f in group.flags if f.status != "acts"]
-        lines += [f"## {group.title}", ""]
-        if acting:
-            lines += ["| flag | value | default | what it does | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), f.type_label, default_text(f), f.help, _origin(f)) for f in acting] + [""]
-        if others:
-            lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), f.status, f.note, f.instead, _origin(f)) for f in others] + [""]
-    lines += [
-        "## vLLM and its router",
-        "",
-        "Their flags are `--vllm-*` and `--router-*`: see [engines_flags.md](engines_flags.md).",
-        "",
-        "## Megatron: all other flags of core_v0.16.1",
-        "",
-        "Those that act are handed to the configuration of megatron-core when they are given.",
-        "",
-        "| flag | value | Megatron's default | status | why | instead |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [_row(_names(f), f.type_label, default_text(f), f.status, f.note, f.instead) for f in megatron]
-    return "\n".join(lines) + "\n"
-
-
-def _names(flag: Flag) -> str:
-    return " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
-
-
-def _origin(flag: Flag) -> str:
-    return ", ".join(_SEEDS[letter] for letter in flag.seeds)
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-if __name__ == "__main__":
-    print(flags_markdown(), end="")

@@ -1,8 +1,14 @@
 """Where metrics go."""
 
-from instep.arguments.flag import HARDENING, INDEX, Flag, Group, later, refused, switch
+from __future__ import annotations
 
-LOGGERS = Group(
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
+from instep.arguments.flag import HARDENING, INDEX, Flag, FlagGroup, later, refused, switch
+
+LOGGERS = FlagGroup(
     "Logging",
     (
         switch("--use-wandb", "log to Weights & Biases", "CA"),
@@ -29,3 +35,12 @@ LOGGERS = Group(
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),
 )
+
+
+def wandb(args: Args, given: set[str]) -> Iterator[Problem]:
+    extra = sorted(f.name for f in LOGGERS.flags if f.attribute in given and f.attribute.startswith("wandb_"))
+    if extra and not args.use_wandb:
+        yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")
+
+
+RULES = (wandb,)

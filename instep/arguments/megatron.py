@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
 from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
@@ -22,15 +25,16 @@ from instep.arguments.flag import (
     MOE,
     POSITIVE,
     Flag,
-    Group,
+    FlagGroup,
     Number,
-    json_object,
     later,
     switch,
     text,
 )
+from instep.arguments.model import known_config
+from instep.models.shape import FAMILIES
 
-PARALLEL = Group(
+PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
     (
         Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", seeds="VSM"),
@@ -68,7 +72,7 @@ PARALLEL = Group(
 _NO_EFFECT = "accepted for Megatron's scripts, without effect: data is packed"
 ZERO = Number(float, 0, 0)
 
-SHAPE = Group(
+SHAPE = FlagGroup(
     "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
     (
         Flag("--num-layers", COUNT, None, "layers", seeds="VSM"),
@@ -230,18 +234,12 @@ def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
     return "refused", NOT_HONOURED, _INSTEAD.get(name, "")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises: OSError, ValueError."""
-    config = json_object((path / "config.json").read_text(encoding="utf-8"))
-    return {**config, **(config.get("text_config") or {})}
-
-
 def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Shape flags that were given and that config.json contradicts: (flag, given, in the file).
 
     A key that the file lacks is not compared: transformers then uses a default of the family.
     """
-    rope = config.get("rope_parameters") or {}
+    rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     actual = {
         "--num-layers": config.get("num_hidden_layers"),
@@ -253,7 +251,10 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
         "--vocab-size": config.get("vocab_size"),
         "--norm-epsilon": config.get("rms_norm_eps", config.get("layer_norm_eps")),
         "--rotary-base": config.get("rope_theta", rope.get("rope_theta")),
+        "--rotary-percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", family and 1.0)),
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else None,
+        "--qk-layernorm": family and family.qk_norm,
+        "--add-qkv-bias": family and family.qkv_bias,
     }
     if "tie_word_embeddings" in config:
         actual["--untie-embeddings-and-output-weights"] = not config["tie_word_embeddings"]
@@ -264,3 +265,48 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
         for flag, value in actual.items()
         if flag in given and value is not None and given[flag] != value
     ]
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model:
+        yield Problem(
+            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
+            f"{args.world_size} trainer ranks",
+            "--actor-num-gpus-per-node",
+            f"use a multiple of {model}",
+        )
+    if args.train_backend == "hf" and model > 1:
+        yield Problem(
+            "the hf backend shards with FSDP2 only",
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+            "use --train-backend megatron",
+        )
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
+
+
+def recomputation(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
+        yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
+
+
+def only_megatron(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.use_distributed_optimizer and args.train_backend == "hf":
+        yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
+    if args.megatron_overrides and args.train_backend == "hf":
+        names = ", ".join(sorted(args.megatron_overrides))
+        yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
+
+
+def shape(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Flags of the model's shape against config.json."""
+    flags = {flag.name: getattr(args, flag.attribute) for flag in SHAPE.flags if flag.attribute in given}
+    for flag, mine, actual in shape_conflicts(flags, known_config(args)) if flags else ():
+        yield Problem(f"is {mine}, but config.json says {actual}", flag, "leave it out: the checkpoint decides")
+
+
+RULES = (shape, parallel, recomputation, only_megatron)

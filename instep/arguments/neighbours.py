@@ -1,11 +1,11 @@
 """Flags of the neighbours' own programs (Atropos' example trainer, TRL's server) that their users may try here."""
 
-from instep.arguments.flag import Group, later, refused
+from instep.arguments.flag import FlagGroup, later, refused
 
 ATROPOS = "a flag of Atropos' example trainer, whose weight bridges come later"
 SERVER = "a flag of a generation server: `instep serve --help` lists those of instep's"
 
-NEIGHBOURS = Group(
+NEIGHBOURS = FlagGroup(
     "Neighbours",
     (
         *later(ATROPOS, "A", "--weight-bridge-mode", "--single-copy", instead="--sync-way"),

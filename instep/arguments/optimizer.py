@@ -1,10 +1,16 @@
 """The optimizer and its learning rate, under Megatron's names."""
 
-from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, Group, Number, later
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
+from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
 
 BETA = Number(float, 0, 1)
 
-OPTIMIZER = Group(
+OPTIMIZER = FlagGroup(
     "Optimizer",
     (
         Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", seeds="M"),
@@ -37,3 +43,32 @@ OPTIMIZER = Group(
         *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
     ),
 )
+
+
+def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.min_lr > args.lr:
+        yield Problem(f"{args.min_lr} is above --lr {args.lr}", "--min-lr", "lower it")
+    if args.lr_warmup_init > args.lr:
+        yield Problem(f"{args.lr_warmup_init} is above --lr {args.lr}", "--lr-warmup-init", "lower it")
+
+
+def schedule(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
+        yield Problem("both are given", "--lr-warmup-iters and --lr-warmup-fraction", "give one of the two")
+    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+        yield Problem(
+            f"{args.lr_warmup_iters} is not below --lr-decay-iters",
+            "--lr-warmup-iters",
+            f"use less than {args.lr_decay_iters}",
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
+
+
+def betas(args: Args, given: set[str]) -> Iterator[Problem]:
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(args, name) == 1:
+            yield Problem("must be below 1", "--" + name.replace("_", "-"), "0.9 and 0.999 are usual")
+
+
+RULES = (learning_rate, schedule, betas)

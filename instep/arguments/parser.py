@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.arguments.all_flags import find, nearest
+from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import family, unknown_engine_flag
 from instep.arguments.flag import Flag
-from instep.arguments.table import find, nearest
-
-
-@dataclass
-class Problem:
-    """One thing that is wrong: what, at which flag, and what to do."""
-
-    what: str
-    where: str
-    remedy: str = ""
 
 
 @dataclass

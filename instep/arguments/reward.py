@@ -1,27 +1,43 @@
 """Rewards."""
 
-from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, Group, hook, switch
+from __future__ import annotations
 
-RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")  # a test compares it with rollout/rewards
+import json
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
+from instep.arguments.data import split_slice
+from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, FlagGroup, hook, switch
+
+BUILT_IN = (
+    "math",
+    "deepscaler",
+    "dapo",
+    "f1",
+    "gpqa",
+    "random",
+    "remote_rm",
+)  # a test compares it with rollout/rewards
 
 
 def rm_type(value: str) -> str:
     """A built-in reward, perhaps with the prefix boxed_."""
-    if value.removeprefix("boxed_") not in RULES:
-        raise ValueError(f"is no built-in reward: {', '.join(RULES)}, with or without the prefix boxed_")
+    if value.removeprefix("boxed_") not in BUILT_IN:
+        raise ValueError(f"is no built-in reward: {', '.join(BUILT_IN)}, with or without the prefix boxed_")
     return value
 
 
 TYPE_LABELS[rm_type] = "NAME"
 
-REWARD = Group(
+REWARD = FlagGroup(
     "Reward",
     (
         Flag(
             "--rm-type",
             rm_type,
             None,
-            f"built-in reward: {', '.join(RULES)}; boxed_ before it takes the last \\boxed{{}}",
+            f"built-in reward: {', '.join(BUILT_IN)}; boxed_ before it takes the last \\boxed{{}}",
             seeds="C",
         ),
         Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", seeds="C"),
@@ -39,3 +55,39 @@ REWARD = Group(
         Flag("--reward-num-workers", COUNT, None, "processes for built-in rewards; default: by the number of cores"),
     ),
 )
+
+
+def row_names_reward(args: Args) -> bool:
+    """Whether the first row of the prompts names its reward itself (metadata.rm_type), or cannot be looked at here."""
+    if args.prompt_data is None:
+        return False
+    try:
+        file, _ = split_slice(args.prompt_data)
+        if file.suffix != ".jsonl":
+            return file.is_file()
+        with open(file, encoding="utf-8") as lines:
+            metadata = json.loads(lines.readline())[args.metadata_key]
+    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with the file is another rule's to say
+        return False
+    return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
+
+
+def named(args: Args, given: set[str]) -> Iterator[Problem]:
+    """That something says what a response is worth, unless the run has a rollout of its own."""
+    own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
+    if args.command == "train" and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
+        if not (args.eval_config and args.num_rollout == 0) and not row_names_reward(args):
+            yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
+
+
+def remote(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.rm_type is not None and args.rm_type.endswith("remote_rm") and args.rm_url is None:
+        yield Problem("needs the address of a server", "--rm-type remote_rm", "give --rm-url")
+
+
+def of_groups(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.group_rm and args.custom_rm_path is None:
+        yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
+
+
+RULES = (named, remote, of_groups)

@@ -8,16 +8,15 @@ megatron:
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
+from instep.arguments.concern import Problem
 from instep.arguments.flag import Flag
 from instep.arguments.optimizer import OPTIMIZER
-from instep.arguments.parser import Problem
-from instep.arguments.table import find, own_flags
 from instep.cluster.placement import num_critic_gpus
 
 ROLES = ("actor", "critic")
@@ -35,14 +34,15 @@ def args_of_role(args: Args, role: str) -> Args:
     """The arguments of one role's workers: the actor's are the run's own."""
     if role == "actor":
         return args
-    out = copy.copy(args)
-    out.lr = args.lr if args.critic_lr is None else args.critic_lr
-    out.lr_warmup_iters, out.lr_warmup_fraction = args.critic_lr_warmup_iters, None
-    for name, value in args.megatron_config.get("critic", {}).items():
-        setattr(out, name, value)
-    out.world_size = num_critic_gpus(args)
-    out.dp_size = max(1, out.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
-    return out
+    ranks = num_critic_gpus(args)
+    own = {
+        "lr": args.lr if args.critic_lr is None else args.critic_lr,
+        "lr_warmup_iters": args.critic_lr_warmup_iters,
+        "lr_warmup_fraction": None,
+        "world_size": ranks,
+        "dp_size": max(1, ranks // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)),
+    }
+    return args.replace(**{**own, **args.megatron_config.get("critic", {})})
 
 
 def overridable() -> dict[str, Flag]:

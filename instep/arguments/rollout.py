@@ -1,20 +1,26 @@
 """Generation: sampling, lengths, filters and hooks."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.arguments.args import Args
+from instep.arguments.concern import Given, Problem
 from instep.arguments.flag import (
     ALGORITHMS,
     COUNT,
-    FRACTION,
     INDEX,
     INT,
     Flag,
-    Group,
+    FlagGroup,
     Number,
     hook,
     later,
     switch,
 )
+from instep.arguments.model import known_config
 
-ROLLOUT = Group(
+ROLLOUT = FlagGroup(
     "Rollout",
     (
         Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", seeds="C"),
@@ -91,26 +97,67 @@ ROLLOUT = Group(
     ),
 )
 
-EVAL = Group(
-    "Evaluation",
-    (
-        Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", seeds="CM"),
-        Flag(
-            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", seeds="C"
-        ),
-        Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", seeds="C"),
-        Flag("--eval-function-path", hook, None, "default: --rollout-function-path", seeds="VSC"),
-        switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
-        Flag("--n-samples-per-eval-prompt", COUNT, 1, "responses per prompt", seeds="C"),
-        Flag("--eval-input-key", help="default: --input-key", seeds="C"),
-        Flag("--eval-label-key", help="default: --label-key", seeds="C"),
-        Flag("--eval-tool-key", help="default: --tool-key", seeds="C"),
-        Flag("--eval-temperature", Number(float, 0), None, "0: greedy; default: --rollout-temperature", seeds="C"),
-        Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", seeds="C"),
-        Flag("--eval-top-k", INT, None, "default: --rollout-top-k", seeds="C"),
-        Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", seeds="C"),
-        Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", seeds="C"),
-        Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", seeds="C"),
-        Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", seeds="C"),
-    ),
-)
+
+def context_of_model(args: Args) -> int | None:
+    """How many tokens an engine takes, as far as flags and config.json say."""
+    most = args.vllm_max_model_len or known_config(args).get("max_position_embeddings")
+    return most if isinstance(most, int) else None
+
+
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def over_sampling_batch_size(args: Args, given: Given) -> int | None:
+    return args.over_sampling_batch_size or args.rollout_batch_size
+
+
+def rollout_max_prompt_len(args: Args, given: Given) -> int | None:
+    """Prompts that are rendered here leave room for one token of a response; those that do not are skipped, counted."""
+    known = [n for n in (context_of_model(args), args.rollout_max_context_len) if n is not None]
+    if args.rollout_max_prompt_len is None and known and args.apply_chat_template:
+        return min(known) - 1
+    return args.rollout_max_prompt_len
+
+
+RESOLVERS = (over_sampling_batch_size, rollout_max_prompt_len)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
+
+
+def prompt_length(args: Args, given: set[str]) -> Iterator[Problem]:
+    longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
+    if longest is not None and whole is not None and longest >= whole:
+        yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
+    if longest is not None and model is not None and longest >= model:
+        what = f"{longest} leaves no room for a response in the model's context of {model} tokens"
+        yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
+
+
+def response_length(args: Args, given: set[str]) -> Iterator[Problem]:
+    response, whole = args.rollout_max_response_len, args.vllm_max_model_len
+    if whole is not None and response is not None and response >= whole:
+        yield Problem(
+            f"leaves no room for a prompt in --vllm-max-model-len {whole}",
+            f"--rollout-max-response-len {response}",
+            "raise the former or lower the latter",
+        )
+
+
+def top_k(args: Args, given: set[str]) -> Iterator[Problem]:
+    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
+        yield Problem(f"{args.rollout_top_k} keeps no token", "--rollout-top-k", "use -1 (off) or at least 1")
+
+
+def over_sampling(args: Args, given: set[str]) -> Iterator[Problem]:
+    asked, needed = args.over_sampling_batch_size, args.rollout_batch_size
+    if asked is not None and needed is not None and asked < needed:
+        what = f"{asked} is less than --rollout-batch-size {needed}"
+        yield Problem(what, "--over-sampling-batch-size", f"use at least {needed}")
+
+
+RULES = (partial_rollouts, prompt_length, response_length, top_k, over_sampling)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import Args
-from instep.arguments.parser import Problem
-from instep.arguments.table import own_flags, passed_through
+from instep.arguments.concern import Given, Problem
 
 DEFAULT_PORT = 8000  # vLLM's own
 
@@ -19,14 +19,19 @@ SERVED = frozenset(
 )
 
 
-def derive_serving(args: Args) -> None:
-    """No trainer takes a place in the plan."""
-    if args.command == "serve":
-        args.debug_rollout_only = True
-        args.port = args.port or DEFAULT_PORT
+def debug_rollout_only(args: Args, given: Given) -> bool:
+    """No trainer takes a place in the plan of a served checkpoint."""
+    return args.debug_rollout_only or args.command == "serve"
 
 
-def serving(args: Args, given: set[str]) -> Iterator[Problem]:
+def port(args: Args, given: Given) -> int | None:
+    return args.port or (DEFAULT_PORT if args.command == "serve" else None)
+
+
+RESOLVERS = (debug_rollout_only, port)
+
+
+def only_served(args: Args, given: set[str]) -> Iterator[Problem]:
     """Flags that have no meaning for the command."""
     if args.command != "serve":
         if "port" in given:

@@ -1,6 +1,6 @@
 """SGLang's server arguments, in slime `--sglang-*`: refused, each with the flag of the same meaning here."""
 
-from instep.arguments.flag import Flag, Group
+from instep.arguments.flag import Flag, FlagGroup
 
 NOTE = "the engine is vLLM, not SGLang"
 _GUIDE = (
@@ -112,4 +112,4 @@ def _flags() -> list[Flag]:
     return out
 
 
-SGLANG = Group("SGLang's flags", tuple(_flags()))
+SGLANG = FlagGroup("SGLang's flags", tuple(_flags()))

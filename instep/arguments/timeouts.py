@@ -1,8 +1,8 @@
 """Bounds of waits, in seconds. When one expires, the error names the component."""
 
-from instep.arguments.flag import POSITIVE, Flag, Group
+from instep.arguments.flag import POSITIVE, Flag, FlagGroup
 
-TIMEOUTS = Group(
+TIMEOUTS = FlagGroup(
     "Bounds of waits, in seconds",
     (
         Flag("--worker-start-timeout", POSITIVE, 300.0, "until a trainer rank is ready"),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from instep.atomic import replace_folder, write_text
 from instep.checkpoints.integrity import others, write_manifest
 from instep.errors import CheckpointError, ConfigError
 
@@ -55,7 +56,7 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
         return None
     folder = iteration_folder(root, iteration)
     replaced = root / f".{folder.name}.old"
-    if not folder.is_dir() and replaced.is_dir():  # killed between the two renames of `save_checkpoint`
+    if not folder.is_dir() and replaced.is_dir():  # killed between the two renames of `replace_folder`
         os.rename(replaced, folder)
     if not folder.is_dir():
         raise CheckpointError(
@@ -86,13 +87,8 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         if state is not None:
             write_json(partial / "run_state.json", state)
         write_manifest(partial)
-        replaced = root / f".{final.name}.old"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(partial, final)
-        write_text(root / TRACKER, str(iteration))
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(partial, final, root / f".{final.name}.old")
+        write_text(root / TRACKER, str(iteration), flush=True)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
@@ -135,16 +131,7 @@ def write_json(path: Path, value: Any) -> None:
             where=str(path),
             remedy="keep numbers, strings, lists and dicts in samples' rewards, labels and metadata",
         ) from error
-    write_text(path, text)
-
-
-def write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(path, text, flush=True)
 
 
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:

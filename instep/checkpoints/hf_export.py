@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.atomic import replace_folder
 from instep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -119,13 +120,14 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
 
     weights = iter(weight_source)
     dst = Path(dst)
-    tmp = dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.tmp")
+    hidden = f".{dst.name}.{uuid.uuid4().hex[:8]}"
+    tmp = dst.with_name(f"{hidden}.tmp")
     try:
         if weight_source.emits:
             tmp.mkdir(parents=True)
             _write_weights(weight_source, weights, tmp)
             _copy_companions(Path(src_checkpoint), tmp, weight_source.specs)
-            _replace(tmp, dst)
+            replace_folder(tmp, dst, dst.with_name(f"{hidden}.old"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the Hugging Face checkpoint: {error}",
@@ -182,12 +184,3 @@ def _copy_companions(src: Path, folder: Path, specs: list[TensorSpec]) -> None:
     dtype = next(str(s.dtype).removeprefix("torch.") for s in specs if s.dtype.is_floating_point)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _replace(tmp: Path, dst: Path) -> None:
-    """Rename into place; a checkpoint that stood there goes only afterwards."""
-    old = dst.with_name(tmp.name.removesuffix(".tmp") + ".old")
-    if dst.exists():
-        dst.rename(old)
-    tmp.rename(dst)
-    shutil.rmtree(old, ignore_errors=True)

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.cluster.engine_plan import Addresses, EngineSpec, RouterSpec
-from instep.engines.launch import Engine, embedded_command, embedded_env
+from instep.cluster.engine_plan import RouterSpec
+from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
 from instep.engines.router import DisaggregatedRouter, Router, router_command
-from instep.engines.start import capabilities_of
-from instep.engines.topology import Role
-from instep.engines.vllm import check_cpu, vllm_command, vllm_env
-from instep.errors import ConfigError
+from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.topology import ServerRole
 from instep.ports import choose_port, free_port, free_ports
 from instep.processes import Process, SupervisedProcess
 
 LOOPBACK = "127.0.0.1"
 RESTART_SECONDS = 5.0  # for the port of an engine that has died to be free again
-
-
-def check_engine(args: Any, spec: EngineSpec) -> None:
-    """Raise ConfigError for one that would start, and die of its first request."""
-    if args.rollout_backend == "vllm" and args.device == "cpu":
-        check_cpu(Path(spec.path))
-    if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
-        raise ConfigError(
-            "prefill engines hand the KV cache to decode engines by NIXL, which is not installed here",
-            where=f"{spec.name} ({spec.role})",
-            remedy="pip install nixl, or choose another connector with --vllm-kv-transfer-config",
-        )
-
-
-def engine_command(args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-    """What follows the interpreter, for the process on the engine's `node_rank`-th node."""
-    if args.rollout_backend == "vllm":
-        return vllm_command(spec.arguments(at, node_rank))
-    return embedded_command(args, spec.path, spec.flags, at.host, at.port)
-
-
-def engine_env(args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int) -> dict[str, str]:
-    """What is added to the environment of the process on `node_host`, but for its GPUs."""
-    if args.rollout_backend == "vllm":
-        return {**vllm_env(args, num_threads), **spec.environment(at, node_host)}
-    return embedded_env(args, num_threads)
 
 
 def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
@@ -58,7 +30,7 @@ def engine_at(args: Any, spec: EngineSpec, at: Addresses, process: Process) -> E
     url = f"http://{at.host}:{at.port}"
     served: dict[str, Any] = {"model": spec.model, "role": spec.role, "update_weights": spec.update_weights}
     served["num_replicas"] = spec.parallel.data
-    return Engine(spec.name, url, process, capabilities_of(args), **served)
+    return Engine(spec.name, url, process, kind_of(args.rollout_backend), **served)
 
 
 def start_engine(
@@ -78,14 +50,15 @@ def start_engine(
     Raises:
         ConfigError: the wanted port is taken, or it could not serve.
     """
-    check_engine(args, spec)
+    kind = kind_of(args.rollout_backend)
+    kind.check_start(args, spec)
     chosen = choose_port(port or spec.port, LOOPBACK, RESTART_SECONDS if port else 0.0)
     at = Addresses(LOOPBACK, chosen, LOOPBACK, side_channel_port=free_ports(spec.num_side_channel_ports))
     process = SupervisedProcess(
         spec.name,
-        [sys.executable, *engine_command(args, spec, at)],
+        [sys.executable, *kind.command(args, spec, at)],
         log_dir / log_name(spec),
-        {**engine_env(args, spec, at, LOOPBACK, num_threads), **(env or {})},
+        {**kind.environment(args, spec, at, LOOPBACK, num_threads), **(env or {})},
         heartbeat=args.heartbeat_timeout,
     )
     return engine_at(args, spec, at, process)
@@ -103,7 +76,7 @@ def start_router(spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, nam
     if spec.external is not None:
         return Router(f"http://{spec.external[0]}:{spec.external[1]}")
     port, prometheus_port = spec.port or free_port(), free_port()
-    roles: dict[str, Role] = {engine.url: engine.role for engine in engines}
+    roles: dict[str, ServerRole] = {engine.url: engine.role for engine in engines}
     log = log_dir / (re.sub(r"[^\w.-]", "_", name) + ".log")
 
     def start(urls: Sequence[str]) -> SupervisedProcess:

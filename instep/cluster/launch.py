@@ -9,12 +9,13 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import EngineSpec, plan_engines
+from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
-from instep.engines.launch import Engine
-from instep.engines.start import external_engines
+from instep.engines.engine import Engine, external_engines
+from instep.engines.kind import kind_of
+from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
 from instep.processes import Process, stop_all
 
@@ -95,7 +96,7 @@ class LocalCluster:
         # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
         cores = args.num_threads - (args.num_threads > 2)
         threads = max(1, cores // len(self._specs))
-        env = self._devices(spec) if args.device == "cuda" and args.rollout_backend == "vllm" else {}
+        env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:

@@ -10,21 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from instep.algorithms.catalog import OFFLINE, algorithm_of
+from instep.engines.spec import Slot
 from instep.engines.topology import ServedModel, served_models
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-OFFLINE = ("sft", "dpo")  # the commands that sample nothing: no engine, no critic
-
-
-@dataclass(frozen=True, order=True)
-class Slot:
-    """One GPU (or one CPU process) of one node."""
-
-    node: int
-    gpu: int
 
 
 @dataclass(frozen=True)
@@ -108,8 +100,8 @@ def node_size(args: Any) -> int:
 
 
 def num_critic_gpus(args: Any) -> int:
-    """GPUs of PPO's critic: as many as the actor's unless said otherwise; 0 without PPO."""
-    if args.advantage_estimator != "ppo" or args.command in OFFLINE:
+    """GPUs of the critic: as many as the actor's unless said otherwise; 0 where the algorithm has none."""
+    if not algorithm_of(args).has_critic:
         return 0
     nodes = args.critic_num_nodes or args.actor_num_nodes
     return int(nodes * (args.critic_num_gpus_per_node or args.actor_num_gpus_per_node))

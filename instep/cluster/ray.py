@@ -20,27 +20,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from instep.arguments.args import SECRETS, Args
 from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import Addresses, EngineSpec, plan_engines
-from instep.cluster.engine_start import (
-    LOOPBACK,
-    RESTART_SECONDS,
-    check_engine,
-    engine_at,
-    engine_command,
-    engine_env,
-    log_name,
-)
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
-from instep.cluster.placement import Plan, Slot, make_plan
+from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import HOST_SECONDS, POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
-from instep.engines.launch import Engine
-from instep.engines.start import external_engines
+from instep.engines.engine import Engine, external_engines
+from instep.engines.kind import kind_of
+from instep.engines.spec import Addresses, EngineSpec, Slot
 from instep.errors import ConfigError, EngineError, InstepError
 from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
+from instep.weights.way import ON_ONE_HOST
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
@@ -55,7 +48,7 @@ class RayCluster:
     critic: WorkerGroup
 
     def __init__(self, args: Any, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
-        self._args = Args(**{k: v for k, v in vars(args).items() if k not in SECRETS})
+        self._args = args.public()
         self._log_dir, self._status = log_dir, status
         self._plan = make_plan(args)
         self._with_engines = with_engines
@@ -84,7 +77,8 @@ class RayCluster:
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         """One process on each of its nodes. `port`: where it has been before."""
         args = self._args
-        check_engine(args, spec)
+        kind = kind_of(args.rollout_backend)
+        kind.check_start(args, spec)
         hosts = [self._hosts[slots[0].node] for slots in spec.nodes]
         head = hosts[0]
         address = LOOPBACK if self._ray.is_here(head) else head.info.address
@@ -96,9 +90,9 @@ class RayCluster:
             for rank, (host, slots) in enumerate(zip(hosts, spec.nodes, strict=True)):
                 name = f"{spec.name} node {rank}" if rank else spec.name
                 log, threads = self._log_dir / log_name(spec, rank), args.num_threads or host.info.num_cpus
-                env = {**self._env, **engine_env(args, spec, at, host.info.address, threads)}
+                env = {**self._env, **kind.environment(args, spec, at, host.info.address, threads)}
                 env |= self._devices([slot.gpu for slot in slots], slots[0].node)
-                words = engine_command(args, spec, at, rank)
+                words = kind.command(args, spec, at, rank)
                 host.add(name, log, parts)
                 parts[-1].pid = host.ask("start_engine", name, words, str(log), env, args.heartbeat_timeout)
         except InstepError:
@@ -138,7 +132,7 @@ class RayCluster:
     def _check_hosts(self) -> None:
         """Shared folders, and a way of the weight sync that reaches every engine."""
         args, here = self._args, self._ray.is_here
-        if self._with_engines and self._plan.actor and args.sync_way == "shm":
+        if self._with_engines and self._plan.actor and args.sync_way in ON_ONE_HOST:
             fed = [spec for spec in self._specs if spec.update_weights]
             needed = {self._plan.actor[0].node, *(slot.node for spec in fed for slot in spec.slots)}
             for host in (self._hosts[node] for node in sorted(needed)):

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from instep.algorithms.advantages import ESTIMATORS, Estimate, Inputs
 from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.grpo import grpo
 from instep.algorithms.advantages.overlong import overlong_penalty
 from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
 from instep.errors import InstepError, RolloutError
 from instep.hooks import load_function, raised_at
-from instep.rollout.outputs import as_number, name_of
-from instep.types import Sample, TokenBatch
+from instep.types import Sample, TokenBatch, as_number, name_of
 
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 
@@ -47,6 +46,8 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
     metrics: dict[str, float] = {}
     columns, lengths, mask = batch.token_columns, batch.response_lengths, batch.token_columns["loss_mask"]
     rewards, kl = batch.sample_columns["rewards"].double(), None
+    estimator = algorithm_of(args).estimator
+    assert estimator is not None, "the round asks for advantages only where the algorithm has rewards"
     if args.overlong_buffer_len is not None:
         penalty = overlong_penalty(
             lengths,
@@ -61,7 +62,7 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
         metrics["train/reward_kl"] = kl[mask > 0].sum().item() / max(1, int((mask > 0).sum()))
     try:
         inputs = Inputs(
-            rewards=_compared(batch, rewards, kl, samples, args, hook_args),
+            rewards=_compared(estimator, batch, rewards, kl, samples, args, hook_args),
             loss_mask=mask,
             response_lengths=lengths.tolist(),
             kl=kl,
@@ -70,9 +71,10 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
             gamma=args.gamma,
             lambd=args.lambd,
         )
-        estimator = ESTIMATORS[args.advantage_estimator]
-        own = args.custom_advantage_function_path is not None
-        estimate = _custom(batch, inputs, samples, args, hook_args) if own else estimator.spread(inputs)
+        if args.custom_advantage_function_path is not None:
+            estimate = _custom(batch, inputs, samples, args, hook_args)
+        else:
+            estimate = ESTIMATORS[estimator.name].spread(inputs)
         if args.use_opd:
             pair = columns["log_probs"], columns["teacher_log_probs"]
             distilled = distilled_advantages(estimate.advantages, *pair, args.opd_kl_coef)
@@ -92,18 +94,24 @@ def add_advantages(batch: TokenBatch, samples: list[Sample], args: Any, hook_arg
 
 
 def _compared(
-    batch: TokenBatch, rewards: Tensor, kl: Tensor | None, samples: list[Sample], args: Any, hook_args: Any
+    estimator: Estimator,
+    batch: TokenBatch,
+    rewards: Tensor,
+    kl: Tensor | None,
+    samples: list[Sample],
+    args: Any,
+    hook_args: Any,
 ) -> Tensor:
     """Float64 `[num_samples]`: the rewards as the hook or the estimator compares them within groups."""
-    estimator = ESTIMATORS[args.advantage_estimator]
     if args.custom_reward_post_process_path:
         return _processed(samples, args.custom_reward_post_process_path, hook_args)
-    if kl is not None and estimator.kl == "sample":
+    if kl is not None and not estimator.kl_on_tokens:
         lengths = batch.response_lengths.tolist()
         rewards = penalised_rewards(rewards, kl, batch.token_columns["loss_mask"], lengths, args.kl_coef)
-    if estimator.compare is None or not args.rewards_normalization:
+    compare = ESTIMATORS[estimator.name].compare
+    if compare is None or not args.rewards_normalization:
         return rewards
-    compare = dr_grpo if estimator.compare is grpo and not args.grpo_std_normalization else estimator.compare
+    compare = dr_grpo if estimator.divides_by_std and not args.grpo_std_normalization else compare
     return compare(rewards, batch.sample_columns["group_index"], batch.sample_columns["execution_id"])
 
 

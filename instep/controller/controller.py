@@ -18,13 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instep.arguments.table import own_hooks
+from instep.arguments.all_flags import own_hooks
+from instep.arguments.args import Runtime
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.cluster.engine_plan import longest
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller import dumps
-from instep.controller.device import resolve_device
+from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.records import Records
@@ -39,11 +40,13 @@ from instep.controller.round_metrics import (
 )
 from instep.controller.run_state import beginning, data_state, restore_data
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync import EngineGone, SyncResult, WeightSync
+from instep.controller.sync.session import EngineGone
+from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.engines.launch import DYING_SECONDS, Engine
+from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -62,12 +65,12 @@ class Controller:
 
     def __init__(self, args: Any, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
-        self.args, self._with_engines = args, with_engines
+        self._with_engines = with_engines
         self.run_dir = Path(args.run_dir)
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
-        resolve_device(args, with_engines=with_engines)
+        self.args = args = resolve_on_machine(args, with_engines=with_engines)
         self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
-        self._runtime: dict[str, Any] = {}
+        self._runtime: Runtime = {}
         self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
         source = load_function(args.data_source_path)(self.hook_args)
@@ -90,14 +93,13 @@ class Controller:
         self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
         self._memory = PssSampler()
         hooks = ", ".join(path for _, path in own_hooks(args))
-        dying = DYING_SECONDS if args.rollout_backend == "vllm" else 0.0
+        dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self._check_rollout, hooks, args.controller_memory_limit, dying)
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         self._resumed_state, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
-        self._given = args.to_dict()  # before what is found out at the start changes it
         self.log = RunLogger(
             self.run_dir,
-            self._given,
+            args.to_dict(),
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
@@ -183,25 +185,26 @@ class Controller:
             note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             self.log.status(note)
         self._fleet.wait_ready(args.engine_start_timeout)
-        self._runtime.update({**self._fleet.hook_attributes(), "num_rollout": self.num_rollout})
+        self._runtime.update(self._fleet.hook_attributes())
+        self._runtime["num_rollout"] = self.num_rollout
         admission.guard(get_model_url(self.hook_args, endpoint="/"))
         if self._engines and self._trainer is not None:
             max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
-            fed, vocab_size = self._fleet.available(), int(self._hf_config["vocab_size"])
-            self._sync = WeightSync(args, self._trainer.actor, fed, vocab_size=vocab_size, max_len=max_len)
+            vocab_size = int(self._hf_config["vocab_size"])
+            self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
         self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
-        if (reference := served_reference(args, self.hook_args)) is not None:
-            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(args.ref_served_model)[0].url))
+        if (name := args.ref_served_model) and (reference := served_reference(args, self.hook_args)) is not None:
+            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(name)[0].url))
         if self._engines:
             self._trial.with_engine()
 
     def _bound_context(self, most: int) -> None:
         """Responses end where their tokens could not be scored any more."""
-        args = self.args
-        own = args.rollout_max_context_len or longest(args) or int(self._hf_config.get("max_position_embeddings", most))
+        model = longest(self.args) or int(self._hf_config.get("max_position_embeddings", most))
+        own = self.hook_args.rollout_max_context_len or model
         if own > most:
-            args.rollout_max_context_len = most
+            self._runtime["rollout_max_context_len"] = most
             self.log.progress.line(
                 f"prompt and response end at {most} tokens: the model that scores them takes no more"
             )
@@ -227,10 +230,9 @@ class Controller:
             return
         fleet = self._require_fleet()
         with self.log.phase("sync"):
-            self._sync.engines[:] = began = fleet.available()
-            self.last_sync = self._sync.run()
-            fleet.set_back([engine for engine in began if engine not in self._sync.engines])
-            fleet.admit(self._sync.engines)
+            began = fleet.available()
+            self.last_sync = self._sync.run(began)
+            fleet.synced(began, self.last_sync.engines)
         if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
             how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
             self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
@@ -311,7 +313,7 @@ class Controller:
                     **data_state(self.data_source, rollout_id),
                     "evaluations": self.evaluations,
                     "wandb_run_id": self.log.wandb_run_id,
-                    "args": self._given,
+                    "args": self.args.to_dict(),
                 }
                 saved = trainer.save(Path(args.save), rollout_id, state)
             if args.critic_save:

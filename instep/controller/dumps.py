@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.atomic import replacing
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -160,17 +161,14 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _save(path: Path, content: dict[str, Any]) -> Path:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            torch.save(content, part)
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
         raise CheckpointError(
             f"a dump could not be written: {error}", where=str(path), remedy="free space or fix permissions"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
-from instep.controller.health import Health
-from instep.engines.launch import Engine
+from instep.controller.health import HealthWatch
+from instep.engines.engine import Engine
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
@@ -75,7 +76,7 @@ class Fleet:
     def of_model(self, model: str) -> list[Engine]:
         return [engine for engine in self.engines if engine.model == model]
 
-    def hook_attributes(self) -> dict[str, Any]:
+    def hook_attributes(self) -> Runtime:
         """What hooks see of it, by attribute of `args`: where requests for each model go, and the engines."""
         addresses = {}
         for engine in self.engines:
@@ -83,11 +84,13 @@ class Fleet:
             url = urlsplit(router.url if router is not None else engine.url)
             addresses[engine.model] = (str(url.hostname), int(url.port or 0))
         host, port = addresses.get(self._default, ("127.0.0.1", 0))
+        policy = self.of_model(self._default)
         return {
             "vllm_router_ip": host,
             "vllm_router_port": port,
             "vllm_model_routers": addresses,
-            "rollout_engine_urls": [engine.url for engine in self.of_model(self._default)],
+            "rollout_engine_urls": [engine.url for engine in policy],
+            "rollout_engine_kind": policy[0].kind.name if policy else "",
             "vllm_model_engine_urls": {name: [engine.url for engine in self.of_model(name)] for name in addresses},
         }
 
@@ -117,9 +120,9 @@ class Fleet:
         self._states = dict.fromkeys(self._states, "ready")
         self._ready = True
         for engine in self.engines:
-            if engine.process is None or engine.capabilities.plugin:  # embedded ones send heartbeats
+            if engine.process is None or not engine.kind.sends_heartbeats:
                 options: Any = {"lost": self._notice, "back": self._is_well, "closed": self._closed}
-                Health(engine, self._args.heartbeat_timeout, **options)
+                HealthWatch(engine, self._args.heartbeat_timeout, **options)
 
     def _check_theirs(self, router: Router) -> None:
         """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
@@ -148,12 +151,13 @@ class Fleet:
             for model in self.routers:
                 self._tell_router(model)
 
-    def set_back(self, engines: Iterable[Engine]) -> None:
-        """These have missed the present weights: they wait for them again."""
+    def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
+        """A session began with some engines, and those of `held` have its weights: they serve, the others wait."""
         with self._lock:
-            for engine in engines:
-                if self._states[engine.url] == "serving":
+            for engine in began:
+                if engine not in held and self._states[engine.url] == "serving":
                     self._states[engine.url] = "ready"
+            self.admit(held)
 
     def check(self) -> None:
         """Notice who has died.

@@ -6,28 +6,18 @@ notice one that hangs. So the core is asked as well, by a question that the serv
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 
 LOOK_SECONDS = 0.5  # between two looks at /health
 ANSWER_SECONDS = 1.0  # for its answer
 FAILURES = 3  # in a row, after at most 4.5 s: then it counts as dead
-# A core that answers nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
-# workers) hangs: there is no sign of life within a step, and a first one may have kernels to compile.
-SILENT_HEARTBEATS = 5
 
 
-def patience(heartbeat_timeout: float) -> float:
-    """Seconds for which a core may be silent: never less than vLLM itself waits for its workers."""
-    theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
-    return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
-
-
-class Health:
+class HealthWatch:
     """Watches one engine until `closed`, in threads of its own.
 
     Args:
@@ -45,9 +35,9 @@ class Health:
         closed: threading.Event,
     ):
         self._engine, self._lost, self._back, self._closed = engine, lost, back, closed
-        self._patience = patience(heartbeat_timeout)
+        self._patience = engine.kind.core_patience(heartbeat_timeout)
         self._hangs = False
-        for look in (self._look, *([self._ask_core] if engine.capabilities.plugin else [])):
+        for look in (self._look, *([self._ask_core] if self._patience is not None else [])):
             threading.Thread(target=look, name=f"health of {engine.name}", daemon=True).start()
 
     def _look(self) -> None:
@@ -59,7 +49,7 @@ class Health:
             failures = 0 if health == "well" or late else failures + 1
             if failures >= FAILURES:
                 what = f"has not answered /health with 200, {FAILURES} times in a row"
-                if health != "silent" and self._engine.capabilities.plugin:  # which outlives its core for a while
+                if health != "silent" and self._patience is not None:  # its server outlives its core for a while
                     how = "answers /health with an error" if health == "unwell" else "takes no connection any more"
                     what = f"died: its server {how}"
                 self._lost(self._engine, what, health == "silent")
@@ -67,6 +57,7 @@ class Health:
                 self._back(self._engine)
 
     def _ask_core(self) -> None:
+        assert self._patience is not None
         while not self._closed.wait(LOOK_SECONDS):
             began = time.monotonic()
             self._hangs = not self._engine.computes(self._patience)

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from instep.algorithms.catalog import algorithm_of
 from instep.cluster.local import WorkerGroup
 from instep.data.schedule import plan_steps, plan_whole_executions
 from instep.errors import TrainingError
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
+from instep.weights.way import Order
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
@@ -69,7 +71,7 @@ class RoleTrainer:
     def plan(self, batch: TokenBatch) -> Schedule:
         """Steps, which are the same for every role, and their micro-batches on the ranks of this one."""
         args = self.args
-        plan = plan_whole_executions if args.loss_type == "dpo_loss" else plan_steps
+        plan = plan_whole_executions if algorithm_of(args).loss.of_pairs else plan_steps
         return plan(
             batch.sample_columns["execution_id"],
             batch.total_lengths.tolist(),
@@ -201,15 +203,13 @@ class RoleTrainer:
 
     # ---- a sync session ------------------------------------------------------------------------------------------
 
-    def publish(
-        self, way: str, version: str, nonce: str, directory: Path, *, timeout: float, on_event: Callable[[Any], None]
-    ) -> None:
-        """Every rank sends its part of the weights by `way`; see `Worker.publish`."""
-        self.workers.call("publish", way, version, nonce, directory, timeout=timeout, on_event=on_event)
+    def publish(self, way: str, order: Order, *, timeout: float, on_event: Callable[[Any], None]) -> None:
+        """Let every rank send its part of the weights by `way`; `on_event` gets what the ranks emit meanwhile."""
+        self.workers.call("publish", way, order, timeout=timeout, on_event=on_event)
 
-    def weight_digests(self, timeout: float) -> dict[str, str]:
+    def weight_digests(self, way: str, timeout: float) -> dict[str, str]:
         """The digest of every weight by its Hugging Face name, as the trainer holds it now."""
-        return next(digests for digests in self.workers.call("weight_digests", timeout=timeout) if digests)
+        return next(digests for digests in self.workers.call("weight_digests", way, timeout=timeout) if digests)
 
     def probe_log_probs(self, batch: TokenBatch, timeout: float) -> list[float]:
         """Log-probs of the response tokens of `batch`, which every rank scores as a whole."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
@@ -99,10 +100,11 @@ class TrainingRound:
     def __init__(self, args: Any, hook_args: Any, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
-        self._has_rewards = args.loss_type not in ("sft_loss", "dpo_loss")
+        algorithm = algorithm_of(args)
+        self._has_rewards = algorithm.has_rewards
         kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
         self._teacher = served_teacher(args)
-        self.uses_reference = (kl or args.loss_type == "dpo_loss") and args.ref_served_model is None  # in the workers
+        self.uses_reference = (kl or algorithm.loss.reads_reference) and args.ref_served_model is None  # in the workers
 
     def run(
         self,

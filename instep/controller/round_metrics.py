@@ -7,8 +7,9 @@ import sys
 from statistics import fmean
 from typing import Any
 
+from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
-from instep.arguments.validate import NO_REWARD
+from instep.arguments.algorithm.distillation import NO_REWARD
 from instep.hooks import load_function
 from instep.observability.metrics import rollout_metrics
 from instep.rollout.outputs import flatten
@@ -30,7 +31,7 @@ def metrics_of_rollout(
         if log(rollout_id, hook_args, samples, output.metrics, seconds):
             return {}
     out = {**rollout_metrics(groups, reward_key=hook_args.reward_key), **output.metrics}
-    if hook_args.loss_type in ("sft_loss", "dpo_loss") or hook_args.custom_rm_path == NO_REWARD:
+    if not algorithm_of(hook_args).has_rewards or hook_args.custom_rm_path == NO_REWARD:
         out = {name: value for name, value in out.items() if "reward" not in name and "zero_std" not in name}
     return out
 

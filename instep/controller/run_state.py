@@ -19,8 +19,7 @@ _FIXED = (
 # Where a run reads and writes, and what follows from other arguments, is not the run.
 _PLACES = frozenset(
     "load save save_hf critic_load critic_save megatron_config_path run_dir "
-    "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines responses_per_request "
-    "notes".split()
+    "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
 
 

@@ -6,7 +6,6 @@ The work is done in a thread that the signal only wakes, so that it is also done
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,13 +22,13 @@ import psutil
 
 from instep.cluster.local import WorkerGroup
 from instep.controller.ledger import Ledger
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
+from instep.engines.http import get_json
 from instep.processes import Process
 from instep.rollout import runtime
 
 CHILD_SECONDS = 3.0  # for all children to have written their stacks
 ENGINE_SECONDS = 2.0  # for an engine to say what it holds
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class DumpOnSignal:
@@ -165,10 +163,9 @@ def _processes() -> Iterator[str]:
 
 
 def _engine_state(engine: Engine) -> Iterator[str]:
-    for route in ("/is_paused", "/weight_info"):
+    for route in engine.kind.state_routes:
         try:
-            with _open(engine.url + route, timeout=ENGINE_SECONDS) as answer:
-                yield f"{route}: {json.loads(answer.read())}"
+            yield f"{route}: {get_json(engine.url + route, ENGINE_SECONDS)}"
         except (OSError, ValueError) as error:
             yield f"{route}: no answer ({error})"
 

@@ -19,8 +19,8 @@ from instep.checkpoints.folders import (
 )
 from instep.cluster.launch import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
+from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
-from instep.rollout.tokens import load_tokenizer
 from instep.training import lr_schedule
 
 

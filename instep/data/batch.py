@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from instep.errors import InstepError, RewardError, RolloutError
-from instep.types import Group, Sample, TokenBatch
+from instep.errors import RolloutError
+from instep.types import Group, Sample, TokenBatch, name_of, reward_of
 
 
 def build_batch(
@@ -76,33 +76,6 @@ def build_batch(
     )
 
 
-def reward_of(sample: Sample, reward_key: str | None = None) -> float:
-    """The sample's reward as a finite number.
-
-    Raises:
-        RewardError: missing, a dict without `reward_key`, not a number, NaN or infinite.
-    """
-    reward: Any = sample.reward
-    if isinstance(reward, dict):
-        if reward_key is None or reward_key not in reward:
-            raise _error(
-                RewardError,
-                sample,
-                f"the reward is a dict with {', '.join(map(str, reward)) or 'no keys'}",
-                f"--reward-key must name one of them{'' if reward_key is None else f', not {reward_key!r}'}",
-            )
-        reward = reward[reward_key]
-    if reward is None:
-        raise _error(RewardError, sample, "there is no reward", "set sample.reward, --rm-type or --custom-rm-path")
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value) or isinstance(reward, str):
-        raise _error(RewardError, sample, f"the reward is {reward!r}, no finite number", "mend the reward function")
-    return value
-
-
 def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
     """Samples with their execution ids; siblings in a list of their own get a common one if they have none."""
     out: list[tuple[Sample, str]] = []
@@ -127,17 +100,15 @@ def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
 
 def _check_tokens(sample: Sample) -> None:
     if sample.group_index is None:
-        raise _error(RolloutError, sample, "group_index is not set", "set it on every sample; groups are told by it")
+        raise _error(sample, "group_index is not set", "set it on every sample; groups are told by it")
     if sample.response_length < 1:
         raise _error(
-            RolloutError,
             sample,
             f"the response is empty (status {sample.status.value})",
             "leave the sample's group out, or let the generate function keep at least the end-of-text token",
         )
     if len(sample.tokens) <= sample.response_length:
         raise _error(
-            RolloutError,
             sample,
             f"{len(sample.tokens)} tokens for a response of {sample.response_length}: the prompt is missing",
             "sample.tokens holds prompt + response ids, response_length counts the response's",
@@ -146,7 +117,6 @@ def _check_tokens(sample: Sample) -> None:
         values = getattr(sample, name)
         if values is not None and len(values) != sample.response_length:
             raise _error(
-                RolloutError,
                 sample,
                 f"{name} has {len(values)} entries for {sample.response_length} response tokens",
                 "use sample.append_response_tokens, which keeps them aligned",
@@ -160,7 +130,7 @@ def _mask(sample: Sample) -> list[int]:
         return [1] * sample.response_length
     if not set(sample.loss_mask) <= {0, 1}:
         wrong = next(m for m in sample.loss_mask if m not in (0, 1))
-        raise _error(RolloutError, sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
+        raise _error(sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
     return sample.loss_mask
 
 
@@ -170,7 +140,6 @@ def _log_probs(sample: Sample, mask: list[int]) -> list[float]:
     for t, (value, trained) in enumerate(zip(sample.rollout_log_probs, mask, strict=True)):
         if trained and (value is None or not math.isfinite(value)):
             raise _error(
-                RolloutError,
                 sample,
                 f"rollout_log_probs[{t}] is {value}",
                 "the log-prob of a trained token is a finite number; None for the whole list if they are unknown",
@@ -182,7 +151,6 @@ def _temperature(sample: Sample, default: float) -> float:
     value: Any = sample.sampling_params.get("temperature", default)
     if not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise _error(
-            RolloutError,
             sample,
             f"it was sampled at temperature {value!r}",
             "train on samples of a temperature above 0: a greedy choice has no log-prob to learn from",
@@ -194,11 +162,9 @@ def _ids(sample: Sample) -> torch.Tensor:
     try:
         ids = torch.tensor(sample.tokens)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _error(RolloutError, sample, f"tokens are no list of ids: {error}", "set sample.tokens") from error
+        raise _error(sample, f"tokens are no list of ids: {error}", "set sample.tokens") from error
     if ids.dtype != torch.int64 or ids.dim() != 1 or bool((ids < 0).any()):
-        raise _error(
-            RolloutError, sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0"
-        )
+        raise _error(sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0")
     return ids
 
 
@@ -206,5 +172,5 @@ def _column(lists: list[list[Any]]) -> torch.Tensor:
     return torch.cat([torch.tensor(values, dtype=torch.float32) for values in lists])
 
 
-def _error(kind: type[InstepError], sample: Sample, what: str, remedy: str) -> InstepError:
-    return kind(what, where=f"group {sample.group_index}, sample {sample.index}", remedy=remedy)
+def _error(sample: Sample, what: str, remedy: str) -> RolloutError:
+    return RolloutError(what, where=name_of(sample), remedy=remedy)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.atomic import write_text
 from instep.data.dataset import Dataset, load_dataset
+from instep.data.tokenizer import load_tokenizer
 from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
 from instep.hooks import load_function
 from instep.types import Group, Sample
@@ -124,14 +125,8 @@ class RolloutDataSourceWithBuffer:
         Raises:
             CheckpointError: a sample's metadata is not JSON, or the file cannot be written.
         """
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with temporary.open("w") as file:
-                json.dump(self.state_dict(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_text(Path(path), json.dumps(self.state_dict()), flush=True)
         except TypeError as error:
             raise CheckpointError(
                 f"the buffered samples cannot be saved: {error}",
@@ -140,8 +135,6 @@ class RolloutDataSourceWithBuffer:
             ) from error
         except OSError as error:
             raise CheckpointError(f"cannot write the data source: {error.strerror}", where=str(path)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def load(self, path: str | Path) -> None:
         """Go back to what `save` wrote.
@@ -206,16 +199,7 @@ def _load(args: Any, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"no tokenizer could be loaded: {error}",
-                where=f"--hf-checkpoint {args.hf_checkpoint}",
-                remedy="name a Hugging Face checkpoint with a tokenizer",
-            ) from error
+        tokenizer = load_tokenizer(str(args.hf_checkpoint))
     return load_dataset(
         args.prompt_data,
         input_key=args.input_key,

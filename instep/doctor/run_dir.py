@@ -6,18 +6,17 @@ import json
 import shutil
 import socket
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from instep.checkpoints.folders import TRACKER
-from instep.cluster.placement import num_critic_gpus
+from instep.checkpoints.folders import TRACKER, read_state
+from instep.checkpoints.integrity import check_whole
 from instep.controller.ledger import Ledger
 from instep.doctor.check import Check
-from instep.errors import ConfigError, InstepError
+from instep.errors import CheckpointError, ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe
 from instep.observability.progress import duration
 from instep.observability.sinks import read_json_lines
@@ -148,11 +147,7 @@ def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
     if not folders:
         yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
     for folder in folders:
-        missing = missing_parts(folder, int(args.get("world_size") or 1))
-        if args.get("advantage_estimator") == "ppo":
-            missing += [f"critic: {m}" for m in _missing_files(folder / "critic", num_critic_gpus(Namespace(**args)))]
-        text = "complete" if not missing else f"without {', '.join(missing)}"
-        yield Check(folder.name, "fail" if missing else "ok", text, "remove it; --ckpt-step names another one")
+        yield _checkpoint(folder)
     tracker = root / TRACKER
     if folders:
         named = tracker.read_text().strip() if tracker.exists() else "nothing"
@@ -163,24 +158,15 @@ def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
         yield Check(left.name, "warn", "left by a save that was cut short", f"rm -r {left}")
 
 
-def missing_parts(folder: Path, num_ranks: int) -> list[str]:
-    """What a checkpoint's folder lacks: its state, the trainer's files (none empty), random state of each rank."""
-    missing = []
+def _checkpoint(folder: Path) -> Check:
+    """Whether a run can go on from `folder`, as `--load` would find."""
     try:
-        json.loads((folder / "run_state.json").read_text())
-    except (OSError, ValueError):
-        missing.append("a readable run_state.json")
-    return missing + _missing_files(folder, num_ranks)
-
-
-def _missing_files(folder: Path, num_ranks: int) -> list[str]:
-    missing = []
-    shards = list(folder.glob("*.distcp"))
-    if not (folder / ".metadata").exists() or not shards:
-        missing.append("the trainer's files (.metadata, *.distcp)")
-    missing += [f"content in {p.name}" for p in shards if p.stat().st_size == 0]
-    missing += [f"rng_{rank}.pt" for rank in range(num_ranks) if not (folder / f"rng_{rank}.pt").exists()]
-    return missing
+        check_whole(folder)
+        if read_state(folder) is None:
+            return Check(folder.name, "fail", "without run_state.json", "remove it; --ckpt-step names another one")
+    except CheckpointError as error:
+        return Check(folder.name, "fail", error.what, error.remedy)
+    return Check(folder.name, "ok", "complete")
 
 
 def _ledger(config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:

@@ -15,12 +15,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from instep.atomic import write_text
 from instep.errors import EngineError, writing
 
 Package = Literal["vllm", "vllm-router"]
@@ -266,7 +266,5 @@ def _extract(package: Package, version: str) -> Path:
     path = _cache_path(package, version)
     with writing(path, "XDG_CACHE_HOME, the folder of caches"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-            file.write(done.stdout)
-        os.replace(file.name, path)  # two runs at a time write the same
+        write_text(path, done.stdout)  # two runs at a time write the same
     return path

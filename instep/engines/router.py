@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from instep.engines.flags import router_arguments
+from instep.engines.http import open_directly
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, stop_all
 
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 CALL_SECONDS = 10.0
 _DEFAULTS = {
     "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
@@ -125,7 +125,7 @@ class Router:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")
         request = urllib.request.Request(url, b"" if method == "POST" else None, method=method)
         try:
-            with _open(request, timeout=CALL_SECONDS) as answer:
+            with open_directly(request, timeout=CALL_SECONDS) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             raise EngineError(

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
-from instep.engines.owned import owned
+from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 
-Role = Literal["regular", "prefill", "decode", "placeholder"]
-ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
-MAX_TOGETHER = 64  # responses of one request
+ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
+ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
 POLICY = "actor"  # the name of the one model when there is no file
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
@@ -43,7 +42,7 @@ class ServerGroup:
         overrides: words for `vllm serve`, by field, which replace those of the command line.
     """
 
-    role: Role
+    role: ServerRole
     num_gpus: int
     num_gpus_per_engine: int
     overrides: Mapping[str, list[str]] = field(default_factory=dict)
@@ -114,17 +113,6 @@ def served_models(args: Any) -> tuple[ServedModel, ...]:
 def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
     """The one that rollouts use by default: the first that gets the trainer's weights, else the first."""
     return next((model for model in models if model.update_weights), models[0])
-
-
-def responses_per_request(args: Any, models: tuple[ServedModel, ...]) -> int:
-    """How many responses to one prompt a request to the policy may ask for: vLLM refuses more than it runs at once.
-
-    From prefill to decode engines the KV cache of a prompt goes once per response, so there it is one.
-    """
-    policy = policy_model(models)
-    given = [group.overrides.get("max_num_seqs", [""])[-1] for group in policy.groups]
-    limits = [int(text) if text.isdigit() else args.vllm_max_num_seqs or MAX_TOGETHER for text in given]
-    return 1 if policy.disaggregated else min(MAX_TOGETHER, *limits)
 
 
 def model_path(args: Any, model: ServedModel) -> str:
@@ -292,8 +280,8 @@ def _shown(value: Any) -> str:
 
 def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
     """What is wrong with a field's name, and the remedy; "" if nothing."""
-    for owned_field, why, instead in owned("vllm"):
-        if name == owned_field:
+    for field_name, why, instead in reserved("vllm"):
+        if name == field_name:
             return why, f"use {instead}" if instead else "leave it out"
     if name in table.by_field:
         return "", ""

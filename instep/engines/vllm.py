@@ -1,4 +1,4 @@
-"""What instep tells stock `vllm serve`. Nothing of vLLM is imported or patched here.
+"""The kind `vllm`: stock `vllm serve`. Nothing of vLLM is imported or patched here.
 
 What instep adds goes through vLLM's own doors: flags, environment, HTTP routes of its development mode, and the plugin
 instep-vllm (`plugins/instep-vllm`).
@@ -6,74 +6,232 @@ instep-vllm (`plugins/instep-vllm`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import os
+import re
+import shlex
+import urllib.error
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instep.engines.capabilities import release
+from instep.engines.capabilities import Capabilities
+from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.flags import TABLES, installed_version
-from instep.engines.launch import PLUGIN_ENGINE, engine_dtype
-from instep.engines.topology import Role
+from instep.engines.http import get_json
+from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
+if TYPE_CHECKING:
+    from instep.engines.wire import WireFormat
+
+PROTOCOL = 1  # of the plugin instep-vllm; it refuses another one
+PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
+PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
+INFO_SECONDS = 60.0  # for what vLLM says of itself; it looks at its host first
+# A core that answers nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
+# workers) hangs: there is no sign of life within a step, and a first one may have kernels to compile.
+SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 SEVERAL = ("middleware",)  # flags that may stand there more than once
 COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
-def launch_words(args: Any, *, num_gpus: int, role: Role, update_weights: bool) -> dict[str, list[str]]:
-    """What instep adds to the command line of an engine of `num_gpus`, by field; `--vllm-*` and overrides win.
+class VllmKind(EngineKind):
+    """Of the vLLM that is installed here, or of `version` ("0.32.0", "0.32.0+cpu")."""
 
-    (But for `SEVERAL`, which are added to theirs.)
+    name, title, auto_device = "vllm", "vLLM", "cuda"
+    own_gpus = needs_router = True
+    sends_heartbeats = False  # its server does, which does not notice a core that hangs
+    dying_seconds = 6.0  # the server looks every 5 s whether its core has died; it answers 500 until then
 
-    Where vLLM is not installed (`instep plan`) it is that of the newest version whose flags are known.
-    """
-    version = installed_version("vllm") or TABLES["vllm"][0]
-    words = {
-        "dtype": ["--dtype", engine_dtype(args)],
-        "seed": ["--seed", str(args.seed)],
-        "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's
-        "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
-    }
-    if update_weights:
-        words["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
-    if release(version) >= (0, 32):
-        words["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
-    elif role != "regular":
-        words["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware"]  # says what it mends
-    if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
-        words["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
-    if args.device == "cpu":
-        words["enforce_eager"] = ["--enforce-eager"]
-        words["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
-        # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
-        words["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
-        if num_gpus == 1:  # one process less, and half a gigabyte
-            words["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
-    return words
+    def __init__(self, version: str = ""):
+        self._version = version
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        """Raises ConfigError for a version that is older than any that instep can drive."""
+        version = self._version or importlib.metadata.version("vllm")
+        if release(version) < (0, 26):
+            raise ConfigError(
+                f"vLLM {version} has no weight-transfer sessions of the form that instep uses",
+                where="--rollout-backend vllm",
+                remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
+            )
+        told = release(version) >= (0, 32)
+        return Capabilities(self.title, version, version_spans=told, stop_reasons=told)
+
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.wire import VLLM_WIRE
+
+        return VLLM_WIRE
+
+    def is_meant(self, args: Any) -> bool:
+        return bool(args.vllm_overrides or args.prefill_num_servers or args.vllm_config)
+
+    def check_installed(self, where: str) -> None:
+        for module, name in (("vllm", "vLLM"), ("instep_vllm", "its plugin instep-vllm")):
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"{name} is not installed here",
+                    where=where,
+                    remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
+                    "or name --rollout-backend embedded",
+                )
+
+    # ---- plan and start ----------------------------------------------------------------------------------------------
+
+    def own_words(
+        self, args: Any, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
+    ) -> dict[str, list[str]]:
+        """Flags and overrides win, but for `SEVERAL`, which are added to theirs.
+
+        Where vLLM is not installed (`instep plan`) they are those of the newest version whose flags are known.
+        """
+        version = installed_version("vllm") or TABLES["vllm"][0]
+        own = {
+            "dtype": ["--dtype", engine_dtype(args)],
+            "seed": ["--seed", str(args.seed)],
+            "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's
+            "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
+        }
+        if update_weights:
+            own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
+        if release(version) >= (0, 32):
+            own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
+        elif group.role != "regular":
+            own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware"]  # says what it mends
+        if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+            own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
+        if args.device == "cpu":
+            own["enforce_eager"] = ["--enforce-eager"]
+            own["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+            # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
+            own["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
+            if group.num_gpus_per_engine == 1:  # one process less, and half a gigabyte
+                own["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
+        return {field: given for field, given in own.items() if field not in words or field in SEVERAL}
+
+    def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
+        env = "".join(f"{name}={value} " for name, value in node_environment(spec, at, node_host).items())
+        return f"{env}vllm serve {shlex.join(serve_arguments(spec, at, node_rank))}"
+
+    def check_start(self, args: Any, spec: EngineSpec) -> None:
+        if args.device == "cpu":
+            _check_heads(Path(spec.path))
+        if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
+            raise ConfigError(
+                "prefill engines hand the KV cache to decode engines by NIXL, which is not installed here",
+                where=f"{spec.name} ({spec.role})",
+                remedy="pip install nixl, or choose another connector with --vllm-kv-transfer-config",
+            )
+
+    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+        return ["-m", "instep.engines.vllm_main", "serve", *serve_arguments(spec, at, node_rank)]
+
+    def environment(
+        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+    ) -> dict[str, str]:
+        return vllm_env(args, num_threads) | node_environment(spec, at, node_host)
+
+    # ---- an engine that runs -----------------------------------------------------------------------------------------
+
+    def identify(self, engine: Engine) -> EngineKind | None:
+        try:
+            version = get_json(engine.url + "/version", 10.0)["version"]
+        except urllib.error.HTTPError:
+            return None
+        kind = VllmKind(version)
+        _ = kind.capabilities  # refuses what is too old
+        try:
+            config = get_json(engine.url + "/server_info?config_format=json", INFO_SECONDS)["vllm_config"]
+        except urllib.error.HTTPError:
+            what = f"{engine.name} has no control routes"
+            raise ConfigError(what, where=engine.url, remedy="start it with VLLM_SERVER_DEV_MODE=1") from None
+        engine.num_replicas = int(config["parallel_config"]["data_parallel_size"])
+        log_probs = config["model_config"]["logprobs_mode"]
+        transfer = (config["weight_transfer_config"] or {}).get("backend", "none")
+        if log_probs != "processed_logprobs":
+            what = f"{engine.name} answers with {log_probs}, not with those of the distribution that it samples from"
+            raise ConfigError(what, where=engine.url, remedy="start it with --logprobs-mode processed_logprobs")
+        if engine.update_weights and transfer != PLUGIN_ENGINE:
+            what = f"{engine.name} takes weights by {transfer}, not by {PLUGIN_ENGINE}"
+            remedy = f"""start it with instep-vllm and --weight-transfer-config '{{"backend": "{PLUGIN_ENGINE}"}}'"""
+            raise ConfigError(what, where=engine.url, remedy=remedy)
+        return kind
+
+    def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
+        message, tensor = super().read_refusal(error)
+        match = PLUGIN_MISMATCH.search(message)
+        return (match[2], match[1] or None) if match else (message, tensor)
+
+    def core_patience(self, heartbeat_timeout: float) -> float | None:
+        """Never less than vLLM itself waits for its workers."""
+        theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
+        return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
+
+    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+        announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
+        try:
+            engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
+        except EngineRefusal as refusal:
+            if "a session is active" not in refusal.what:
+                raise
+            with contextlib.suppress(EngineRefusal):  # of a worker on which it is over already
+                engine.post("/finish_weight_update", timeout=timeout)
+            engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
+        engine.post("/start_weight_update", timeout=timeout)
+
+    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+        self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
+        super().finish_update(engine, version, names, timeout=timeout)
 
 
-def vllm_command(arguments: list[str]) -> list[str]:
-    """What follows the interpreter, for these arguments of `vllm serve`."""
-    return ["-m", "instep.engines.vllm_main", "serve", *arguments]
+KIND = VllmKind()
 
 
-def check_cpu(model: Path) -> None:
-    """Raise ConfigError for a model of which vLLM on a CPU would start, and die of the first request."""
-    config = json.loads((model / "config.json").read_text())
-    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
-    if size not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
-            where=f"the model {model}",
-            remedy="use another model, or --rollout-backend embedded",
-        )
+def release(version: str) -> tuple[int, int]:
+    """(0, 32) of "0.32.0+cpu"."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+    """What follows `vllm serve` for the process on the engine's `node_rank`-th node."""
+    num_nodes = len(spec.nodes)
+    words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
+    if num_nodes > 1:
+        words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
+        words += ["--master-addr", at.master_host, "--master-port", str(at.master_port)]
+        if spec.parallel.data > 1:
+            words += ["--data-parallel-rpc-port", str(at.rpc_port)]
+    if node_rank:
+        return [*words, "--headless"]
+    if spec.parallel.data > 1:  # else one per replica, and an abort would reach the requests of one of them
+        words += ["--api-server-count", "1"]
+    return [*words, "--host", at.host, "--port", str(at.port)]
+
+
+def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[str, str]:
+    """What the environment of the process on `node_host` must hold for these arguments."""
+    env = {"VLLM_HOST_IP": node_host} if len(spec.nodes) > 1 else {}
+    if spec.num_side_channel_ports:
+        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = node_host
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(at.side_channel_port)
+    return env
 
 
 def vllm_env(args: Any, num_threads: int) -> dict[str, str]:
+    """What the environment of every process of vLLM must hold."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
@@ -92,3 +250,15 @@ def vllm_env(args: Any, num_threads: int) -> dict[str, str]:
     elif engine_dtype(args) == "float32":
         env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+
+def _check_heads(model: Path) -> None:
+    """Raise ConfigError for a model of which vLLM on a CPU would start, and die of the first request."""
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
+            where=f"the model {model}",
+            remedy="use another model, or --rollout-backend embedded",
+        )

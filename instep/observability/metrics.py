@@ -5,26 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from instep.errors import ConfigError
-from instep.types import Group, Sample, Status
-
-
-def sample_reward(sample: Sample, reward_key: str | None = None) -> float | None:
-    """The sample's reward as one number; None if it has none.
-
-    Raises:
-        ConfigError: the reward is a dict, and `reward_key` is not given or not in it.
-    """
-    reward = sample.reward
-    if isinstance(reward, dict):
-        if reward_key is None or reward_key not in reward:
-            raise ConfigError(
-                f"the reward is a dict with the keys {sorted(reward)}, but --reward-key is {reward_key!r}",
-                where=f"sample {sample.index} of group {sample.group_index}",
-                remedy="name one of these keys with --reward-key (evaluation: --eval-reward-key)",
-            )
-        reward = reward[reward_key]
-    return None if reward is None else float(reward)
+from instep.types import Group, Status, reward_of
 
 
 def rollout_metrics(
@@ -44,7 +25,7 @@ def rollout_metrics(
     metrics["rollout/response_length_mean"] = sum(lengths) / len(lengths)
     metrics["rollout/response_length_max"] = float(max(lengths))
     metrics["rollout/truncated_ratio"] = sum(s.status is Status.TRUNCATED for s in samples) / len(samples)
-    by_group = [[r for s in g if (r := sample_reward(s, reward_key)) is not None] for g in groups]
+    by_group = [[reward_of(s, reward_key) for s in g if s.reward is not None] for g in groups]
     rewards = [r for group in by_group for r in group]
     if rewards:
         mean = math.fsum(rewards) / len(rewards)

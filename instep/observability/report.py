@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from instep.atomic import write_text
 from instep.observability.alarms import describe
 from instep.observability.plots import PLOTS, History, read_history
 from instep.observability.progress import duration, number
@@ -78,9 +78,7 @@ def make_report(run_dir: Path) -> Path:
         + "\n</main></body></html>\n"
     )
     path = run_dir / "report.html"
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, page)
     return path
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from instep.atomic import write_text
 from instep.errors import ConfigError, writing
 
 _SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
@@ -42,13 +42,8 @@ def jsonable(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically: after a crash the file is the old one or the new one, never half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with writing(path), part.open("w", encoding="utf-8") as file:
-        json.dump(jsonable(value), file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-        os.replace(part, path)
+    with writing(path):
+        write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", flush=True)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -75,11 +70,9 @@ class JsonLines:
 
     def __init__(self, path: Path, keep: Any = None):
         self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._path = path
         with writing(path):
-            part.write_text("".join(_line(row) for row in self.kept), encoding="utf-8")
-            os.replace(part, path)
+            write_text(path, "".join(_line(row) for row in self.kept))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:

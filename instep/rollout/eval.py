@@ -10,10 +10,9 @@ from instep.data.dataset import Dataset, load_dataset
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, new_execution, run_group
-from instep.rollout.outputs import reward_value
 from instep.rollout.rewards.dispatch import BUILT_IN
 from instep.rollout.tokens import tokenizer_of
-from instep.types import Group, RolloutFnEvalOutput, Sample, Status
+from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments import EvalDataset
@@ -119,7 +118,7 @@ async def _one_set(shared: Execution, dataset: EvalDataset, groups: list[Group],
     if any(s.status is Status.ABORTED for s in samples):
         raise RolloutError("samples of the evaluation were aborted", where=dataset.name, remedy="run it again")
     return {
-        "rewards": [reward_value(s, execution.reward_key) for s in samples],
+        "rewards": [reward_of(s, execution.reward_key) for s in samples],
         "truncated": [s.status is Status.TRUNCATED for s in samples],
         "samples": samples,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -14,15 +13,14 @@ from typing import Any
 from instep.errors import DataError, InstepError, RolloutError
 from instep.hooks import load_function, raised_at
 from instep.rollout.client import to_vllm
-from instep.rollout.outputs import DONE, check_sample, flatten, name_of
+from instep.rollout.outputs import DONE, check_sample, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
-from instep.types import Group, Sample, Status
+from instep.types import Group, Sample, Status, name_of
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
-TOGETHER = "instep.rollout.vllm_rollout.generate_together"  # its form for a whole group
-SEEDS = 2**62  # engines take 63 bits; a request for n responses uses n seeds in a row
+SEEDS = 2**62  # engines take 63 bits; the samples of a group have seeds in a row
 CONCURRENCY_PER_ENGINE = 512  # generate functions at work; an engine queues what it cannot run at once
 MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, another rollout's end)
 
@@ -74,58 +72,29 @@ async def run_group(execution: Execution, group: Group, params: dict[str, Any]) 
     A group with an ABORTED sample has no rewards (the rollout was ended early).
     """
     args = execution.args
-    given = []
+    jobs = []
     for i, sample in enumerate(group):
         seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", sample.group_index, sample.attempt)
-        given.append({**params, "seed": seed + i})
-    together = _is_plain(args, group)
-    if together:
-        async with execution.semaphore:
-            together = not execution.aborted
-            if together:
-                await load_function(TOGETHER)(args, group, _bounded(execution, group[0], given[0]))
-    jobs = [run_sample(execution, s, p, generated=together) for s, p in zip(group, given, strict=True)]
+        jobs.append(run_sample(execution, sample, {**params, "seed": seed + i}))
     out = [leaf for samples in await gather(jobs) for leaf in samples]
     if args.group_rm and not any(s.status is Status.ABORTED for s in out):
         await apply_rewards(args, out, execution.reward_key)
     return out
 
 
-def _is_plain(args: Any, group: Group) -> bool:
-    """Whether one request can begin all responses: the default generate function, one prompt, nothing there yet."""
-    first = group[0]
-    return (
-        len(group) > 1
-        and args.responses_per_request > 1
-        and all(
-            (s.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE) == DEFAULT_GENERATE
-            and (s.status, s.response_length, s.attempt) == (Status.PENDING, 0, first.attempt)
-            and (s.prompt, s.tokens, s.metadata.get("tools"))
-            == (first.prompt, first.tokens, first.metadata.get("tools"))
-            for s in group
-        )
-    )
-
-
-async def run_sample(
-    execution: Execution, sample: Sample, params: dict[str, Any], *, generated: bool = False
-) -> list[Sample]:
-    """One run of the generate function, then hooks and reward; a list because of fan-out.
-
-    Args:
-        generated: its response has just been made, together with those of its group.
-    """
+async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+    """One run of the generate function, then hooks and reward; a list because of fan-out."""
     args = execution.args
     if sample.execution_id is None:
         sample.execution_id = f"{sample.group_index}.{sample.index}.{sample.attempt}"
-    if not generated and sample.status in DONE and sample.response_length:  # of an earlier rollout, from the buffer
+    if sample.status in DONE and sample.response_length:  # of an earlier rollout, from the buffer
         samples = [sample]
     else:
-        async with execution.semaphore if not generated else contextlib.nullcontext():
-            if execution.aborted and not generated:
+        async with execution.semaphore:
+            if execution.aborted:
                 sample.status = Status.ABORTED
                 return [sample]
-            samples = await _generate(execution, sample, params, generated)
+            samples = await _generate(execution, sample, params)
         if any(s.status is Status.ABORTED for s in samples):
             return samples
         samples = [await run_sample_hooks(execution, s) for s in samples]
@@ -135,18 +104,18 @@ async def run_sample(
     return samples
 
 
-async def _generate(execution: Execution, sample: Sample, params: dict[str, Any], generated: bool) -> list[Sample]:
+async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
     args = execution.args
     path = sample.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE
     function = load_function(path)
     kwargs = _accepted(path, evaluation=execution.evaluation)
-    params = _bounded(execution, sample, params)
+    if execution.max_context_len is not None:
+        params = {**params, "max_new_tokens": _room(execution, sample, params.get("max_new_tokens"))}
     sample.sampling_params = to_vllm(params)
     samples = [sample]
-    for attempt in range(MAX_CONTINUATIONS):
-        if not generated or attempt:
-            output = await call_hook(path, name_of(sample), function, args, sample, dict(params), **kwargs)
-            samples = list(flatten(output))
+    for _ in range(MAX_CONTINUATIONS):
+        output = await call_hook(path, name_of(sample), function, args, sample, dict(params), **kwargs)
+        samples = list(flatten(output))
         # Aborted by somebody else (weights were updated, another rollout ended): what is there is continued.
         if execution.aborted or path != DEFAULT_GENERATE or samples[0].status is not Status.ABORTED:
             break
@@ -161,13 +130,6 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
         if leaf.status is not Status.ABORTED:
             check_sample(leaf, path)
     return samples
-
-
-def _bounded(execution: Execution, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with what `max_context_len` leaves for the response."""
-    if execution.max_context_len is None:
-        return params
-    return {**params, "max_new_tokens": _room(execution, sample, params.get("max_new_tokens"))}
 
 
 def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:

@@ -7,7 +7,8 @@ from statistics import mean
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.rollout.outputs import flatten, reward_value
+from instep.rollout.outputs import flatten
+from instep.types import reward_of
 
 
 @dataclass
@@ -25,7 +26,7 @@ def check_reward_nonzero_std(args: Any, group: Any) -> FilterOutput:
     """
     by_execution: dict[Any, list[float]] = {}
     for position, sample in enumerate(flatten(group)):
-        by_execution.setdefault(sample.execution_id or position, []).append(reward_value(sample, args.reward_key))
+        by_execution.setdefault(sample.execution_id or position, []).append(reward_of(sample, args.reward_key))
     means = [mean(values) for values in by_execution.values()]  # exact: three times 0.1 is as much as once
     keep = max(means) > min(means)
     return FilterOutput(keep, None if keep else f"zero_std_{means[0]:.1f}")

@@ -6,15 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from instep.errors import RewardError, RolloutError
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+from instep.errors import RolloutError
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, as_number, name_of
 
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
-
-
-def name_of(sample: Sample) -> str:
-    """How errors call a sample."""
-    return f"group {sample.group_index}, sample {sample.index}"
 
 
 def flatten(group: Any) -> Iterator[Sample]:
@@ -48,38 +43,6 @@ def check_sample(sample: Sample, where: str) -> None:
         raise RolloutError(
             problem, where=f"{where}: {name_of(sample)}", remedy="use sample.append_response_tokens; set sample.status"
         )
-
-
-def reward_value(sample: Sample, key: str | None) -> float:
-    """The sample's reward as one number; of a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
-
-    Raises:
-        RewardError: there is none, or it is no finite number.
-    """
-    value: Any = sample.reward
-    if isinstance(value, dict):
-        if key is None:
-            raise RewardError(
-                f"the reward is a dict with {sorted(value)}", where=name_of(sample), remedy="name one: --reward-key"
-            )
-        if key not in value:
-            raise RewardError(f"the reward has no {key!r}, only {sorted(value)}", where=name_of(sample))
-        value = value[key]
-    number = as_number(value)
-    if number is None:
-        raise RewardError(f"the reward {value!r} is no finite number", where=name_of(sample))
-    return number
-
-
-def as_number(value: Any) -> float | None:
-    """A finite real number (Python's or numpy's) as float, else None."""
-    if isinstance(value, (str, bytes)) or value is None:
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.engines.wire import VLLM_WIRE, WireFormat
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.rollout import runtime
-from instep.rollout.client import GENERATE, get_model_url
+from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.http import get, post
 from instep.types import TokenBatch
 
@@ -28,9 +29,11 @@ class ServedScorer:
         url: `http://HOST:PORT`.
         timeout: seconds for the samples of a rollout.
         instead: how the trainer would get such log-probs by itself.
+        wire: how it is asked for log-probs.
     """
 
-    def __init__(self, name: str, where: str, url: str, timeout: float, instead: str):
+    def __init__(self, name: str, where: str, url: str, timeout: float, instead: str, wire: WireFormat = VLLM_WIRE):
+        self.wire = wire
         self.name, self.where, self.url, self.timeout, self.instead = name, where, url, timeout, instead
 
     def check(self, tokenizer: Any, engine_url: str | None = None) -> int:
@@ -105,19 +108,11 @@ class ServedScorer:
 
     async def _score(self, tokens: list[int], length: int) -> list[float]:
         """Of the last `length` tokens."""
-        sampling_params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        request = {"token_ids": tokens, "sampling_params": sampling_params}
-        answer = await post(self.url + GENERATE, request, timeout=self.timeout)
-        try:
-            entries = answer["prompt_logprobs"]
-            if len(entries) != len(tokens):
-                raise ValueError(f"{len(entries)} log-probs of {len(tokens)} tokens")
-            pairs = zip(entries[-length:], tokens[-length:], strict=True)
-            out = [float(entry[str(token)]["logprob"]) for entry, token in pairs]
-            if not all(map(math.isfinite, out)):
-                raise ValueError("a log-prob that is not finite")
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"no log-probs of a sample's tokens: {error!r}", remedy="see its log") from error
+        wire = self.wire
+        answer = await post(self.url + wire.generate_route, wire.scoring_request(tokens), timeout=self.timeout)
+        out = wire.prompt_log_probs(answer, tokens, self.url)[-length:]
+        if not all(map(math.isfinite, out)):
+            raise EngineError("a log-prob of a sample's tokens that is not finite", remedy="see its log")
         return out
 
     def _run(self, coro: Any, timeout: float) -> Any:
@@ -136,7 +131,8 @@ def served_reference(args: Any, hook_args: Any) -> ServedScorer | None:
         return None
     url = get_model_url(hook_args, args.ref_served_model, "")
     where = f"--ref-served-model {args.ref_served_model}, at {url}"
-    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out")
+    wire = wire_of(hook_args)
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire)
 
 
 def _spread_text(tokenizer: Any) -> str:

@@ -10,29 +10,13 @@ from typing import Any
 
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
-from instep.errors import CheckpointError, DataError
+from instep.data.tokenizer import load_tokenizer
+from instep.errors import DataError
 from instep.types import Sample
 
 _TURN = "\ue001"  # private use: stands for a turn of the model
 MAX_TOKENS_INLINE = 256  # to hand over to a thread and back takes longer than to decode as many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
-
-
-@functools.cache
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face checkpoint, loaded once.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
-        ) from error
 
 
 def tokenizer_of(args: Any) -> Any:

@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from typing import Any
 
+from instep.engines.wire import Completion
 from instep.errors import EngineError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
-from instep.rollout.client import MAX_RETRIES, abort_all, complete_n, get_model_url, to_vllm
+from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import FilterOutput, as_filter_output
@@ -48,61 +49,42 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
-    await _append(args, [sample], params)
+    out = await _complete(args, sample, params)
+    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
+    sample.status = out.status
+    if sample.response_length:
+        skip = bool(params.get("skip_special_tokens", True))
+        ids = sample.tokens[-sample.response_length :]
+        sample.response = await decode(args, ids, skip_special_tokens=skip)
+        stop = out.stop_reason
+        if stop is None and params.get("stop") and out.finish_reason == "stop":
+            before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
+            stop = stop_string(sample.response, before_last, params["stop"])
+        if isinstance(stop, str):
+            former = await decode(args, ids[:before], skip_special_tokens=skip)
+            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
     return sample
 
 
-async def generate_together(args: Any, group: Group, sampling_params: dict[str, Any]) -> None:
-    """`generate` for samples that have one prompt and no response yet, in one request: sample i draws with `seed + i`.
-
-    An engine then parses, prefills and answers once instead of `len(group)` times.
-    """
-    ids = prompt_ids(args, group[0])
-    for sample in group:
-        sample.tokens = list(ids)
-    params = to_vllm(sampling_params)
-    at_once = args.responses_per_request
-    parts = [group[i : i + at_once] for i in range(0, len(group), at_once)]
-    seeds = [{"seed": params["seed"] + i} for i in range(0, len(group), at_once)]
-    await runtime.gather([_append(args, part, params | seed) for part, seed in zip(parts, seeds, strict=True)])
-
-
-async def _append(args: Any, group: Group, params: dict[str, Any]) -> None:
-    """One request for what follows the tokens of `group`, which are the same for all; each gets a response of its own.
-
-    Args:
-        params: in vLLM's names.
-    """
-    first = group[0]
+async def _complete(args: Any, sample: Sample, params: dict[str, Any]) -> Completion:
+    """What follows the tokens of `sample`; `params` in vLLM's names."""
+    wire = wire_of(args)
     try:
-        answers = await complete_n(
-            get_model_url(args),
+        return await complete(
+            get_model_url(args, endpoint=wire.generate_route),
             str(args.hf_checkpoint),
-            first.tokens,
+            sample.tokens,
             params,
-            len(group),
+            wire=wire,
             timeout=args.rollout_timeout,
             max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
-            session=f"group-{first.group_index}",
+            session=f"group-{sample.group_index}",
         )
     except EngineError as error:
-        error.where += f", for the prompt of {first.extra['where']}" if "where" in first.extra else ""
+        place = f", for the prompt of {sample.extra.get('where')}"
+        if "where" in sample.extra and place not in error.where:  # one error may end several requests
+            error.where += place
         raise
-    skip = bool(params.get("skip_special_tokens", True))
-    for sample, out in zip(group, answers, strict=True):
-        before = sample.response_length
-        sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
-        sample.status = out.status
-        if sample.response_length:
-            ids = sample.tokens[-sample.response_length :]
-            sample.response = await decode(args, ids, skip_special_tokens=skip)
-            stop = out.stop_reason
-            if stop is None and params.get("stop") and out.finish_reason == "stop":
-                before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
-                stop = stop_string(sample.response, before_last, params["stop"])
-            if isinstance(stop, str):
-                former = await decode(args, ids[:before], skip_special_tokens=skip)
-                sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
 
 
 def generate_rollout(
@@ -223,7 +205,7 @@ class _Rollout:
         deadline = time.monotonic() + ABORT_SECONDS
         while self.pending and time.monotonic() < deadline:
             # Again and again: a request may have been under way to an engine when the abort arrived there.
-            await abort_all(self.args.rollout_engine_urls)
+            await abort_all(self.args.rollout_engine_urls, wire_of(self.args))
             done, _ = await asyncio.wait(self.pending, timeout=0.2)
             for task in sorted(done, key=lambda task: _order(self.pending[task])):
                 await self._settle(self.pending.pop(task), task.result())

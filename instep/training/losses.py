@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,7 @@ _MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfr
 
 def loss_fn_from_args(args: Any) -> LossFn:
     """The loss of `--loss-type`, with the users' functions that belong to it."""
-    if args.loss_type == "sft_loss":
-        return sft_loss_fn()
-    if args.loss_type == "dpo_loss":
-        return dpo_loss_fn(args.dpo_beta, args.dpo_label_smoothing)
-    if args.loss_type == "custom_loss":
-        return custom_loss_fn(args)
-    return policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args))
+    return LOSSES[args.loss_type](args)
 
 
 def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> LossFn:
@@ -130,6 +125,15 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
         return LossOutput(loss, {"loss": loss.detach(), "loss_weight": weights.sum(), **sums})
 
     return loss_fn
+
+
+# By `--loss-type`: the losses that algorithms name, and the user's own, which takes the place of the policy loss.
+LOSSES: dict[str, Callable[[Any], LossFn]] = {
+    "policy_loss": lambda args: policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args)),
+    "sft_loss": lambda args: sft_loss_fn(),
+    "dpo_loss": lambda args: dpo_loss_fn(args.dpo_beta, args.dpo_label_smoothing),
+    "custom_loss": custom_loss_fn,
+}
 
 
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:

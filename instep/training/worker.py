@@ -20,7 +20,7 @@ from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, Toke
 from instep.training.losses import finish_metrics, loss_fn_from_args
 from instep.training.value_loss import value_loss_fn
 from instep.types import TokenBatch
-from instep.weights.shm import publish_shm, source_digests
+from instep.weights.way import Order, way_named
 
 
 class Worker:
@@ -225,15 +225,15 @@ class Worker:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def publish(self, way: str, version: str, nonce: str, directory: Path) -> int:
-        """Write the weights as shared-memory buckets; each manifest goes to the controller at once."""
-        self.backend.publish(version)
-        size = int(self.args.update_weight_buffer_size)
-        source = self.backend.weight_source()
-        return publish_shm(source, directory, version=version, nonce=nonce, bucket_bytes=size, emit=self._emit)
+    def publish(self, way: str, order: Order) -> None:
+        """Send the weights as version `order.version` by `way`; what is ready is told to the controller at once."""
+        self.backend.publish(order.version)
+        way_named(way).send(self.backend.weight_source(), order, self._emit)
 
-    def weight_digests(self) -> dict[str, str]:
-        return source_digests(self.backend.weight_source())
+    def weight_digests(self, way: str) -> dict[str, str]:
+        """The digest of every weight by name, of the kind that `way` makes; collective, empty but on emitting ranks."""
+        digest = way_named(way).digest
+        return {spec.name: digest(t) for spec, t in self.backend.weight_source() if t is not None}
 
     def broken_weights(self) -> list[str]:
         """Names of the weights that are not finite; collective, empty on ranks that do not gather."""

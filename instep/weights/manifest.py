@@ -54,3 +54,17 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+DIGEST_KIND = "xxh3-128"
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 of the tensor's bytes, which are copied to the host for it."""
+    return digest(tensor_bytes(tensor.detach().to("cpu")))
+
+
+def record_of(name: str, tensor: torch.Tensor, offset: int = 0) -> TensorRecord:
+    """The record of a contiguous CPU tensor that lies at `offset` of its bucket."""
+    data = tensor_bytes(tensor)
+    return TensorRecord(name, tuple(tensor.shape), dtype_name(tensor.dtype), offset, data.nbytes, digest(data))

@@ -1,7 +1,7 @@
-"""Both ends of a sync over shared memory (way `shm`): weights become buckets in /dev/shm, and tensors again.
+"""The way `shm`: weights become buckets in shared memory, and tensors again on the engine's side.
 
-Only rank 0 writes; the other ranks take part in the gathering. A bucket is handed on as soon as it is full, so that
-engines load one while the next is gathered.
+Only the ranks that get full tensors write; the others take part in the gathering. A bucket is handed on as soon as it
+is full, so that engines load one while the next is gathered.
 """
 
 from __future__ import annotations
@@ -9,72 +9,100 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from instep.errors import SyncError
-from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
+from instep.weights.manifest import (
+    DIGEST_KIND,
+    BucketManifest,
+    TensorRecord,
+    digest,
+    record_of,
+    tensor_bytes,
+    tensor_digest,
+)
 from instep.weights.source import WeightSource
+from instep.weights.way import Carriage, Order, Sent
 
 
-def publish_shm(
-    source: WeightSource,
-    directory: Path,
-    *,
-    version: str,
-    nonce: str,
-    bucket_bytes: int,
-    emit: Callable[[BucketManifest], None],
-) -> int:
-    """Write all weights as buckets of about `bucket_bytes` into `directory`; collective over the ranks.
+class Shm:
+    """See `Way`."""
 
-    Args:
-        emit: called on the writing rank with each finished bucket's manifest.
+    digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
 
-    Returns:
-        The number of bytes written by this rank.
+    def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
+        """Write all weights as buckets of about `order.bucket_bytes` into `order.folder`, and emit their manifests.
 
-    Raises:
-        SyncError: there is no room for a bucket.
-    """
-    records: list[TensorRecord] = []
-    parts: list[torch.Tensor] = []
-    total = offset = num_buckets = 0
+        Raises:
+            SyncError: there is no room for a bucket.
+        """
+        records: list[TensorRecord] = []
+        parts: list[torch.Tensor] = []
+        offset = num_buckets = 0
 
-    def flush() -> None:
-        nonlocal records, parts, total, offset, num_buckets
-        path = directory / f"{nonce}-{num_buckets}.bin"
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                for part in parts:
-                    file.write(tensor_bytes(part))
-        except OSError as error:
-            raise SyncError(
-                f"a bucket of {offset / 1e6:,.1f} MB does not fit into shared memory: {error.strerror}",
-                where=str(path),
-                remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --sync-way disk",
-            ) from error
-        emit(BucketManifest(str(path), version, nonce, tuple(records)))
-        total, num_buckets = total + offset, num_buckets + 1
-        records, parts, offset = [], [], 0
+        def flush() -> None:
+            nonlocal records, parts, offset, num_buckets
+            path = order.folder / f"{order.nonce}-{num_buckets}.bin"
+            _write(path, parts, offset)
+            emit(BucketManifest(str(path), order.version, order.nonce, tuple(records)))
+            num_buckets += 1
+            records, parts, offset = [], [], 0
 
-    for spec, tensor in source:
-        if tensor is None:
-            continue
-        part = tensor.detach().to("cpu", copy=True).contiguous()  # valid only until the next one: keep a copy
-        data = tensor_bytes(part)
-        records.append(
-            TensorRecord(spec.name, tuple(part.shape), dtype_name(part.dtype), offset, data.nbytes, digest(data))
-        )
-        parts.append(part)
-        offset += data.nbytes
-        if offset >= bucket_bytes:
+        for spec, tensor in source:
+            if tensor is None:
+                continue
+            part = tensor.detach().to("cpu", copy=True).contiguous()  # valid only until the next one: keep a copy
+            records.append(record_of(spec.name, part, offset))
+            parts.append(part)
+            offset += records[-1].nbytes
+            if offset >= order.bucket_bytes:
+                flush()
+        if records:
             flush()
-    if records:
-        flush()
-    return total
+
+    def drive(self, carriage: Carriage) -> Sent:
+        """Deliver each bucket when it is written, one after another, while the workers gather the next."""
+        tensors: list[TensorRecord] = []
+        loads: list[Future[None]] = []
+
+        def load(manifest: BucketManifest) -> None:
+            try:
+                carriage.deliver({"backend": "shm", "manifest": manifest.to_json()})
+            finally:
+                Path(manifest.path).unlink(missing_ok=True)
+
+        def on_event(manifest: BucketManifest) -> None:
+            tensors.extend(manifest.tensors)
+            loads.append(pool.submit(load, manifest))
+
+        pool = ThreadPoolExecutor(1)  # buckets in order
+        try:
+            carriage.publish(carriage.memory_folder, on_event)
+            for future in loads:
+                future.result(timeout=carriage.seconds_left())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
+        return Sent(tuple(tensors), self.digest_kind)
+
+
+WAY = Shm()
+
+
+def _write(path: Path, parts: list[torch.Tensor], num_bytes: int) -> None:
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            for part in parts:
+                file.write(tensor_bytes(part))
+    except OSError as error:
+        raise SyncError(
+            f"a bucket of {num_bytes / 1e6:,.1f} MB does not fit into shared memory: {error.strerror}",
+            where=str(path),
+            remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --sync-way disk",
+        ) from error
 
 
 class BucketMismatch(Exception):
@@ -111,8 +139,3 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
         aligned = flat.clone() if t.offset % dtype.itemsize else flat
         tensors[t.name] = aligned.view(dtype).view(t.shape)
     return tensors
-
-
-def source_digests(source: WeightSource) -> dict[str, str]:
-    """Digest of every weight by name, for naming the culprit when a proof fails; collective, empty but on rank 0."""
-    return {spec.name: digest(tensor_bytes(t.detach().to("cpu"))) for spec, t in source if t is not None}

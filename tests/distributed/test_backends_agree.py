@@ -69,7 +69,7 @@ def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
     arguments += ["--weight-decay", "0.05", "--lr-decay-style", "constant", "--device", "cpu"]
     arguments += ["--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)]
     args = parse(arguments, "train")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     workers = WorkerGroup("actor", num_ranks, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     try:
         requests = [(args, rank, num_ranks, str(folder / "rendezvous"), 1) for rank in range(num_ranks)]

@@ -60,8 +60,8 @@ class Critic:
         arguments += ["--weight-decay", "0.05", "--adam-eps", "1e-4", "--lr-decay-style", "constant", "--device", "cpu"]
         arguments += ["--train-backend", backend, "--actor-num-gpus-per-node", str(num_ranks)]
         arguments += ["--advantage-estimator", "ppo", "--critic-lr", str(LR), "--value-clip", str(CLIP)]
-        self.args = args_of_role(parse([*arguments, "--run-dir", str(folder)], "train"), "critic")
-        self.args.device, self.args.precision = "cpu", precision
+        args = args_of_role(parse([*arguments, "--run-dir", str(folder)], "train"), "critic")
+        self.args = args.replace(device="cpu", precision=precision)
         self.folder = folder
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.workers = WorkerGroup("critic", num_ranks, folder / "logs", environment)

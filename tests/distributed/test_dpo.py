@@ -38,7 +38,7 @@ def run_layout(name, root, folder):
     flags += f"--dpo-beta {BETA} --dpo-label-smoothing {SMOOTHING} --lr {LR} --lr-decay-style constant --device cpu "
     flags += f"--weight-decay 0.05 --adam-eps 1e-4 --train-backend {backend} {more} --run-dir {folder}"
     args = parse([*flags.split(), "--actor-num-gpus-per-node", str(num_ranks)], "dpo")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     source = RolloutDataSourceWithBuffer(args)
     workers = WorkerGroup("actor", num_ranks, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     try:

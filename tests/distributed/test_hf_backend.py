@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from instep.checkpoints.hf_export import check_hf_checkpoint, export_hf
 from instep.errors import CheckpointError, ConfigError
-from instep.training.backend import LossOutput
 from instep.training.hf.backend import HfBackend
 from instep.types import TokenBatch
 from tests.distributed.helpers import RankPool
-
-ARGS = SimpleNamespace(
-    adam_beta1=0.9,
-    adam_beta2=0.98,
-    adam_eps=1e-8,
-    weight_decay=0.1,
-    clip_grad=0.5,
-    recompute_granularity=None,
-    no_save_optim=False,
+from tests.distributed.hf_runs import (
+    ARGS,
+    LRS,
+    VOCAB,
+    loss_fn,
+    make_backend,
+    make_batch,
+    make_checkpoint,
+    micro_batches,
+    train,
+    weights_of,
 )
-LRS = [1e-3, 2e-3, 5e-4]
-VOCAB = 61
+
 Run = Callable[..., list[Any]]
 
 
@@ -48,23 +48,6 @@ def run_ranks() -> Iterator[Run]:
         pool.close()
 
 
-def make_checkpoint(folder: Path, *, tied: bool) -> Path:
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
-        architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    for p in model.parameters():  # biases and norms that are not at their neutral value
-        if p.ndim == 1:
-            torch.nn.init.normal_(p, mean=1.0, std=0.2)
-    model.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def checkpoint(request, tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("hf"), tied=request.param)
@@ -73,56 +56,6 @@ def checkpoint(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tied_checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tied"), tied=True)
-
-
-def make_batch(seed: int) -> TokenBatch:
-    """Eight samples, 4 to 30 tokens, of different temperatures; one response is a single token."""
-    g = torch.Generator().manual_seed(seed)
-    response = torch.randint(1, 20, (8,), generator=g)
-    response[0] = 1
-    total = response + torch.randint(3, 11, (8,), generator=g)
-    batch = TokenBatch(torch.randint(0, VOCAB, (int(total.sum()),), generator=g), total, response)
-    batch.token_columns["loss_weights"] = torch.rand(int(response.sum()), generator=g) / 10
-    batch.token_columns["advantages"] = torch.randn(int(response.sum()), generator=g)
-    batch.sample_columns["temperature"] = torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 0.9, 1.0])
-    return batch
-
-
-def micro_batches(batch: TokenBatch, rank: int, world_size: int) -> list[TokenBatch]:
-    mine = list(range(8))[rank::world_size]
-    return [batch.select(mine[: len(mine) // 2]), batch.select(mine[len(mine) // 2 :])]
-
-
-def loss_fn(batch, outputs) -> LossOutput:
-    weights, advantages = batch.token_columns["loss_weights"], batch.token_columns["advantages"]
-    loss = -(weights * (advantages * outputs.log_probs + 0.01 * outputs.entropy)).sum()
-    return LossOutput(loss, sums={"loss": loss.detach()})
-
-
-def make_backend(path: Path, load: bool = True, **kw) -> HfBackend:
-    args = SimpleNamespace(**{**vars(ARGS), **kw})
-    backend = HfBackend(
-        args, hf_config=AutoConfig.from_pretrained(path), device=torch.device("cpu"), dtype=torch.float32
-    )
-    if load:
-        backend.load_hf(path)
-    return backend
-
-
-def train(backend: HfBackend, steps: range) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
-    out = []
-    for step in steps:
-        parts = micro_batches(make_batch(step), backend.parallel.dp_rank, backend.parallel.dp_size)
-        loss = sum(r.sums["loss"] for r in backend.forward_backward(parts, loss_fn))
-        dist.all_reduce(loss)
-        out.append((float(loss), backend.optimizer_step(LRS[step]).grad_norm))
-    return out
-
-
-def weights_of(backend: HfBackend) -> dict[str, torch.Tensor] | None:
-    out = {spec.name: t if t is None else t.clone() for spec, t in backend.weight_source()}
-    return out if backend.weight_source().emits else None
 
 
 # --- the oracle: plain transformers, sample by sample, and torch's AdamW -------------------------------------------

@@ -68,7 +68,7 @@ def run_rounds(root, name, estimator, *, shuffled=False, groups=None, distils=Fa
     flags += f"--train-backend hf --device cpu --lr 1e-3 --lr-decay-style constant --ref-load {root / 'hf'} "
     flags += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt --rm-type math "
     args = parse([*flags.split(), "--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)], "train")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     groups = groups or ragged_rollout()
     if shuffled:
         random.Random(1).shuffle(groups)

@@ -15,8 +15,9 @@ import torch
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.cluster.engine_start import start_engine, start_router
+from instep.engines.wire import GENERATE
 from instep.rollout import runtime
-from instep.rollout.client import GENERATE, complete
+from instep.rollout.client import complete
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 
 NUM_ROLLOUT = 6
@@ -126,7 +127,7 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
 def test_engines_and_router_that_run_already(tiny, tmp_path):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     specs, logs = plan_engines(args), tmp_path / "theirs"
     engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
     router = start_router(plan_routers(args, specs)[0], engines, logs)
@@ -160,7 +161,7 @@ def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_
     """Nobody ends it, so the router drops the requests that wait there, and the other engine answers them."""
     given = two_engines(tiny, tmp_path, "embedded")
     args = parse(given[1:], "train")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     engines = [start_engine(args, spec, num_threads=1, log_dir=tmp_path / "theirs") for spec in plan_engines(args)]
     try:
         for engine in engines:
@@ -181,7 +182,7 @@ def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_
 def test_a_session_stays_with_its_engine(tiny, tmp_path):
     """Requests of one session, one after another and at once, go to one engine; sessions spread over both."""
     args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
-    args.device, args.precision = "cpu", "fp32"
+    args = args.replace(device="cpu", precision="fp32")
     specs, logs = plan_engines(args), tmp_path / "logs"
     engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
     router = start_router(plan_routers(args, specs)[0], engines, logs)

@@ -14,9 +14,9 @@ from instep.cluster.joint import JointProcess
 from instep.controller import fleet as fleet_module
 from instep.controller import health
 from instep.controller.fleet import Fleet
-from instep.engines.capabilities import of_vllm
-from instep.engines.launch import Engine
-from instep.engines.start import external_engines
+from instep.engines.engine import Engine, external_engines
+from instep.engines.kind import kind_of
+from instep.engines.vllm import SILENT_HEARTBEATS, VllmKind
 from instep.errors import ConfigError, EngineError
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
@@ -52,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         code = 404 if path == "/version" and version is None else 200 if self.server.well else 503
         config = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": self.server.mode}}
         config["weight_transfer_config"] = {"backend": "instep_shm"}
-        text = json.dumps({"urls": self.server.workers, "version": version, "vllm_config": config}).encode()
+        answer = {"urls": self.server.workers, "version": version, "vllm_config": config}
+        text = json.dumps(answer | {"data": [{"owned_by": "vllm" if version else "instep"}]}).encode()
         self.send_response(code)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
@@ -101,7 +102,8 @@ def test_a_vllm_of_somebody_else_says_what_it_is(tiny, tmp_path):
         engine.version = "0.32.0"
         fleet = fleet_of(tiny, tmp_path, [engine])
         fleet.wait_ready(10)
-        assert fleet.engines[0].num_replicas == 2 and fleet.engines[0].capabilities.plugin
+        found = fleet.engines[0]
+        assert found.num_replicas == 2 and found.capabilities == VllmKind("0.32.0").capabilities
         fleet.close()
         engine.mode = "raw_logprobs"
         with pytest.raises(ConfigError, match="engine 0 answers with raw_logprobs"):
@@ -125,8 +127,8 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.close()
 
 
-def of_processes(tiny, tmp_path, codes, router_port=1, **options):
-    """A fleet whose engines are these programs, which get their port."""
+def of_processes(tiny, tmp_path, codes, router_port=1, kind=None, **options):
+    """A fleet whose engines are these programs, which get their port; the first of `kind`, the others embedded."""
     words = ["--rollout-backend", "embedded", "--rollout-num-gpus", str(len(codes)), "--debug-rollout-only"]
     words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router_port)]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
@@ -134,7 +136,8 @@ def of_processes(tiny, tmp_path, codes, router_port=1, **options):
     for i, code in enumerate(codes):
         port = free_port()
         process = SupervisedProcess(f"engine {i}", [sys.executable, "-c", code, str(port)], tmp_path / f"{i}.log")
-        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{port}", process))
+        mine = kind if kind is not None and i == 0 else kind_of("embedded")
+        engines.append(Engine(f"engine {i}", f"http://127.0.0.1:{port}", process, mine))
         engines[-1].watch = lambda: None
     return Fleet(args, engines, log_dir=tmp_path, status=lambda _: None, **{"restart": None, **options})
 
@@ -218,11 +221,11 @@ def test_a_vllm_whose_core_hangs_is_started_anew_and_the_last_one_ends_the_run(t
     restarted = []
     with Server() as router:
         codes = [HANGS, SERVE][:num]
-        fleet = of_processes(tiny, tmp_path, codes, router.server_port, restart=restarted.append)
+        options = {"kind": VllmKind("0.32.0"), "restart": restarted.append}
+        fleet = of_processes(tiny, tmp_path, codes, router.server_port, **options)
         try:
-            fleet._args.heartbeat_timeout = 2.0 / health.SILENT_HEARTBEATS
+            fleet._args.heartbeat_timeout = 2.0 / SILENT_HEARTBEATS
             first = fleet.engines[0]
-            first.capabilities = of_vllm("0.32.0")
             fleet.wait_ready(30)
             fleet.admit(fleet.engines)
             first.post("/update_weights", timeout=20)
@@ -241,7 +244,7 @@ def test_a_vllm_of_somebody_else_that_hangs_stays_away(tiny, tmp_path, fast):
     """Though its server is well."""
     with Server() as first, Server() as second, Server() as router:
         fleet = fleet_of(tiny, tmp_path, [first, second], router)
-        fleet._args.heartbeat_timeout = 1.0 / health.SILENT_HEARTBEATS
+        fleet._args.heartbeat_timeout = 1.0 / SILENT_HEARTBEATS
         first.version = "0.32.0"
         fleet.wait_ready(10)
         fleet.admit(fleet.engines)

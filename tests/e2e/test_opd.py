@@ -7,7 +7,7 @@ import time
 import pytest
 
 from instep.cli import main
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from tests.assets import make_checkpoint

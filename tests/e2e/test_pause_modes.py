@@ -1,12 +1,11 @@
 """What a weight sync does to responses that are under way, and that each token's version is the one that made it."""
 
-import importlib.metadata
 import json
 
 import pytest
 import torch
 
-from instep.engines.capabilities import of_vllm
+from instep.engines.vllm import VllmKind
 from tests.e2e.commands import grpo_arguments, on_vllm, run
 
 NUM_ROLLOUT = 5
@@ -63,7 +62,7 @@ def test_responses_across_weight_syncs(long, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_responses_of_vllm_across_weight_syncs(long, mode):
-    if mode == "keep" and not of_vllm(importlib.metadata.version("vllm")).version_spans:
+    if mode == "keep" and not VllmKind().capabilities.version_spans:
         with pytest.raises(AssertionError, match="does not say which weights made a token"):
             train(long, mode, *on_vllm())
         return

@@ -7,8 +7,10 @@ import psutil
 import pytest
 
 from instep.arguments import parse
-from instep.cluster.engine_plan import Addresses, plan_engines
+from instep.cluster.engine_plan import plan_engines
 from instep.cluster.ray import RayCluster
+from instep.engines.spec import Addresses
+from instep.engines.vllm import serve_arguments
 from instep.errors import EngineError
 from tests.e2e import stub_vllm
 from tests.e2e.commands import grpo_arguments
@@ -18,9 +20,7 @@ from tests.e2e.test_engines import kill_one, two_engines
 def started(tiny, run_dir, address, words, **settings):
     """The cluster, started, of a run that only samples; and its engines' plan."""
     more = ["--cluster", "ray", "--ray-address", address, "--debug-rollout-only", *words.split()]
-    args = parse(grpo_arguments(tiny, run_dir, *more)[1:], "train")
-    for name, value in settings.items():
-        setattr(args, name, value)
+    args = parse(grpo_arguments(tiny, run_dir, *more)[1:], "train").replace(**settings)
     cluster = RayCluster(args, log_dir=run_dir / "logs", with_engines=True, status=print)
     try:
         cluster.start()
@@ -98,7 +98,7 @@ def as_planned(stub, spec, engine, former=()):
     at = Addresses("127.0.0.1", entries[0]["port"], "127.0.0.1", *ports)
     assert len({at.port, *map(int, (at.master_port, at.rpc_port))}) == 3
     for rank, entry in enumerate(entries):
-        assert entry["argv"] == ["serve", *spec.arguments(at, rank)]
+        assert entry["argv"] == ["serve", *serve_arguments(spec, at, rank)]
         assert entry["env"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
         assert entry["env"]["VLLM_HOST_IP"] == "127.0.0.1" and entry["env"]["GLOO_SOCKET_IFNAME"] == "lo"
         assert entry["env"]["VLLM_SERVER_DEV_MODE"] == entry["env"]["INSTEP_DIE_WITH_PARENT"] == "1"

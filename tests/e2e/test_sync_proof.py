@@ -4,9 +4,7 @@ The corruption happens where it would: between the trainer's manifest and the en
 control message), while real workers and a real engine run.
 """
 
-import copy
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +16,10 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.sync import EngineGone, WeightSync
+from instep.controller.sync.session import EngineGone, Session
+from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
-from instep.engines.launch import Engine
+from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from instep.types import Sample
@@ -34,10 +33,9 @@ def stack(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("stack")
     args = parse(grpo_arguments(tiny, folder)[1:], "train")
-    args.device, args.precision, args.rollout_backend = "cpu", "fp32", "embedded"
+    args = args.replace(device="cpu", precision="fp32", rollout_backend="embedded")
     workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    engine_args = copy.copy(args)
-    engine_args.hf_checkpoint = str(make_checkpoint(folder / "stale", seed=7))
+    engine_args = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7)))
     engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
         layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
@@ -51,11 +49,13 @@ def stack(tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def sync(stack):
+def sync(stack, tmp_path):
+    """The syncs of the stack; `run` brings a version to its engine."""
     args, actor, engine = stack
-    session = WeightSync(args, actor, [engine], vocab_size=50, max_len=128)
-    yield session
-    session.close()
+    syncs = WeightSync(args, actor, vocab_size=50, max_len=128)
+    syncs.engine_scores = lambda: syncs.proof.engine_scores(engine, Session(args, actor, [engine], 0, tmp_path))
+    yield syncs
+    syncs.close()
 
 
 def train_once(workers, lr):
@@ -81,49 +81,54 @@ def tamper(monkeypatch, change):
     monkeypatch.setattr(Engine, "post", post)
 
 
-def test_a_stale_checkpoint_of_the_engine_does_not_matter(sync):
-    result = sync.run()
+def test_a_stale_checkpoint_of_the_engine_does_not_matter(stack, sync):
+    engine = stack[2]
+    result = sync.run([engine])
     assert result.version == 1 and result.probe_max_abs_diff <= 1e-5 and result.num_tensors > 10
-    again = sync.run()
+    again = sync.run([engine])
     assert again.version == 2 and again.probe_max_abs_diff == result.probe_max_abs_diff
 
 
 def test_the_golden_way_gives_the_same_scores(stack, sync):
     _, actor, engine = stack
-    sync.run("disk")
-    golden = sync._engine_scores(engine, time.monotonic() + 60)
-    sync.run("shm")
-    assert sync._engine_scores(engine, time.monotonic() + 60) == golden
+    sync.run([engine], "disk")
+    golden = sync.engine_scores()
+    sync.run([engine], "shm")
+    assert sync.engine_scores() == golden
     train_once(actor.workers, 1e-3)
-    sync.run("shm")
-    assert sync._engine_scores(engine, time.monotonic() + 60) != golden
+    sync.run([engine], "shm")
+    assert sync.engine_scores() != golden
 
 
-def test_scores_that_are_off_once_are_asked_for_again(sync, monkeypatch):
-    scores = sync._engine_scores
+def test_scores_that_are_off_once_are_asked_for_again(stack, sync, monkeypatch):
+    engine = stack[2]
+    scores = sync.proof.engine_scores
     asked = []
 
-    def off_once(engine, deadline):
+    def off_once(engine, session):
         asked.append(engine)
-        return [x + 3e-4 * (len(asked) == 1) for x in scores(engine, deadline)]
+        return [x + 3e-4 * (len(asked) == 1) for x in scores(engine, session)]
 
-    monkeypatch.setattr(sync, "_engine_scores", off_once)
-    result = sync.run()
+    monkeypatch.setattr(sync.proof, "engine_scores", off_once)
+    result = sync.run([engine])
     assert len(asked) == 2 and result.first_diff == pytest.approx(3e-4, rel=0.1) and result.probe_max_abs_diff <= 1e-5
-    monkeypatch.setattr(sync, "_engine_scores", lambda *args: [x + 3e-4 for x in scores(*args)])
+    monkeypatch.setattr(sync.proof, "engine_scores", lambda *args: [x + 3e-4 for x in scores(*args)])
     with pytest.raises(SyncError, match="differ from the trainer's by 0.0003"):
-        sync.run()
+        sync.run([engine])
 
 
-def test_a_dropped_tensor_is_named(sync, monkeypatch):
+def test_a_dropped_tensor_is_named(stack, sync, monkeypatch):
+    engine = stack[2]
     name = "model.layers.1.mlp.up_proj.weight"
     tamper(monkeypatch, lambda m: {**m, "tensors": [t for t in m["tensors"] if t["name"] != name]})
     with pytest.raises(SyncError, match=name):
-        sync.run()
+        sync.run([engine])
 
 
-def test_swapped_bytes_are_named(sync, monkeypatch):
+def test_swapped_bytes_are_named(stack, sync, monkeypatch):
     """k and v have the same shape; their bytes change places in the shared memory."""
+
+    engine = stack[2]
 
     def swap(manifest):
         k, v = (next(t for t in manifest["tensors"] if f"layers.0.self_attn.{x}_proj" in t["name"]) for x in "kv")
@@ -136,11 +141,13 @@ def test_swapped_bytes_are_named(sync, monkeypatch):
 
     tamper(monkeypatch, swap)
     with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.[kv]_proj\.weight"):
-        sync.run()
+        sync.run([engine])
 
 
-def test_swapped_names_are_found_by_the_probe_and_named(sync, monkeypatch):
+def test_swapped_names_are_found_by_the_probe_and_named(stack, sync, monkeypatch):
     """Every digest is right here; only the functional probe can see it, and the comparison of digests names both."""
+
+    engine = stack[2]
 
     def swap(manifest):
         tensors = [dict(t) for t in manifest["tensors"]]
@@ -150,12 +157,14 @@ def test_swapped_names_are_found_by_the_probe_and_named(sync, monkeypatch):
 
     tamper(monkeypatch, swap)
     with pytest.raises(SyncError, match="log-probs of the probe differ") as caught:
-        sync.run()
+        sync.run([engine])
     assert "layers.0.self_attn.k_proj.weight" in str(caught.value)
     assert "layers.0.self_attn.v_proj.weight" in str(caught.value)
 
 
-def test_one_flipped_low_bit_is_named(sync, monkeypatch):
+def test_one_flipped_low_bit_is_named(stack, sync, monkeypatch):
+    engine = stack[2]
+
     def flip(manifest):
         record = next(t for t in manifest["tensors"] if t["name"] == "model.norm.weight")
         with open(manifest["path"], "r+b") as file:
@@ -167,11 +176,11 @@ def test_one_flipped_low_bit_is_named(sync, monkeypatch):
 
     tamper(monkeypatch, flip)
     with pytest.raises(SyncError, match="model.norm.weight"):
-        sync.run()
+        sync.run([engine])
 
 
 def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, monkeypatch, tmp_path):
-    _, actor, _ = stack
+    _, actor, engine = stack
     kept = {}
 
     def keep(manifest):
@@ -180,7 +189,7 @@ def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, m
 
     with monkeypatch.context() as patch:
         tamper(patch, keep)
-        sync.run()
+        sync.run([engine])
     train_once(actor.workers, 1e-6)
 
     def replay(manifest):
@@ -190,14 +199,14 @@ def test_an_old_version_replayed_at_a_tiny_learning_rate_is_named(stack, sync, m
     with monkeypatch.context() as patch:
         tamper(patch, replay)
         with pytest.raises(SyncError, match=r"tensor .*model\.|model\.\S+\.weight"):
-            sync.run()
-    sync.run()  # and a good session afterwards is proven again
+            sync.run([engine])
+    sync.run([engine])  # and a good session afterwards is proven again
 
 
 def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
     """All control calls answer 200, but the weights stay: the probe must see it even at learning rate 1e-6."""
-    _, actor, _ = stack
-    sync.run()
+    _, actor, engine = stack
+    sync.run([engine])
     train_once(actor.workers, 1e-6)
     original = Engine.post
 
@@ -207,14 +216,16 @@ def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
 
     monkeypatch.setattr(Engine, "post", post)
     with pytest.raises(SyncError) as caught:
-        sync.run()
+        sync.run([engine])
     assert "model." in str(caught.value)
 
 
-def test_the_deadline_is_kept(stack, sync, monkeypatch):
-    monkeypatch.setattr(stack[0], "sync_timeout", 0.0)
+def test_the_deadline_is_kept(stack):
+    args, actor, engine = stack
+    sync = WeightSync(args.replace(sync_timeout=0.0), actor, vocab_size=50, max_len=128)
     with pytest.raises(SyncError, match="did not end within its time"):
-        sync.run()
+        sync.run([engine])
+    sync.close()
 
 
 def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monkeypatch):
@@ -222,7 +233,6 @@ def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monke
     args, _, engine = stack
     victim = start_engine(args, replace(plan_engines(args)[0], index=1), num_threads=1, log_dir=tmp_path)
     victim.wait_ready(120)
-    sync.engines.append(victim)
     post = Engine.post
 
     def dies(self, path, body=None, **kwargs):
@@ -231,14 +241,12 @@ def test_an_engine_that_dies_in_a_session_leaves_it(stack, sync, tmp_path, monke
         return post(self, path, body, **kwargs)
 
     monkeypatch.setattr(Engine, "post", dies)
-    result = sync.run()
-    assert sync.engines == [engine] and result.probe_max_abs_diff <= 1e-5
-    sync.engines[:] = [victim]
+    result = sync.run([engine, victim])
+    assert result.engines == [engine] and result.probe_max_abs_diff <= 1e-5
     with pytest.raises(EngineGone, match="engine 1 died"):
-        sync.run()
-    sync.engines.clear()
+        sync.run([victim])
     with pytest.raises(EngineGone, match="no engine is left"):
-        sync.run()
+        sync.run([])
 
 
 def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp_path, monkeypatch):
@@ -249,7 +257,6 @@ def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp
     victim = start_engine(args, spec, num_threads=1, log_dir=tmp_path)
     victim.wait_ready(120)
     port = int(victim.url.rpartition(":")[2])
-    sync.engines.append(victim)
     call, deaths = workers.call, []
 
     def come_back(method, *given, **options):
@@ -261,10 +268,11 @@ def test_an_engine_that_is_started_anew_in_a_session_is_in_none(stack, sync, tmp
 
     monkeypatch.setattr(workers, "call", come_back)
     try:
-        result = sync.run()
-        assert sync.engines == [engine] and result.probe_max_abs_diff <= 1e-5 and deaths
+        result = sync.run([engine, victim])
+        assert result.engines == [engine] and result.probe_max_abs_diff <= 1e-5 and deaths
         victim.wait_ready(120)
-        assert sync.rejoin(victim).probe_max_abs_diff <= 1e-5 and sync.engines == [engine, victim]
+        again = sync.rejoin(victim)
+        assert again.probe_max_abs_diff <= 1e-5 and again.engines == [victim]
         deaths.clear()
         with pytest.raises(EngineGone, match="engine 1 "):
             sync.rejoin(victim)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.cluster.engine_plan import Addresses, plan_engines
+from instep.cluster.engine_plan import plan_engines
 from instep.cluster.launch import LocalCluster
 from instep.controller.fleet import Fleet
+from instep.engines.spec import Addresses
+from instep.engines.vllm import node_environment, serve_arguments
 from tests.assets import make_checkpoint
 from tests.e2e import commands, stub_vllm
 from tests.e2e.commands import grpo_arguments, run
@@ -164,7 +166,7 @@ def test_prefill_engines_leave_their_router_and_come_back(tiny, tmp_path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     words = ["--rollout-num-gpus", "4", "--prefill-num-servers", "2", "--debug-rollout-only", "--seed", "7"]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
-    args.device, args.precision, args.num_threads = "cuda", "bf16", 4
+    args = args.replace(device="cuda", precision="bf16", num_threads=4)
     cluster = LocalCluster(args, log_dir=tmp_path / "logs", scratch=tmp_path, with_engines=True)
     said: list[str] = []
     restart = cluster.restart_engine
@@ -179,8 +181,8 @@ def test_prefill_engines_leave_their_router_and_come_back(tiny, tmp_path, monkey
             mine = next(entry for entry in started if entry["env"]["CUDA_VISIBLE_DEVICES"] == gpu)
             side_channel = int(mine["env"]["VLLM_NIXL_SIDE_CHANNEL_PORT"])
             at = Addresses("127.0.0.1", mine["port"], "127.0.0.1", side_channel_port=side_channel)
-            assert mine["argv"] == ["serve", *spec.arguments(at)] and "--weight-transfer-config" in mine["argv"]
-            assert spec.environment(at, "127.0.0.1").items() <= mine["env"].items()
+            assert mine["argv"] == ["serve", *serve_arguments(spec, at)] and "--weight-transfer-config" in mine["argv"]
+            assert node_environment(spec, at, "127.0.0.1").items() <= mine["env"].items()
             assert mine["env"]["VLLM_SERVER_DEV_MODE"] == "1"
         urls = [engine.url for engine in fleet.engines]
         prefills, decodes = (set(column) for column in zip(*asked(host, port, 8), strict=True))
@@ -219,7 +221,7 @@ def test_nixl_that_is_missing_is_an_error_before_anything_starts(tiny, tmp_path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ["--rollout-num-gpus", "2", "--prefill-num-servers", "1", "--debug-rollout-only"]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
-    args.device, args.precision, args.num_threads = "cuda", "bf16", 4
+    args = args.replace(device="cuda", precision="bf16", num_threads=4)
     cluster = LocalCluster(args, log_dir=tmp_path / "logs", scratch=tmp_path, with_engines=True)
     with pytest.raises(Exception, match="NIXL, which is not installed here"):
         cluster.start()

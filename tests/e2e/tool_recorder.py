@@ -11,17 +11,17 @@ from python_tool import generate as generate_with_tool
 from instep.rollout import vllm_rollout
 
 _asking = contextvars.ContextVar("_asking")
-_complete_n = vllm_rollout.complete_n
+_complete = vllm_rollout.complete
 
 
-async def _recorded(url, model, token_ids, params, n, **kwargs):
-    answers = await _complete_n(url, model, token_ids, params, n, **kwargs)
+async def _recorded(url, model, token_ids, params, **kwargs):
+    answer = await _complete(url, model, token_ids, params, **kwargs)
     if (record := _asking.get(None)) is not None:
-        record.append({"prompt": list(token_ids), "answer": answers[0].token_ids, "session": kwargs["session"]})
-    return answers
+        record.append({"prompt": list(token_ids), "answer": answer.token_ids, "session": kwargs["session"]})
+    return answer
 
 
-vllm_rollout.complete_n = _recorded
+vllm_rollout.complete = _recorded
 
 
 async def generate(args, sample, sampling_params):

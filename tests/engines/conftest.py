@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments import parse
-from instep.cluster import engine_start
-from instep.cluster.engine_plan import Addresses, plan_engines
-from instep.engines.capabilities import EMBEDDED, Capabilities, of_vllm
-from instep.engines.launch import Engine as ControlledEngine
+from instep.cluster.engine_plan import plan_engines
+from instep.engines.capabilities import Capabilities
+from instep.engines.engine import Engine as ControlledEngine
+from instep.engines.kind import kind_of
+from instep.engines.spec import Addresses
 from instep.engines.vllm import vllm_env
+from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
 from instep.ports import free_port
-from instep.rollout.client import FINAL_ONLY
+from instep.rollout import runtime
+from tests.assets import make_checkpoint as make_tiny_checkpoint
+from tests.engines import rollouts
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
 MAX_MODEL_LEN = 1024
@@ -103,7 +106,7 @@ def engine_environment(kind: str = "embedded") -> dict[str, str]:
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
     if kind == "vllm":
         args = vllm_args(model)
-        return [sys.executable, *engine_start.engine_command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
+        return [sys.executable, *kind_of(kind).command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     return [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port), *extra]
@@ -122,11 +125,11 @@ class Engine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return EMBEDDED if self.kind == "embedded" else of_vllm(importlib.metadata.version("vllm"))
+        return kind_of(self.kind).capabilities
 
     def control(self) -> ControlledEngine:
         """The same engine as a controller sees it."""
-        return ControlledEngine(self.kind, self.url, None, self.capabilities)
+        return ControlledEngine(self.kind, self.url, None, kind_of(self.kind))
 
     def call(
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
@@ -162,10 +165,9 @@ class Engine:
         return self.pool.submit(self.generate, token_ids, **sampling_params)
 
     def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
-        body = {"token_ids": token_ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        entries = self.ok("/inference/v1/generate", body)["prompt_logprobs"]
-        assert entries[0] is None
-        return [e[str(t)]["logprob"] for e, t in zip(entries[1:], token_ids[1:], strict=True)]
+        answer = self.ok("/inference/v1/generate", VLLM_WIRE.scoring_request(token_ids))
+        assert answer["prompt_logprobs"][0] is None
+        return VLLM_WIRE.prompt_log_probs(answer, token_ids, self.url)
 
 
 @contextlib.contextmanager
@@ -215,3 +217,61 @@ def _leave_engine_clean(request: pytest.FixtureRequest) -> Iterator[None]:
         engine = request.getfixturevalue("engine")
         engine.ok("/abort_requests")
         engine.ok("/resume")
+
+
+# ---- one embedded engine for tests of rollouts, and arguments about it
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", max_len=1024)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlledEngine]:
+    engine = rollouts.start_engine(tiny_model, tmp_path_factory.mktemp("engine"))
+    yield engine
+    runtime.shutdown()
+    engine.stop()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i} + {i} ="}], "label": str(2 * i)}
+        for i in range(rollouts.NUM_PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def make_args(tiny_model: Path, data: Path, server: ControlledEngine) -> Callable[..., Any]:
+    """Arguments by the real parser, as hooks get them."""
+
+    def make(*extra: str, url: str = server.url, kind: str = "embedded") -> Any:
+        argv = ["--hf-checkpoint", str(tiny_model), "--prompt-data", str(data), "--input-key", "prompt"]
+        argv += ["--label-key", "label", "--apply-chat-template", "--num-rollout", "3", "--rollout-batch-size", "4"]
+        argv += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "12", "--rollout-timeout", "60"]
+        argv += ["--actor-num-gpus-per-node", "1"]
+        reward = [] if "--rm-type" in extra else ["--custom-rm-path", f"{rollouts.__name__}.parity"]
+        reward = [] if "--custom-rm-path" in extra else reward
+        port = int(url.rsplit(":", 1)[1])
+        return parse([*argv, *reward, *extra]).view(
+            {
+                "vllm_router_ip": "127.0.0.1",
+                "vllm_router_port": port,
+                "vllm_model_routers": {"actor": ("127.0.0.1", port)},
+                "rollout_engine_urls": [url],
+                "rollout_engine_kind": kind,
+                "num_rollout": 3,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls() -> None:
+    rollouts.calls.clear()

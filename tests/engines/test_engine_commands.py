@@ -13,7 +13,7 @@ import pytest
 
 from instep.arguments import parse
 from instep.arguments.engine_flags import all_engine_flags
-from instep.cluster.engine_plan import Addresses, plan_engines, plan_routers
+from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.engines.flags import (
     TABLES,
     EngineFlag,
@@ -24,7 +24,9 @@ from instep.engines.flags import (
     router_arguments,
     vllm_arguments,
 )
-from instep.engines.owned import owned
+from instep.engines.reserved_flags import reserved
+from instep.engines.spec import Addresses
+from instep.engines.vllm import serve_arguments
 from instep.ports import free_port
 from instep.processes import SupervisedProcess, stop_all
 
@@ -75,7 +77,7 @@ def test_the_routers_table_and_commands():
     package: Package = "vllm-router"
     if installed_version(package) in TABLES[package]:
         assert extracted(package) == read_table(package, installed_version(package)).flags
-    refused = {field for field, _, _ in owned(package)}
+    refused = {field for field, _, _ in reserved(package)}
     known = [flag for flag in flag_table(package).flags if flag.field not in refused]
     given = [["--router-" + flag.name.removeprefix("--"), *example(flag)] for flag in known]
     argvs = [router_arguments(parse(words, "plan")) for words in given]
@@ -163,7 +165,7 @@ def test_vllms_table_and_commands(tmp_path, monkeypatch):
     package: Package = "vllm"
     if installed_version(package) in TABLES[package]:
         assert extracted(package) == read_table(package, installed_version(package)).flags
-    refused = {field for field, _, _ in owned(package)}
+    refused = {field for field, _, _ in reserved(package)}
     known = [flag for flag in flag_table(package).flags if flag.field not in refused]
     given = [["--vllm-" + flag.name.removeprefix("--"), *example(flag)] for flag in known if flag.field != "dtype"]
     given += [["--vllm-" + flag.negations[0].removeprefix("--")] for flag in known if flag.negations]
@@ -175,7 +177,7 @@ def test_vllms_table_and_commands(tmp_path, monkeypatch):
     )
     prefill = "--rollout-num-gpus 2 --prefill-num-servers 1"
     for _, engines in (planned(two_nodes), planned(prefill)):
-        argvs += [engines[0].arguments(AT, rank) for rank in range(len(engines[0].nodes))]
+        argvs += [serve_arguments(engines[0], AT, rank) for rank in range(len(engines[0].nodes))]
     *singles, head, other, producer = answers("vllm", argvs)
     wrong = [words for words, answer in zip(given, singles, strict=True) if answer is None]
     assert [words for words in wrong if words[-1] != "{}"] == [], "flags that vLLM refuses"

@@ -11,8 +11,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments import parse
-from instep.cluster.engine_plan import Addresses, plan_engines
-from instep.cluster.engine_start import engine_command, engine_env
+from instep.cluster.engine_plan import plan_engines
+from instep.engines.spec import Addresses
+from instep.engines.vllm import KIND
 from instep.ports import free_port
 from instep.processes import SupervisedProcess, stop_all
 
@@ -49,8 +50,8 @@ def test_an_engine_of_two_nodes_generates_what_the_model_says(tmp_path, more):
     processes = []
     try:
         for rank in range(2):
-            command = [sys.executable, *engine_command(args, spec, at, rank)]
-            env = engine_env(args, spec, at, "127.0.0.1", 1) | {"GLOO_SOCKET_IFNAME": "lo"}
+            command = [sys.executable, *KIND.command(args, spec, at, rank)]
+            env = KIND.environment(args, spec, at, "127.0.0.1", 1) | {"GLOO_SOCKET_IFNAME": "lo"}
             processes.append(SupervisedProcess(f"node {rank}", command, tmp_path / f"node-{rank}.log", env))
         wait_ready(f"http://127.0.0.1:{at.port}", processes)
         token_ids, log_probs = generate(f"http://127.0.0.1:{at.port}")

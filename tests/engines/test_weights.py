@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from instep.engines.capabilities import PROTOCOL
-from instep.engines.launch import EngineRefusal
+from instep.engines.engine import EngineRefusal
+from instep.engines.vllm import PROTOCOL
 from instep.errors import ConfigError
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 from tests.engines.conftest import TOLERANCE, Engine
@@ -54,26 +54,26 @@ def session(
     announced, data = bucket(model, path, version, nonce)
     manifest = change(announced, data) if change else announced
     path.write_bytes(data)
-    control.post("/pause", timeout=60, mode="abort")
+    control.pause("abort", timeout=60)
     try:
         control.start_update(version, nonce, timeout=60)
         control.update({"backend": "shm", "manifest": manifest.to_json()}, timeout=60)
         control.finish_update(version, [t.name for t in announced.tensors], timeout=60)
     except EngineRefusal as refusal:
         return refusal
-    control.post("/reset_prefix_cache", timeout=60)
-    control.post("/resume", timeout=60)
+    control.reset_cache(timeout=60)
+    control.resume(timeout=60)
     return None
 
 
 def disk_session(engine: Engine, folder: Path, version: str) -> None:
     control = engine.control()
-    control.post("/pause", timeout=60, mode="abort")
+    control.pause("abort", timeout=60)
     control.start_update(version, uuid.uuid4().hex, timeout=60)
     control.update({"backend": "disk", "path": str(folder)}, timeout=60)
     control.finish_update(version, [], timeout=60)
-    control.post("/reset_prefix_cache", timeout=60)
-    control.post("/resume", timeout=60)
+    control.reset_cache(timeout=60)
+    control.resume(timeout=60)
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: list[int]) -> list[float]:
@@ -346,7 +346,7 @@ def test_a_folder_without_a_checkpoint_is_refused(original: Engine, tmp_path: Pa
 
 
 def test_another_protocol_is_refused(engine: Engine) -> None:
-    if not engine.capabilities.plugin:
+    if engine.kind != "vllm":
         pytest.skip("the embedded engine is of one version with instep")
     body = {"init_info": {"protocol": PROTOCOL + 1, "version": "5", "nonce": "n"}}
     with pytest.raises(EngineRefusal, match=f"speaks protocol {PROTOCOL + 1}, this instep-vllm {PROTOCOL}"):

@@ -142,7 +142,7 @@ def tracker_corrupt(place: Place) -> None:
 @scenario(shm_corrupted="error: a byte of a weight changes in shared memory during a sync")
 def shm_corrupted(place: Place) -> None:
     patch = """
-        from instep.engines.launch import Engine
+        from instep.engines.engine import Engine
         real = Engine.post
         def post(self, path, body=None, **kwargs):
             manifest = (body or {}).get("update_info", {}).get("manifest")
@@ -162,15 +162,15 @@ def shm_corrupted(place: Place) -> None:
 @scenario(shm_full="error: shared memory is full during a sync")
 def shm_full(place: Place) -> None:
     patch = """
-        import instep.weights.shm as module
-        publish = module.publish_shm
-        def publish_shm(*args, version, **kwargs):
+        from instep.weights.shm import Shm
+        send = Shm.send
+        def send_after_limit(self, source, order, emit):
             import resource
-            if version == "2":  # no file may be that large any more
+            if order.version == "2":  # no file may be that large any more
                 mark()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-            return publish(*args, version=version, **kwargs)
-        module.publish_shm = publish_shm
+            return send(self, source, order, emit)
+        Shm.send = send_after_limit
         """
     with place.run(*ENDLESS, patches={"worker": patch}) as run:
         run.error("shm_full", "SyncError: a bucket of 0.4 MB does not fit", "/dev/shm", "--shm-size", "--sync-way disk")

@@ -41,7 +41,7 @@ def vllm_stopped(place: Place) -> None:
 
 @scenario(vllm=True, vllm_core_hangs="error: vLLM's core hangs (noticed after 3 s here, 5 minutes by default)")
 def vllm_core_hangs(place: Place) -> None:
-    patch = "import instep.controller.health; instep.controller.health.SILENT_HEARTBEATS = 1"
+    patch = "import instep.engines.vllm; instep.engines.vllm.SILENT_HEARTBEATS = 1"
     with vllm(place, "--heartbeat-timeout", "3", patches={"controller": patch}) as run:
         run.wait_steps()
         run.signal("vllm", signal.SIGSTOP, which=1)

@@ -12,7 +12,6 @@ from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
 from instep.algorithms.losses.dpo import dpo_loss
 from instep.algorithms.losses.gspo import gspo_loss
-from instep.algorithms.losses.importance.icepop import icepop_weights
 from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.losses.sft import sft_loss
@@ -86,21 +85,21 @@ FORMS = {
     "grpo, clip-higher": (PolicyLossConfig(eps_clip=0.2, eps_clip_high=0.28), oracle.ppo(0.2, 0.28)),
     "grpo, dual clip": (PolicyLossConfig(eps_clip=0.2, eps_clip_c=1.25), oracle.ppo(0.2, 0.2, 1.25)),
     "gspo": (
-        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.05, eps_clip_high=0.1),
+        PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.1),
         oracle.gspo(0.05, 0.1),
     ),
     "gspo, dual clip": (
-        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.01, eps_clip_high=0.02, eps_clip_c=1.05),
+        PolicyLossConfig(form="gspo", eps_clip=0.01, eps_clip_high=0.02, eps_clip_c=1.05),
         oracle.gspo(0.01, 0.02, 1.05),
     ),
-    "cispo": (PolicyLossConfig(advantage_estimator="cispo", eps_clip=1, eps_clip_high=0.3), oracle.cispo(1, 0.3)),
+    "cispo": (PolicyLossConfig(form="cispo", eps_clip=1, eps_clip_high=0.3), oracle.cispo(1, 0.3)),
     "cispo, two-sided": (
-        PolicyLossConfig(advantage_estimator="cispo", eps_clip=0.2, eps_clip_high=0.3),
+        PolicyLossConfig(form="cispo", eps_clip=0.2, eps_clip_high=0.3),
         oracle.cispo(0.2, 0.3),
     ),
-    "sapo": (PolicyLossConfig(advantage_estimator="sapo"), oracle.sapo(1.0, 1.05)),
+    "sapo": (PolicyLossConfig(form="sapo"), oracle.sapo(1.0, 1.05)),
     "sapo, sharp": (
-        PolicyLossConfig(advantage_estimator="sapo", sapo_tau_pos=3, sapo_tau_neg=7),
+        PolicyLossConfig(form="sapo", sapo_tau_pos=3, sapo_tau_neg=7),
         oracle.sapo(3, 7),
     ),
 }
@@ -208,16 +207,6 @@ def test_oracle_of_off_policy_sequence_masking(form: str):
         for seed in range(4)
     ]
     assert max(shares) > 0.1 and min(shares) < 1
-
-
-def test_oracle_of_icepop():
-    rng = random.Random(5)
-    train, engine = ([rng.gauss(0, 1.2) for _ in range(60)] for _ in range(2))
-    x = torch.tensor(train, dtype=torch.float64, requires_grad=True)
-    got = icepop_weights(x, torch.tensor(engine, dtype=torch.float64))
-    expected = [oracle.bounded(math.exp(a - b), "mask", 0.5, 5.0) for a, b in zip(train, engine, strict=True)]
-    assert got.weights.tolist() == pytest.approx(expected, **EXACT) and not got.weights.requires_grad
-    assert 10 < got.clipped.sum() < 50 and got.clipped.tolist() == [float(w == 0) for w in expected]
 
 
 def test_oracle_of_kl_and_entropy_in_the_loss():

@@ -85,15 +85,15 @@ VERL = {
         {"mode": "vanilla", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.3},
     ),
     "gspo": (
-        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.05, eps_clip_high=0.1),
+        PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.1),
         {"mode": "gspo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1},
     ),
     "cispo": (
-        PolicyLossConfig(advantage_estimator="cispo", eps_clip=0.2, eps_clip_high=0.3),
+        PolicyLossConfig(form="cispo", eps_clip=0.2, eps_clip_high=0.3),
         {"mode": "cispo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.3},
     ),
     "sapo": (
-        PolicyLossConfig(advantage_estimator="sapo", sapo_tau_pos=1.0, sapo_tau_neg=1.5),
+        PolicyLossConfig(form="sapo", sapo_tau_pos=1.0, sapo_tau_neg=1.5),
         {"mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.5},
     ),
 }
@@ -200,7 +200,7 @@ TRL = {
         {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.1, "use_bias_correction_kl": True},
     ),
     "gspo": (
-        PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.05, eps_clip_high=0.1),
+        PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.1),
         False,
         {
             "loss_type": "grpo",
@@ -211,12 +211,12 @@ TRL = {
         },
     ),
     "cispo": (
-        PolicyLossConfig(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.3),
+        PolicyLossConfig(form="cispo", eps_clip=1.0, eps_clip_high=0.3),
         True,
         {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.0},
     ),
     "sapo": (
-        PolicyLossConfig(advantage_estimator="sapo"),
+        PolicyLossConfig(form="sapo"),
         False,
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "beta": 0.0},
     ),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from instep.algorithms.advantages import ESTIMATORS
+from instep.algorithms.catalog import ALGORITHMS
 from instep.algorithms.reductions import loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round_metrics import critic_metrics
@@ -16,13 +16,14 @@ from instep.data.batch import build_batch
 from instep.errors import InstepError, RewardError, RolloutError
 from instep.types import Sample
 
-each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+each_estimator = pytest.mark.parametrize("name", ALGORITHMS)
 LENGTHS = ((3, 2), (4, 1, 5, 2))  # of two groups, one larger than the other
 
 
 def arguments(name, **more):
     base = dict(
-        advantage_estimator=name, overlong_buffer_len=None, kl_coef=0.0 if name == "max_rl" else 0.1, kl_loss_type="k1",
+        command="train", advantage_estimator=name, overlong_buffer_len=None,
+        kl_coef=0.0 if name == "max_rl" else 0.1, kl_loss_type="k1",
         gamma=1.0, lambd=1.0, custom_advantage_function_path=None, custom_reward_post_process_path=None,
         normalize_advantages=False, rewards_normalization=True, grpo_std_normalization=True, use_opd=False,
     )  # fmt: skip
@@ -58,8 +59,8 @@ FAULTS = [
     ({"loss_mask": [1] * 6}, RolloutError, "loss_mask has 6 entries for 5 response tokens"),
     ({"rollout_log_probs": [-1.0] * 4}, RolloutError, "rollout_log_probs has 4 entries for 5"),
     ({"response_length": 0}, RolloutError, "the response is empty"),
-    ({"reward": math.nan}, RewardError, "the reward is nan, no finite number"),
-    ({"reward": None}, RewardError, "there is no reward"),
+    ({"reward": math.nan}, RewardError, "the reward nan is no finite number"),
+    ({"reward": None}, RewardError, "None is no finite number"),
 ]
 
 
@@ -78,7 +79,7 @@ def test_groups_of_different_sizes_are_compared_each_by_itself(name: str) -> Non
     both, (alone, _) = columns(groups(), name, normalize_advantages=False), groups()
     got = both.token_columns["advantages"]
     assert got.isfinite().all() and got.abs().max() > 0.1
-    if ESTIMATORS[name].whitens:
+    if ALGORITHMS[name].estimator.whitens:
         return  # over the whole rollout
     first = columns([alone], name).token_columns["advantages"]
     torch.testing.assert_close(got[: first.numel()], first)
@@ -103,7 +104,7 @@ def test_a_rollout_without_a_trained_token(name: str) -> None:
     for group in rollout:
         for sample in group:
             sample.remove_sample = True
-    if ESTIMATORS[name].whitens:
+    if ALGORITHMS[name].estimator.whitens:
         with pytest.raises(RolloutError, match="at least one token with mask 1") as error:
             columns(rollout, name)
         assert f"--advantage-estimator {name}" in error.value.where

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from instep.algorithms.catalog import ALGORITHMS
 from instep.arguments import parse
-from instep.arguments.combinations import combinations_markdown
-from instep.arguments.rules import ALL
-from instep.arguments.table import own_flags
+from instep.arguments.all_flags import own_flags
+from scripts.docs.algorithms import made
 from tests.assets import make_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +36,16 @@ def test_a_recipe_is_accepted_without_a_note(base: list[str], recipe: str) -> No
     assert parse(base + recipe.split(), "train").notes == []
 
 
-def test_every_estimator_has_a_line_and_a_recipe_of_its_own(base: list[str]) -> None:
-    named = {parse(base + recipe.split(), "train").advantage_estimator for recipe in RECIPES}
-    assert named == set(ALL)
-    overview = TEXT.partition("Each formula is")[0]
-    assert {name for name in ALL if re.search(rf"^\|[^|]*\|[^|]*\b{name}\b", overview, re.MULTILINE)} == set(ALL)
+def test_every_algorithm_has_a_recipe_of_its_own(base: list[str]) -> None:
+    assert {parse(base + recipe.split(), "train").advantage_estimator for recipe in RECIPES} == set(ALGORITHMS)
 
 
-def test_what_goes_with_what_is_that_of_the_validator() -> None:
-    assert combinations_markdown() in TEXT, "python -m instep.arguments.combinations"
+def test_every_algorithm_was_seen_to_learn() -> None:
+    assert set(ALGORITHMS) <= set(re.findall(r"^\| (\w+) \|", TEXT.partition("## They learn")[2], re.MULTILINE))
+
+
+def test_what_is_made_is_that_of_the_catalog_and_the_validator() -> None:
+    assert made(TEXT) == TEXT, "python scripts/docs/algorithms.py"
 
 
 def test_every_flag_exists_and_every_file_and_heading_that_is_named() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
+from instep.arguments.all_flags import nearest, own_flags, passed_through
+from instep.arguments.concern import Draft, Unreadable
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
-from instep.arguments.table import nearest, own_flags, passed_through
-from instep.cluster.placement import Slot, make_plan
+from instep.cluster.placement import make_plan
+from instep.engines.spec import Slot
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
@@ -86,6 +88,10 @@ def test_the_seeds_model_script_is_accepted_and_checked():
     text = refusal(script.replace("--num-layers 4", "--num-layers 36") + " --untie-embeddings-and-output-weights")
     assert "--num-layers: is 36, but config.json says 4" in text
     assert "--untie-embeddings-and-output-weights: is True, but config.json says False" in text
+    Path("model/config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2"}))
+    text = refusal("--qk-layernorm --add-qkv-bias --rotary-percent 0.5")
+    assert "--qk-layernorm: is True, but config.json says False" in text and "--add-qkv-bias" not in text
+    assert "--rotary-percent: is 0.5, but config.json says 1.0" in text
 
 
 def test_sft_shares_the_parser():
@@ -242,6 +248,38 @@ def test_the_view_is_read_only_and_knows_the_run():
     assert set(RUNTIME_ATTRIBUTES) >= {"vllm_model_routers", "rollout_engine_urls"}
 
 
+def test_arguments_are_frozen_and_copied_to_be_changed():
+    args = parse(argv())
+    for change in (lambda: setattr(args, "lr", 1.0), lambda: delattr(args, "lr")):
+        with pytest.raises(AttributeError, match=r"args.lr cannot be set.*args.replace\(lr=value\)"):
+            change()
+    other = args.replace(lr=1.0, device="cpu")
+    assert (args.lr, args.device, other.lr, other.device) == (1e-6, "auto", 1.0, "cpu")
+    with pytest.raises(AttributeError, match="frozen"):
+        other.lr = 2.0
+    with pytest.raises(AttributeError, match="did you mean args.rollout_batch_size"):
+        args.replace(rollout_batchsize=1)
+
+
+def test_hooks_see_a_setting_that_the_run_has_tightened():
+    runtime: dict = {}
+    view = parse(argv()).view(runtime)
+    assert view.rollout_max_context_len is None
+    runtime["rollout_max_context_len"] = 64
+    assert view.rollout_max_context_len == view.to_dict()["rollout_max_context_len"] == 64
+
+
+def test_a_value_that_cannot_be_read_raises_where_it_is_read():
+    """Also where it is hidden in what follows from it."""
+    args = Draft({"lr"}, lr=1.0, min_lr=0.0)
+    assert args.min_lr == 0.0 and args.replace(min_lr=2.0).min_lr == 2.0
+    for holder in (args, args.replace(min_lr=2.0)):
+        with pytest.raises(Unreadable):
+            _ = holder.lr
+    text = refusal("--tensor-model-parallel-size x --global-batch-size 12 --rollout-top-k 0 --sequence-parallel")
+    assert "3 things are wrong" in text and "which 12 does not divide" in text and "keeps no token" in text
+
+
 def test_missing_attributes_say_why():
     args = parse(argv())
     for holder in (args, args.view({})):
@@ -299,7 +337,9 @@ def test_help_shows_every_flag_that_acts():
     assert parse(example).num_rollout == 50  # the example that help shows is right
 
 
-def test_serve_takes_the_flags_of_engines_and_no_other():
+def test_serve_takes_the_flags_of_engines_and_no_other(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # a trainer's ranks would not fit
+    assert parse(["--hf-checkpoint", "model", "--device", "cpu"], "serve").device == "cpu"
     text = format_help("serve")
     shown = {name for name in own_flags() if f"  {name} " in text or f"  {name}\n" in text}
     assert shown == SERVED and max(map(len, text.splitlines())) <= 120

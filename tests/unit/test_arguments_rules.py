@@ -76,7 +76,7 @@ CONTRADICTIONS = [
     ("--sequence-parallel", "", "needs tensor parallelism"),
     ("--recompute-granularity full", "", "needs a method"),
     ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
-    ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses one"),
+    ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses 1"),
     ("--vllm-router-ip 127.0.0.1", "", "one without the other"),
     (
         "--rollout-num-gpus 2 --prefill-num-servers 1 --pause-mode keep",

@@ -2,13 +2,19 @@
 
 import ast
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from instep.arguments.help import flags_markdown
+from instep.arguments import parse
+from instep.arguments.all_flags import GROUPS, find, own_flags, passed_through
 from instep.arguments.megatron import megatron_table
-from instep.arguments.table import GROUPS, find, own_flags, passed_through
+from scripts.docs.args_stub import stub
+from scripts.docs.arguments import flags_markdown
+from tests.command_line import argv, make_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,12 +183,36 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
 
 def test_docs_are_made_from_the_table():
     assert (ROOT / "docs/arguments.md").read_text() == flags_markdown(), (
-        "python -m instep.arguments.help > docs/arguments.md"
+        "python scripts/docs/arguments.py > docs/arguments.md"
     )
 
 
+def test_types_are_made_from_the_table(tmp_path, monkeypatch):
+    path = ROOT / "instep/arguments/fields.pyi"
+    assert path.read_text() == stub(), "python scripts/docs/args_stub.py"
+    make_folder(tmp_path, monkeypatch)
+    declared = re.findall(r"^    (\w+): ", stub().partition("class HookFields")[0], re.M)
+    assert sorted(vars(parse(argv()))) == declared
+
+
+@pytest.mark.slow
+def test_mypy_knows_the_attributes_of_arguments(tmp_path):
+    """Hooks' arguments, too; what they have only in a run is never None there."""
+    (tmp_path / "code.py").write_text(
+        "from instep.arguments import Args, HookArgs\n"
+        "def f(args: Args, view: HookArgs) -> int:\n"
+        "    args.no_such_flag\n"
+        "    view.no_such_flag\n"
+        "    port: int = args.vllm_router_port\n"
+        "    return args.n_samples_per_prompt + view.vllm_router_port + view.num_rollout\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "code.py")]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    assert [line.split(":")[1] for line in text.splitlines() if ": error: " in line] == ["3", "4", "5"], text
+
+
 def test_built_in_rewards_are_those_of_the_rollout():
-    from instep.arguments.reward import RULES
+    from instep.arguments.reward import BUILT_IN
     from instep.rollout.rewards import dispatch
 
-    assert RULES == dispatch.RULES
+    assert BUILT_IN == dispatch.RULES

@@ -10,7 +10,7 @@ from instep.arguments import Args
 from instep.controller.ledger import Ledger
 from instep.controller.round_metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
-from instep.controller.sync import _any_equal, _largest_gap
+from instep.controller.sync.proof import any_equal, largest_gap
 from instep.errors import ConfigError, RolloutError
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
@@ -50,14 +50,20 @@ def own_log(rollout_id, args, samples, metrics, seconds):
 def test_a_log_function_of_the_user_may_take_the_place_of_the_metrics():
     group = [Sample(index=i, reward=float(i), response_length=i) for i in (4, 5)]
     output = RolloutFnTrainOutput([group], {"mine": 7.0})
-    settings = {"reward_key": None, "loss_type": "policy_loss", "custom_rm_path": None, "expected": 3}
+    settings = {
+        "reward_key": None,
+        "command": "train",
+        "advantage_estimator": "grpo",
+        "custom_rm_path": None,
+        "expected": 3,
+    }
     plain = argparse.Namespace(custom_rollout_log_function_path=None, **settings)
     args = argparse.Namespace(custom_rollout_log_function_path=f"{__name__}.own_log", **settings)
     expected = metrics_of_rollout(plain, 3, output, 2.5)
     assert expected["rollout/reward_mean"] == 4.5 and expected["mine"] == 7.0
     assert metrics_of_rollout(args, 3, output, 2.5) == {}
     assert metrics_of_rollout(args, 9, output, 2.5) == expected  # it said no
-    plain.loss_type = "sft_loss"
+    plain.command = "sft"
     of_sft = metrics_of_rollout(plain, 3, output, 2.5)
     assert "rollout/response_length_mean" in of_sft and not any("reward" in name for name in of_sft)
 
@@ -145,8 +151,8 @@ def test_groups_that_a_rollout_function_made_are_taken_in_once():
 def test_scores_of_replicas_are_compared_one_by_one():
     """An engine answers for its data-parallel replicas one after the other."""
     expected, before = [-1.0, -2.0], [-1.5, -2.5, -1.25, -2.25]
-    assert _largest_gap(expected, [-1.0, -2.0, -1.0, -2.5]) == 0.5
-    assert _largest_gap(expected, [-1.0, -2.0, -1.0, float("nan")]) == float("inf")
-    assert not _any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
-    assert _any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
-    assert not _any_equal([-1.0, -2.0], [], 2)
+    assert largest_gap(expected, [-1.0, -2.0, -1.0, -2.5]) == 0.5
+    assert largest_gap(expected, [-1.0, -2.0, -1.0, float("nan")]) == float("inf")
+    assert not any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
+    assert any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
+    assert not any_equal([-1.0, -2.0], [], 2)

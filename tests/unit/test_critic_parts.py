@@ -23,7 +23,8 @@ from instep.types import Sample
 
 def arguments(**more):
     base = dict(
-        advantage_estimator="ppo", overlong_buffer_len=None, kl_coef=0.0, kl_loss_type="k1", gamma=0.9, lambd=0.8,
+        command="train", advantage_estimator="ppo",
+        overlong_buffer_len=None, kl_coef=0.0, kl_loss_type="k1", gamma=0.9, lambd=0.8,
         custom_advantage_function_path=None, custom_reward_post_process_path=None, normalize_advantages=False,
         rewards_normalization=True, grpo_std_normalization=True, loss_type="policy_loss", use_kl_loss=False,
         use_rollout_logprobs=False, use_opd=False, ref_served_model=None,

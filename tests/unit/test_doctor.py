@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 
+from instep.checkpoints.integrity import write_manifest
 from instep.cli import main
 from instep.doctor import installation
-from instep.doctor.run_dir import check_run, missing_parts
+from instep.doctor.run_dir import check_run
 from instep.errors import ConfigError
 from instep.observability.versions import versions
 
@@ -105,6 +106,7 @@ def run(tmp_path):
     (checkpoint / "__0_0.distcp").write_bytes(b"x")
     (checkpoint / "rng_0.pt").write_bytes(b"x")
     (checkpoint / "run_state.json").write_text("{}")
+    write_manifest(checkpoint)
     (save / "latest_checkpointed_iteration.txt").write_text("1")
     return folder
 
@@ -160,9 +162,12 @@ def test_nan_alarms_and_damaged_metrics(run):
 def test_checkpoints_that_are_not_whole(run, tmp_path):
     folder = tmp_path / "ckpt" / "iter_0000001"
     (folder / "rng_0.pt").unlink()
+    assert "rng_0.pt is missing" in status_of(run)["iter_0000001"].text
     (folder / "__0_0.distcp").write_bytes(b"")
-    assert missing_parts(folder, 1) == ["content in __0_0.distcp", "rng_0.pt"]
+    assert "__0_0.distcp has 0 bytes instead of 1" in status_of(run)["iter_0000001"].text
     (folder / "run_state.json").write_text("{")
+    (folder / "files.json").unlink()
+    write_manifest(folder)
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("7")
     (tmp_path / "ckpt" / ".iter_0000002.tmp").mkdir()
     checks = status_of(run)

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import parse
+from instep.arguments.all_flags import find, own_flags
 from instep.arguments.engine_flags import as_flag
-from instep.arguments.engine_help import engine_flags_markdown, format_engine_help
+from instep.arguments.engine_help import format_engine_help
 from instep.arguments.help import format_help
 from instep.arguments.sglang import SGLANG
-from instep.arguments.table import find, own_flags
 from instep.cli import main
 from instep.engines import flags
 from instep.engines.flags import PREFIXES, TABLES, flag_table, merge, read_table, router_arguments, vllm_arguments
-from instep.engines.owned import owned
+from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
+from scripts.docs.engines_flags import engine_flags_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +59,7 @@ def test_tables_hold_the_packages_flags():
 def test_every_flag_acts_or_says_what_to_use_instead():
     for package, versions in TABLES.items():
         fields = {flag.field for version in versions for flag in read_table(package, version).flags}
-        reasons = {field: (why, instead) for field, why, instead in owned(package)}
+        reasons = {field: (why, instead) for field, why, instead in reserved(package)}
         assert set(reasons) <= fields, set(reasons) - fields
         for flag in flag_table(package).flags:
             for name in (*flag.names, *flag.negations):
@@ -182,7 +183,7 @@ def test_sglang_flags_are_refused_with_their_equivalents():
 
 def test_docs_and_help_are_made_from_the_tables():
     path = ROOT / "docs/engines_flags.md"
-    assert path.read_text() == engine_flags_markdown(), "python -m instep.arguments.engine_help > docs/engines_flags.md"
+    assert path.read_text() == engine_flags_markdown(), "python scripts/docs/engines_flags.py > docs/engines_flags.md"
     assert "flags of vLLM 0.32.0, which is not installed here, as --vllm-*" in format_help()
     text = format_engine_help("vllm")
     assert text.startswith("Flags of vLLM 0.32.0, which is not installed here.")

@@ -1,4 +1,4 @@
-"""Which engines and routers a command line or a `--vllm-config` means: exact plans, and refusals."""
+"""Which engines and routers a command line or a `--vllm-config` means: exact plans."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,75 +7,32 @@ import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.cluster.engine_plan import Addresses, describe_engines, longest, plan_engines, plan_routers
-from instep.cluster.engine_start import engine_command
-from instep.cluster.placement import Slot, describe, make_plan
+from instep.cluster.engine_plan import describe_engines, longest, plan_engines, plan_routers
+from instep.cluster.placement import describe, make_plan
+from instep.engines.kind import kind_of
 from instep.engines.topology import Parallel
+from instep.engines.vllm import node_environment, serve_arguments
 from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url
-
-# vime's usage guide, word for word.
-GUIDE = """\
-vllm:
-  - name: actor
-    update_weights: true          # receives weight updates from training (default)
-    server_groups:
-      - worker_type: regular
-        num_gpus: 8
-        num_gpus_per_engine: 4
-  - name: ref
-    model_path: /path/to/ref_model
-    update_weights: false          # frozen, no weight updates
-    server_groups:
-      - worker_type: regular
-        num_gpus: 4
-        num_gpus_per_engine: 2
-"""
-AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
-# What instep adds to every engine (of the vLLM whose flags are newest, where none is installed), and to those it feeds.
-COMMON = [
-    *("--dtype", "bfloat16", "--seed", "1234", "--logprobs-mode", "processed_logprobs"),
-    *("--uvicorn-log-level", "warning", "--enable-scale-out"),
-]
-FED = [*COMMON[:-1], "--weight-transfer-config", '{"backend": "instep_shm"}', "--enable-scale-out"]
-ROUTED = [
-    *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "32768", "--queue-size", "32768"),
-    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2", "--health-failure-threshold", "2"),
-    *("--health-success-threshold", "1", "--log-level", "warning", "--request-timeout-secs", "3600"),
-]
-STICKY = ["--policy", "sticky_least_loaded", *ROUTED]
+from tests.plans import (
+    AT,
+    COMMON,
+    DISAGGREGATED,
+    FED,
+    GUIDE,
+    ROUTED,
+    STICKY,
+    arguments,
+    engines,
+    refusal,
+    routers,
+    slots,
+)
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def arguments(words: str = "", config: str = ""):
-    if config:
-        with open("topology.yaml", "w") as file:
-            file.write(config)
-        words += " --vllm-config topology.yaml"
-    return parse(f"--hf-checkpoint models/policy {words}".split(), "plan")
-
-
-def engines(words: str = "", config: str = ""):
-    return plan_engines(arguments(words, config))
-
-
-def routers(words: str = "", config: str = ""):
-    args = arguments(words, config)
-    return plan_routers(args, plan_engines(args))
-
-
-def refusal(words: str = "", config: str = "") -> str:
-    with pytest.raises(ConfigError) as caught:
-        arguments(words, config)
-    return str(caught.value)
-
-
-def slots(node, gpus):
-    return tuple(Slot(node, gpu) for gpu in gpus)
 
 
 # ---- the seeds' examples ---------------------------------------------------------------------------------------------
@@ -96,7 +53,7 @@ def test_the_guides_models():
         slots(2, (2, 3)),
     ]
     assert [e.parallel for e in found] == [Parallel(4), Parallel(4), Parallel(2), Parallel(2)]
-    assert found[2].arguments(AT) == [
+    assert serve_arguments(found[2], AT) == [
         *("/path/to/ref_model", "--gpu-memory-utilization", "0.7", *COMMON, "--tensor-parallel-size", "2"),
         *("--host", "127.0.0.1", "--port", "8000"),
     ]
@@ -127,8 +84,7 @@ vllm:
 )
 def test_each_model_is_served_at_a_port_of_its_own(words, ports):
     """That of its router, or of its only engine."""
-    args = arguments(words, MIXED)
-    args.port = 8000  # as `instep serve` does
+    args = arguments(words, MIXED).replace(port=8000)  # as `instep serve` does
     found = plan_engines(args)
     assert [engine.port for engine in found] == ports
     assert [router.port for router in plan_routers(args, found)] == [8000, 8001]
@@ -154,16 +110,25 @@ def test_the_guides_engine_of_two_nodes():
     assert (engine.parallel, engine.num_gpus) == (Parallel(16), 16)
     both = ["models/policy", *FED, "--tensor-parallel-size", "16", "--nnodes", "2"]
     where = ["--master-addr", "10.0.0.1", "--master-port", "29501"]
-    assert engine.arguments(AT, 0) == [*both, "--node-rank", "0", *where, "--host", "127.0.0.1", "--port", "8000"]
-    assert engine.arguments(AT, 1) == [*both, "--node-rank", "1", *where, "--headless"]
-    assert engine.environment(AT, "10.0.0.2") == {"VLLM_HOST_IP": "10.0.0.2"}
+    assert serve_arguments(engine, AT, 0) == [
+        *both,
+        "--node-rank",
+        "0",
+        *where,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8000",
+    ]
+    assert serve_arguments(engine, AT, 1) == [*both, "--node-rank", "1", *where, "--headless"]
+    assert node_environment(engine, AT, "10.0.0.2") == {"VLLM_HOST_IP": "10.0.0.2"}
 
 
 def test_the_guides_large_expert_parallelism_over_nodes():
     words = "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-enable-expert-parallel"
     (engine,) = engines(words + " --vllm-data-parallel-size 8")
     assert engine.parallel == Parallel(2, data=8, expert=16)
-    assert engine.arguments(AT, 1) == [
+    assert serve_arguments(engine, AT, 1) == [
         *("models/policy", "--enable-expert-parallel", "--data-parallel-size", "8", *FED),
         *("--tensor-parallel-size", "2"),
         *("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29501"),
@@ -171,7 +136,7 @@ def test_the_guides_large_expert_parallelism_over_nodes():
     ]
     (engine,) = engines(words + " --vllm-pipeline-parallel-size 2")
     assert engine.parallel == Parallel(8, pipeline=2, expert=8)
-    assert "--data-parallel-rpc-port" not in engine.arguments(AT, 1)
+    assert "--data-parallel-rpc-port" not in serve_arguments(engine, AT, 1)
 
 
 def test_the_guides_ppo_example():
@@ -196,12 +161,12 @@ def test_the_guides_prefill_servers_on_two_gpus():
     prefill, decode = engines(words)
     assert (prefill.role, prefill.slots, prefill.port) == ("prefill", slots(0, [1]), 8000)
     assert (decode.role, decode.slots, decode.port) == ("decode", slots(0, [2]), 8001)
-    assert prefill.arguments(AT) == [
+    assert serve_arguments(prefill, AT) == [
         *("models/policy", "--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'),
         *(*FED, "--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
     ]
     assert '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}' in decode.flags
-    assert decode.environment(AT, "10.0.0.2") == {
+    assert node_environment(decode, AT, "10.0.0.2") == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
     }
@@ -235,24 +200,6 @@ def test_prefill_and_decode_on_a_vllm_whose_token_route_passes_over_the_cache(mo
 
 
 # ---- more of --vllm-config -------------------------------------------------------------------------------------------
-
-DISAGGREGATED = """\
-vllm:
-  - name: actor
-    server_groups:
-      - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2, overrides: {max_num_batched_tokens: 16384}}
-      - {worker_type: placeholder, num_gpus: 2}
-      - worker_type: decode
-        num_gpus: 8
-        num_gpus_per_engine: 8
-        overrides:
-          data_parallel_size: 4
-          enable_expert_parallel: true
-          enable_prefix_caching: false
-          compilation_config: {cudagraph_mode: FULL_DECODE_ONLY}
-          cudagraph_capture_sizes: [1, 2]
-          hf_overrides: {}
-"""
 
 
 def test_groups_overrides_and_placeholders():
@@ -299,7 +246,7 @@ def test_another_connector():
         parse([*words.split(), '{"kv_connector":"MooncakeConnector","kv_role":"kv_both"}'], "plan"),
     )
     assert [e.kv_connector for e in found] == ["mooncake", "mooncake"]
-    assert [e.num_side_channel_ports for e in found] == [0, 0] and found[0].environment(AT, "h") == {}
+    assert [e.num_side_channel_ports for e in found] == [0, 0] and node_environment(found[0], AT, "h") == {}
     with pytest.raises(ConfigError, match="names no connector that the router knows"):
         parse([*words.split(), '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'], "plan")
 
@@ -366,202 +313,11 @@ vllm:
     )
     args = arguments(words + " --vllm-max-num-seqs 8", config)
     found = plan_engines(args)
-    commands = [engine_command(args, engine, AT)[3:] for engine in found]
+    commands = [kind_of("embedded").command(args, engine, AT)[3:] for engine in found]
     where = "--host 127.0.0.1 --port 8000 --device cpu".split()
     assert commands[0] == ["models/policy", *where, *"--dtype float32 --max-num-seqs 8 --max-model-len 64".split()]
     assert commands[2] == ["r", *where, "--max-num-seqs", "8", "--dtype", "bfloat16"] and len(commands) == 3
     assert longest(args) == 64
-
-
-TRAIN = (
-    "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
-    "--actor-num-gpus-per-node 1 "
-)
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (tmp_path / "model/model.safetensors").write_bytes(b"0")
-
-
-def train_refusal(words: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse((TRAIN + words).split(), "train")
-    return str(caught.value)
-
-
-def test_the_local_cluster_is_one_node_of_any_size(files):
-    words = "--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12"
-    assert "12 are no multiple of PP 1 x DP 5 = 5" in train_refusal(words + " --vllm-data-parallel-size 5")
-    args = parse(["--num-gpus-per-node", "12", *(TRAIN + words).split()], "plan")
-    args.command = "train"
-    assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
-
-
-def test_models_that_are_not_there(files):
-    arguments("", GUIDE)
-    text = train_refusal("--vllm-config topology.yaml")
-    assert "/path/to/ref_model is no Hugging Face folder" in text and "vllm[1].model_path" in text
-
-
-def test_the_trained_model_is_named_as_requests_name_it(files):
-    config = "vllm: [{name: actor, model_path: ./model/, server_groups: [{num_gpus: 1}]}]"
-    Path("topology.yaml").write_text(config)
-    args = parse((TRAIN + "--vllm-config topology.yaml").split(), "train")
-    assert [engine.path for engine in plan_engines(args)] == ["model"]
-
-
-REFERENCE = "vllm: [{name: actor, server_groups: [{num_gpus: 1}]}, {name: ref, model_path: model, update_weights: "
-
-
-@pytest.mark.parametrize(
-    "words,frozen,what",
-    [
-        ("--use-kl-loss --ref-served-model other", "false", "no such model is served"),
-        ("--use-kl-loss --ref-served-model ref", "true", "gets the trainer's weights, so it is no reference"),
-        ("--ref-served-model ref", "false", "there is no reference without a KL"),
-        ("--kl-coef 0.1 --ref-served-model ref --ref-load model", "false", "there is one reference"),
-        ("--kl-coef 0.1 --ref-served-model ref --ref-update-interval 2", "false", "there is one reference"),
-        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "those at temperature 1"),
-        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "in a part of a run"),
-    ],
-)
-def test_references_that_are_refused(files, words, frozen, what):
-    Path("topology.yaml").write_text(f"{REFERENCE}{frozen}, server_groups: [{{num_gpus: 1}}]}}]")
-    assert what in train_refusal(f"--vllm-config topology.yaml {words}")
-
-
-def test_a_reference_without_the_file_is_refused(files):
-    assert "no such model is served" in train_refusal("--use-kl-loss --ref-served-model ref")
-
-
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
-
-FILES = [
-    ("sglang: []", "sglang", "unknown key"),
-    ("vllm: {}", "vllm", "is no list of models"),
-    ("- 1", "topology.yaml", "is no mapping"),
-    ("vllm: [{name: a", "topology.yaml", "is no YAML"),
-    ("vllm: [{name: a, server_group: []}]", "vllm[0].server_group", "did you mean server_groups?"),
-    ("vllm: [{name: a, server_groups: [{num_gpu: 1}]}]", "server_groups[0].num_gpu", "did you mean num_gpus?"),
-    ("vllm: [{name: a, server_groups: [{num_gpus: 0}]}]", "num_gpus", "0 is no whole number above 0"),
-    ("vllm: [{name: a, server_groups: [{}]}]", "vllm[0].server_groups[0].num_gpus", "is missing"),
-    ("vllm: [{server_groups: [{num_gpus: 1}]}]", "vllm[0].name", "is missing"),
-    ("vllm: [{name: a}]", "vllm[0].server_groups", "is no list of groups"),
-    ("vllm: [{name: a, server_groups: [{num_gpus: 6, num_gpus_per_engine: 4}]}]", "num_gpus", "no multiple of the 4"),
-    ("vllm: [{name: a, server_groups: [{worker_type: encode, num_gpus: 1}]}]", "worker_type", "did you mean decode?"),
-    ("vllm: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}]}]", "server_groups", "no decode group"),
-    (
-        "vllm: [{name: a, server_groups: [{worker_type: placeholder, num_gpus: 1}]}]",
-        "server_groups",
-        "only placeholders",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {seed: 1}}]}]",
-        "overrides.seed",
-        "each sample has a seed of its own",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}, "
-        "{num_gpus: 1}]}]",
-        "server_groups",
-        "make two models of them",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {max_model_length: 4}}]}]",
-        "vllm[0].server_groups[0].overrides.max_model_length",
-        "did you mean max_model_len?",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {enforce_eager: 1}}]}]",
-        "overrides.enforce_eager",
-        "1 is neither true nor false",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {tensor_parallel_size: 2}}]}]",
-        "overrides.tensor_parallel_size",
-        "use --rollout-num-gpus-per-engine",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 4, num_gpus_per_engine: 4, overrides: {data_parallel_size: 3}}]}]",
-        "vllm[0]",
-        "the GPUs of an engine are TP x PP x DP, but 4 are no multiple of PP 1 x DP 3 = 3",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 24, num_gpus_per_engine: 12}]}]",
-        "vllm[0]",
-        "does not fill whole nodes of 8",
-    ),
-    (
-        "vllm: [{name: ref, model_path: other, server_groups: [{num_gpus: 1}]}]",
-        "vllm[0].update_weights",
-        "the trainer's weights would replace those of other",
-    ),
-    (
-        "vllm: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
-        "vllm",
-        "two models are named 'a'",
-    ),
-]
-
-
-@pytest.mark.parametrize("config,where,what", FILES, ids=[what for _, _, what in FILES])
-def test_files_that_are_wrong(config, where, what):
-    text = refusal("", config)
-    assert "--vllm-config topology.yaml" in text and where in text and what in text
-
-
-def test_everything_wrong_with_a_file_is_told_at_once():
-    text = refusal("", "vllm: [{nam: a, server_groups: [{num_gpus: x, worker_typ: regular, overrides: {moe: 1}}]}]")
-    assert "5 things are wrong" in text
-    for key in ("vllm[0].nam:", "vllm[0].name:", "num_gpus:", "worker_typ:", "overrides.moe:"):
-        assert key in text
-
-
-COMBINATIONS = [
-    ("--rollout-num-gpus 8", GUIDE, "8, but the groups of topology.yaml take 12"),
-    ("--prefill-num-servers 1", GUIDE, "the file says which engines prefill"),
-    ("--vllm-router-ip 10.0.0.1 --vllm-router-port 1", GUIDE, "2 models need a router each"),
-    ("--vllm-router-ip 10.0.0.1", "", "one without the other"),
-    ("--rollout-backend embedded", GUIDE, "num_gpus_per_engine: 4 GPUs, but the embedded engine uses one"),
-    ("--rollout-backend embedded", DISAGGREGATED, "worker_type: the embedded engine prefills and decodes"),
-    ("--rollout-backend embedded", DISAGGREGATED, "no such thing, only max_model_len, max_num_seqs, dtype"),
-    (
-        "--rollout-backend embedded",
-        "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {max_model_len: 2k}}]}]",
-        "the embedded engine takes a whole number",
-    ),
-    ("--rollout-backend embedded --prefill-num-servers 1", "", "the embedded engine has no such thing"),
-    (
-        "--rollout-num-gpus 2 --prefill-num-servers 1 --vllm-router-ip 10.0.0.1 --vllm-router-port 1",
-        "",
-        "a router takes prefill and decode engines only when it starts",
-    ),
-    ("--prefill-num-servers 2 --rollout-num-gpus 2", "", "2 of 2 engines would prefill, and none decode"),
-    ("--vllm-data-parallel-size 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "", "PP 1 x DP 3 = 3"),
-    ("--vllm-pipeline-parallel-size 0", "", "pipeline_parallel_size is 0"),
-    (
-        "--num-gpus-per-node 6 --actor-num-gpus-per-node 6 --rollout-num-gpus 12 --rollout-num-gpus-per-engine 12 "
-        "--vllm-data-parallel-size 3",
-        "",
-        "3 data-parallel replicas of 4 GPUs do not lie evenly on nodes of 6",
-    ),
-]
-
-
-@pytest.mark.parametrize("words,config,what", COMBINATIONS, ids=[what for _, _, what in COMBINATIONS])
-def test_what_does_not_go_together(words, config, what):
-    text = refusal(words, config)
-    assert what in text
-    assert "remedy" in text or "->" in text
-
-
-def test_a_file_that_is_not_there():
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        parse(["--vllm-config", "nowhere.yaml"], "plan")
 
 
 def test_the_command_prints_the_plan(capsys):

@@ -20,14 +20,14 @@ from instep.types import TokenBatch
 EVERYTHING = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coef": 0.01}
 CONFIGS = {
     "grpo": PolicyLossConfig(**EVERYTHING),
-    "gspo": PolicyLossConfig(advantage_estimator="gspo", eps_clip=0.05, eps_clip_high=0.08, **EVERYTHING),
-    "cispo": PolicyLossConfig(advantage_estimator="cispo", eps_clip=1, eps_clip_high=0.2, **EVERYTHING),
-    "sapo": PolicyLossConfig(advantage_estimator="sapo", **EVERYTHING),
+    "gspo": PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.08, **EVERYTHING),
+    "cispo": PolicyLossConfig(form="cispo", eps_clip=1, eps_clip_high=0.2, **EVERYTHING),
+    "sapo": PolicyLossConfig(form="sapo", **EVERYTHING),
     "sequence weights": PolicyLossConfig(use_tis=True, tis_level="sequence", tis_mode="mask", tis_clip=1.5),
     "geometric weights": PolicyLossConfig(use_tis=True, tis_level="geometric", tis_clip_low=0.9, tis_clip=1.1),
     "rejection": PolicyLossConfig(use_rs=True, rs_level="geometric", rs_lower_bound=0.8, rs_veto_threshold=0.5),
     "gspo, sequence masking, icepop": PolicyLossConfig(
-        advantage_estimator="gspo", use_opsm=True, opsm_delta=0.05, use_tis=True, tis_mode="mask", tis_clip_low=0.5
+        form="gspo", use_opsm=True, opsm_delta=0.05, use_tis=True, tis_mode="mask", tis_clip_low=0.5
     ),
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

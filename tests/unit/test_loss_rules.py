@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import parse
-from instep.arguments.loss_rules import RULES
+from instep.arguments.algorithm.loss_rules import RULES
 from instep.errors import ConfigError
 from tests.assets import make_prompts
 

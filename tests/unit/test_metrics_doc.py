@@ -12,8 +12,8 @@ from instep.training.backend import TokenOutputs
 from instep.training.losses import dpo_loss_fn, finish_metrics
 from instep.types import TokenBatch
 from tests.documented import DOCUMENTED, undocumented
+from tests.logged_run import make_groups
 from tests.unit.test_loss_properties import run, samples
-from tests.unit.test_observability import make_groups
 
 
 def documented(prefix: str) -> set[str]:

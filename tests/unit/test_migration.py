@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments.migration import TRL, VERL, markdown
-from instep.arguments.table import find, own_flags
+from instep.arguments.all_flags import find, own_flags
+from scripts.docs.migration import TRL, VERL, markdown
 
 ROWS = [*TRL, *VERL]
 
 
 def test_docs_are_made_from_the_tables():
     path = Path(__file__).parents[2] / "docs/migration.md"
-    assert path.read_text() == markdown(), "python -m instep.arguments.migration > docs/migration.md"
+    assert path.read_text() == markdown(), "python scripts/docs/migration.py > docs/migration.md"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -8,7 +8,8 @@ import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.cluster.placement import Slot, describe, make_plan
+from instep.cluster.placement import describe, make_plan
+from instep.engines.spec import Slot
 from instep.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 from instep.observability.metrics import rollout_metrics
 from instep.observability.plots import PLOTS, phase_seconds, read_history
 from instep.observability.report import headline, make_report
-from tests.unit.test_observability import make_groups, run
+from tests.logged_run import make_groups, run
 
 
 def test_history_places_evaluations_between_steps() -> None:

@@ -329,7 +329,7 @@ def test_custom_rewards() -> None:
         ("nothing", "None is no finite number", {}),
         ("words", "'1.0' is no finite number", {}),
         ("dictionary", "is a dict with", {}),
-        ("dictionary", "has no 'scores'", {"reward_key": "scores"}),
+        ("dictionary", "not 'scores'", {"reward_key": "scores"}),
         ("hangs", "took more than 0.3 s", {"reward_timeout": 0.3}),
         ("blocks", "took more than 0.3 s", {"reward_timeout": 0.3}),
         ("blocks_in_a_thread", "took more than 0.3 s", {"reward_timeout": 0.3}),

@@ -89,14 +89,6 @@ def test_the_seeds_older_spellings_set_the_status(flag: str, status: Status):
     assert Sample.Status("aborted") is Status.ABORTED
 
 
-def test_reset_response_keeps_the_prompt():
-    sample = Sample(tokens=[1, 2], prompt="p", label="l")
-    sample.append_response_tokens([3], [-1.0], weight_versions=[VersionSpan("1", 0, 1)])
-    sample.reward, sample.response, sample.status = 1.0, "x", Status.ABORTED
-    sample.reset_response()
-    assert sample == Sample(tokens=[1, 2], prompt="p", label="l")
-
-
 def test_select_picks_whole_samples_in_any_order():
     batch = TokenBatch(
         tokens=torch.arange(9),

@@ -3,8 +3,9 @@
 import pytest
 
 from instep.arguments import parse
-from instep.cluster.engine_plan import Addresses, plan_engines
-from instep.engines.vllm import vllm_env
+from instep.cluster.engine_plan import plan_engines
+from instep.engines.spec import Addresses
+from instep.engines.vllm import serve_arguments, vllm_env
 
 
 def resolved(device, precision, *more):
@@ -13,7 +14,7 @@ def resolved(device, precision, *more):
 
 
 def fraction(args):
-    words = plan_engines(args)[0].arguments(Addresses("HOST", 1))
+    words = serve_arguments(plan_engines(args)[0], Addresses("HOST", 1))
     return words[words.index("--gpu-memory-utilization") + 1] if "--gpu-memory-utilization" in words else None
 
 

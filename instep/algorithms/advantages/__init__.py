@@ -1,14 +1,14 @@
-"""The advantage estimators by the names of `--advantage-estimator`.
+"""The functions of the advantage estimators, by the names that `catalog.Estimator` gives them.
 
-An estimator has two parts: `compare`, on rewards of samples (None: they stay as they are), and `spread`, which makes
-the advantages of tokens. A hook that processes the rewards takes the place of `compare`.
+An estimator has two functions: `compare`, on rewards of samples (None: they stay as they are), and `spread`, which
+makes the advantages of tokens. A hook that processes the rewards takes the place of `compare`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,18 +53,11 @@ class Estimate(NamedTuple):
     returns: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """Attributes:
-
-    kl: where `--kl-coef` acts: on a sample's reward before `compare`, or in `spread`, token by token.
-    whitens: the result is whitened over the rollout, whether or not `--normalize-advantages` is given.
-    """
+class Formulas(NamedTuple):
+    """The two functions of an estimator; see above."""
 
     compare: Compare | None
     spread: Callable[[Inputs], Estimate]
-    kl: Literal["sample", "token"] = "sample"
-    whitens: bool = False
 
 
 def _same(x: Inputs) -> Estimate:
@@ -88,15 +81,12 @@ def _gae(x: Inputs) -> Estimate:
     return Estimate(*gae(x.rewards, x.values, x.loss_mask, x.response_lengths, **options))
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(grpo, _same),
-    "gspo": Estimator(grpo, _same),
-    "cispo": Estimator(grpo, _same),
-    "sapo": Estimator(grpo, _same),
-    "dr_grpo": Estimator(dr_grpo, _same),
-    "rloo": Estimator(rloo, _same),
-    "max_rl": Estimator(max_rl, _same),
-    "reinforce_plus_plus": Estimator(None, _reinforce_plus_plus, kl="token", whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(dr_grpo, _reinforce_plus_plus_baseline, kl="token", whitens=True),
-    "ppo": Estimator(None, _gae, kl="token"),
+ESTIMATORS: dict[str, Formulas] = {
+    "grpo": Formulas(grpo, _same),
+    "dr_grpo": Formulas(dr_grpo, _same),
+    "rloo": Formulas(rloo, _same),
+    "max_rl": Formulas(max_rl, _same),
+    "reinforce_plus_plus": Formulas(None, _reinforce_plus_plus),
+    "reinforce_plus_plus_baseline": Formulas(dr_grpo, _reinforce_plus_plus_baseline),
+    "gae": Formulas(None, _gae),
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.cispo import cispo_loss
 from instep.algorithms.losses.gspo import gspo_loss
@@ -23,9 +24,9 @@ from instep.algorithms.losses.sapo import sapo_loss
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """What the policy loss depends on; the flags of the same names."""
+    """What the policy loss depends on: the form that belongs to the algorithm, and the flags of the same names."""
 
-    advantage_estimator: str = "grpo"  # gspo, cispo and sapo have a loss of their own, all others PPO's
+    form: str = "ppo_clip"  # a key of FORMS
     eps_clip: float = 0.2
     eps_clip_high: float | None = None  # None: as eps_clip
     eps_clip_c: float | None = None
@@ -52,6 +53,7 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         for name, known in (
+            ("form", FORMS),
             ("kl_loss_type", KL_TYPES),
             ("tis_level", LEVELS),
             ("rs_level", LEVELS),
@@ -73,10 +75,30 @@ class PolicyLossConfig:
         """The flags for which every trained token needs the engine's log-prob."""
         return tuple(n for n in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(self, n))
 
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The bounds of a ratio or a weight, as the forms that have them take them."""
+        return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
+
     @classmethod
     def from_args(cls, args: Any) -> PolicyLossConfig:
-        """The fields, read from the flat arguments of the same names."""
-        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+        """The fields, read from the flat arguments of the same names; `form` is that of the run's algorithm."""
+        form = algorithm_of(args).loss.name
+        return cls(form, **{name: getattr(args, name) for name in cls.__dataclass_fields__ if name != "form"})
+
+
+# (log-probs now, old ones, advantages, mask: all `[num_tokens]`, response lengths, config) -> PolicyLoss
+Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], PolicyLoss]
+FORMS: dict[str, Form] = {
+    "ppo_clip": lambda now, old, a, mask, lengths, c: ppo_clip_loss(now, old, a, **c.bounds, eps_clip_c=c.eps_clip_c),
+    "gspo": lambda now, old, a, mask, lengths, c: gspo_loss(
+        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c
+    ),
+    "cispo": lambda now, old, a, mask, lengths, c: cispo_loss(now, old, a, **c.bounds),
+    "sapo": lambda now, old, a, mask, lengths, c: sapo_loss(
+        now, old, a, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
+    ),
+}
 
 
 class LossTerms(NamedTuple):
@@ -116,7 +138,7 @@ def policy_loss(
 ) -> LossTerms:
     """sum_t w_t (c_t * pg_t - entropy_coef * H_t + kl_loss_coef * kl_t), w = `loss_weights`.
 
-    pg is the form that `advantage_estimator` selects, c the product of what corrects it: weights (`use_tis`), rejection
+    pg is the form that `config.form` names, c the product of what corrects it: weights (`use_tis`), rejection
     (`use_rs`), off-policy sequence masking (`use_opsm`); the denominators in w stay. The ratio's base is
     `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Tokens of
     weight 0 have no part in anything, whatever stands there (NaN too). The metrics are weighted like the loss; those of
@@ -143,7 +165,7 @@ def policy_loss(
     current, advantages, mask = only(log_probs), only(advantages), trained.to(log_probs.dtype)
     scored = current.detach() if old_log_probs is None else only(old_log_probs)
     old = only(_needed(rollout_log_probs, "rollout_log_probs")) if config.use_rollout_logprobs else scored
-    policy = _policy_form(current, old, advantages, mask, response_lengths, config)
+    policy = FORMS[config.form](current, old, advantages, mask, response_lengths, config)
     token_loss, keep = policy.loss, mask
     sums = {"log_prob": mean(current.detach()), "pg_clipfrac": mean(policy.clipped), "ppo_kl": mean(policy.ppo_kl)}
     if config.use_opsm:
@@ -173,20 +195,6 @@ def policy_loss(
         return LossTerms(loss, sums, {})
     gaps, largest = _gap(scored, rollout_log_probs, loss_weights)
     return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
-
-
-def _policy_form(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, response_lengths: Tensor, config: PolicyLossConfig
-) -> PolicyLoss:
-    low, high = config.eps_clip, config.eps_clip_high
-    if config.advantage_estimator == "cispo":
-        return cispo_loss(log_probs, old, advantages, eps_clip=low, eps_clip_high=high)
-    if config.advantage_estimator == "sapo":
-        return sapo_loss(log_probs, old, advantages, tau_pos=config.sapo_tau_pos, tau_neg=config.sapo_tau_neg)
-    bounds: dict[str, Any] = {"eps_clip": low, "eps_clip_high": high, "eps_clip_c": config.eps_clip_c}
-    if config.advantage_estimator == "gspo":
-        return gspo_loss(log_probs, old, advantages, mask, response_lengths, **bounds)
-    return ppo_clip_loss(log_probs, old, advantages, **bounds)
 
 
 def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> Correct:

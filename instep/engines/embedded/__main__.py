@@ -41,7 +41,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     import transformers
 
     from instep.engines.embedded.model import Runner, load_model
-    from instep.engines.embedded.scheduler import Engine
+    from instep.engines.embedded.scheduler import Scheduler
     from instep.engines.embedded.weights import LiveWeights
 
     transformers.utils.logging.disable_progress_bar()
@@ -52,9 +52,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
-    engine = Engine(runner, LiveWeights(model), tokenizer, pipe)
-    pipe.send(dict(calls=set(engine.calls()), max_model_len=limit, vocab_size=engine.vocab_size, eos_ids=eos_ids))
-    return engine
+    scheduler = Scheduler(runner, LiveWeights(model), tokenizer, pipe)
+    pipe.send(dict(calls=set(scheduler.calls()), max_model_len=limit, vocab_size=scheduler.vocab_size, eos_ids=eos_ids))
+    return scheduler
 
 
 def main() -> None:
@@ -76,10 +76,10 @@ def main() -> None:
         follow_parent(partner=beats)
         sock.close()
         theirs.close()
-        engine = load_engine(args, ours)
+        scheduler = load_engine(args, ours)
     except Exception as error:  # the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
-    engine.run()
+    scheduler.run()
 
 
 if __name__ == "__main__":

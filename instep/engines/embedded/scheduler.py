@@ -15,7 +15,7 @@ from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
 
-class Engine:
+class Scheduler:
     """Row i of the cache belongs to `running[i]`. What `calls` names is called through `pipe`, between two steps."""
 
     def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, pipe: Connection):

@@ -23,7 +23,7 @@ _OWN = "model request_id return_token_ids"  # parameters that are not about samp
 
 
 class Server:
-    """Routes over the engine at the other end of `pipe` (`scheduler.Engine`); `calls` are the names of its calls."""
+    """Routes over the engine at the other end of `pipe` (`scheduler.Scheduler`); `calls` are the names of its calls."""
 
     def __init__(self, pipe: Connection, name: str, calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any):
         self.engine, self.name, self.calls, self.eos_ids = Caller(pipe), name, calls, eos_ids

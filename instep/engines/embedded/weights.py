@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from instep.checkpoints.weight_files import opened, weight_files
 from instep.engines.embedded.protocol import HttpError
+from instep.errors import CheckpointError
 from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
 from instep.weights.shm import BucketMismatch, read_bucket
 
@@ -81,10 +81,11 @@ class LiveWeights:
         folder = Path(info["path"])
         tensors: dict[str, torch.Tensor] = {}
         try:
-            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
-                tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {error}") from error
+            for path in sorted(set(weight_files(folder).values())):
+                with opened(path) as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        except CheckpointError as error:
+            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {error.what}") from error
         return self._write({name: t for name, t in tensors.items() if name not in self.aliases}, exact=False)
 
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:

@@ -11,10 +11,9 @@ from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
-from instep.rollout.outputs import name_of, reward_value
 from instep.rollout.rewards import text
 from instep.rollout.rewards.pool import shared_pool
-from instep.types import Group, Sample
+from instep.types import Group, Sample, name_of, reward_of
 
 T = TypeVar("T")
 RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
@@ -39,10 +38,10 @@ async def apply_rewards(args: Any, samples: Group, reward_key: str | None) -> No
         sample.reward = reward
     for sample in samples:
         try:
-            reward_value(sample, reward_key)
+            reward_of(sample, reward_key)
         except RewardError as error:
             where = f"{_function_of(args, sample)}: {name_of(sample)}"
-            raise RewardError(error.what, where=where, remedy=error.remedy or "return a finite number") from None
+            raise RewardError(error.what, where=where, remedy=error.remedy) from None
 
 
 async def compute_reward(args: Any, target: Sample | Group) -> Any:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.training.backend import TensorSpec
 
@@ -63,18 +61,15 @@ def load_hf(model: nn.Module, path: Path, *, fresh: str | None = None) -> None:
     if fresh is not None:
         del weights[fresh]
         ignored.add(fresh)
-    places = _locate(path)
+    places = weight_files(path)
     if missing := sorted(set(weights) - set(places)):
         raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
     if extra := sorted(set(places) - set(weights) - ignored):
         raise _mismatch(path, f"{len(extra)} weights are not the model's, the first {extra[0]!r}")
     for file in sorted({places[name] for name in weights}):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in (n for n in weights if places[n] == file):
-                    _copy(weights[name], tensors.get_tensor(name), name, path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(error), where=str(file), remedy="restore or download the checkpoint") from error
+        with opened(file) as tensors:
+            for name in (n for n in weights if places[n] == file):
+                _copy(weights[name], tensors.get_tensor(name), name, path)
 
 
 def _copy(weight: Tensor, full: Tensor, name: str, path: Path) -> None:
@@ -88,17 +83,3 @@ def _copy(weight: Tensor, full: Tensor, name: str, path: Path) -> None:
 
 def _mismatch(path: Path, what: str) -> CheckpointError:
     return CheckpointError(what, where=str(path), remedy="give the checkpoint that belongs to this model's config.json")
-
-
-def _locate(path: Path) -> dict[str, Path]:
-    """Weight name -> file."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    try:
-        if index.exists():
-            weight_map: dict[str, Any] = json.loads(index.read_text())["weight_map"]
-            return {name: path / file for name, file in weight_map.items()}
-        with safe_open(single, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), single)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        remedy = "give a folder with model.safetensors, or its shards and model.safetensors.index.json"
-        raise CheckpointError(f"no readable weights: {error}", where=str(path), remedy=remedy) from error

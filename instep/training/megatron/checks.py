@@ -7,15 +7,6 @@ from typing import Any
 from instep.errors import ConfigError
 from instep.models.shape import ModelShape
 
-# Parallel sizes that this backend does not have yet.
-LATER = (
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
 # Overrides that would break what this backend promises, and why.
 REFUSED_OVERRIDES = {
     "hidden_dropout": "log-probs would not be repeatable",
@@ -36,17 +27,13 @@ def padded_vocab_size(vocab_size: int, args: Any) -> int:
 
 
 def check_arguments(args: Any, shape: ModelShape, world_size: int) -> None:
-    """Refuse, all at once, what this backend does not do and what contradicts the checkpoint.
+    """Refuse, all at once, what this backend does not do with a model of this shape.
 
     Raises:
         ConfigError
     """
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    problems = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} (later)"
-        for name in LATER
-        if (getattr(args, name, None) or 1) > 1
-    ]
+    problems = []
     if args.sequence_parallel and tp == 1:
         problems.append("--sequence-parallel with --tensor-model-parallel-size 1")
     if world_size % (tp * pp):
@@ -65,39 +52,3 @@ def check_arguments(args: Any, shape: ModelShape, world_size: int) -> None:
             where="the Megatron arguments",
             remedy="change these flags",
         )
-    differences = shape_differences(args, shape)
-    if differences:
-        raise ConfigError(
-            f"flags contradict the checkpoint: {'; '.join(differences)}",
-            where="the Megatron model arguments",
-            remedy="leave them out: they are read from the checkpoint's config.json",
-        )
-
-
-def shape_differences(args: Any, shape: ModelShape) -> list[str]:
-    """Megatron model flags that were given (not None; switches: not False) and are not those of the checkpoint."""
-    values = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.kv_channels,
-        "vocab_size": shape.vocab_size,
-        "norm_epsilon": shape.norm_epsilon,
-        "normalization": "RMSNorm",
-        "rotary_percent": 1.0,
-        "rotary_base": shape.rope["rope_theta"],
-    }
-    switches = {
-        "untie_embeddings_and_output_weights": not shape.tied,
-        "qk_layernorm": shape.qk_norm,
-        "add_qkv_bias": shape.qkv_bias,
-    }
-    given = [(name, want, getattr(args, name, None)) for name, want in values.items()]
-    given += [(name, want, getattr(args, name, None) or None) for name, want in switches.items()]
-    return [
-        f"--{name.replace('_', '-')} {value} (checkpoint: {want})"
-        for name, want, value in given
-        if value is not None and value != want
-    ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, fuse, join, part_range, weight_entries
@@ -108,54 +108,6 @@ class MegatronWeightSource:
         return None
 
 
-class SafetensorsCheckpoint:
-    """The tensors of a Hugging Face checkpoint folder, single or sharded, read slice by slice."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        index = path / "model.safetensors.index.json"
-        try:
-            if index.is_file():
-                self.files = json.loads(index.read_text())["weight_map"]
-            else:
-                with safe_open(path / "model.safetensors", framework="pt") as file:
-                    self.files = dict.fromkeys(file.keys(), "model.safetensors")
-            self.open_files = {
-                name: safe_open(path / name, framework="pt") for name in sorted(set(self.files.values()))
-            }
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            remedy = "point to a folder with model.safetensors or its index"
-            raise CheckpointError(
-                f"no readable safetensors checkpoint: {error}", where=str(path), remedy=remedy
-            ) from error
-
-    def check(self, entries: list[WeightEntry], *, headless: bool) -> None:
-        """Every tensor of the model is there with its shape, and nothing else is.
-
-        Args:
-            headless: the output layer, if the checkpoint has one, is not looked at.
-
-        Raises:
-            CheckpointError: names all that are missing, unknown or of another shape.
-        """
-        wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
-        ignored = {"lm_head.weight"} if headless else set()
-        found = {name for name in self.files if not name.endswith("rotary_emb.inv_freq")} - ignored
-        problems = [f"{name} is missing" for name in wanted if name not in found]
-        problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
-        for name in wanted:
-            if name in found and (shape := tuple(self.slice(name).get_shape())) != wanted[name]:
-                problems.append(f"{name} has shape {shape}, config.json says {wanted[name]}")
-        if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise CheckpointError(
-                "; ".join(problems[:8]) + more, where=str(self.path), remedy="use weights that belong to config.json"
-            )
-
-    def slice(self, name: str) -> Any:
-        return self.open_files[self.files[name]].get_slice(name)
-
-
 @torch.no_grad()
 def load_hf(
     path: Path, shape: ModelShape, placement: Placement, parameters: dict[str, torch.nn.Parameter], padded_vocab: int
@@ -165,23 +117,50 @@ def load_hf(
     Raises:
         CheckpointError: an unreadable folder, or tensors that are not the model's.
     """
-    checkpoint = SafetensorsCheckpoint(path)
+    files = weight_files(path)
     entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
-    checkpoint.check(entries, headless=shape.tied or shape.value_head)
     by_name = {entry.megatron: entry for entry in entries}
     if shape.tied:  # the last stage of a pipeline has its own copy
         by_name[HEAD] = by_name["embedding.word_embeddings.weight"]
-    for name, param in parameters.items():
-        if shape.value_head and name == HEAD:
-            param.zero_()
-            continue
-        entry = by_name[name]
-        parts = []
-        for i, hf_name in enumerate(entry.names):
-            stored = checkpoint.slice(hf_name)
-            if entry.split_dim is None:
-                parts.append(stored[:])
+    with ExitStack() as stack:
+        shards = {file: stack.enter_context(opened(file)) for file in sorted(set(files.values()))}
+        slices = {name: shards[file].get_slice(name) for name, file in files.items()}
+        _check(path, entries, slices, headless=shape.tied or shape.value_head)
+        for name, param in parameters.items():
+            if shape.value_head and name == HEAD:
+                param.zero_()
                 continue
-            start, stop = part_range(entry, i, placement.tp_rank, placement.tp_size, padded_vocab)
-            parts.append(stored[start:stop] if entry.split_dim == 0 else stored[:, start:stop])
-        param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
+            entry = by_name[name]
+            parts = []
+            for i, hf_name in enumerate(entry.names):
+                stored = slices[hf_name]
+                if entry.split_dim is None:
+                    parts.append(stored[:])
+                    continue
+                start, stop = part_range(entry, i, placement.tp_rank, placement.tp_size, padded_vocab)
+                parts.append(stored[start:stop] if entry.split_dim == 0 else stored[:, start:stop])
+            param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
+
+
+def _check(path: Path, entries: list[WeightEntry], slices: dict[str, Any], *, headless: bool) -> None:
+    """Every tensor of the model is in the checkpoint with its shape, and nothing else is.
+
+    Args:
+        headless: the output layer, if the checkpoint has one, is not looked at.
+
+    Raises:
+        CheckpointError: names all that are missing, unknown or of another shape.
+    """
+    wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
+    ignored = {"lm_head.weight"} if headless else set()
+    found = {name for name in slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
+    for name in wanted:
+        if name in found and (shape := tuple(slices[name].get_shape())) != wanted[name]:
+            problems.append(f"{name} has shape {shape}, config.json says {wanted[name]}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            "; ".join(problems[:8]) + more, where=str(path), remedy="use weights that belong to config.json"
+        )

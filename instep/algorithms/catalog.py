@@ -1,0 +1,184 @@
+"""The algorithms, one record each: all that flags, rules, documents and the plan of a run know of an algorithm.
+
+This module imports no torch. The mathematics of a record is found by its keys: `Estimator.name` in
+`advantages.ESTIMATORS`, `Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`.
+A new algorithm is one record here; if its mathematics is new, it is one file and one line in a registry, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How the advantages of tokens are made from the rewards of a rollout.
+
+    Attributes:
+        name: the key of its functions in `advantages.ESTIMATORS`.
+        compared: what a reward is compared with, in the words of the documentation.
+        compares_group: whether rewards are compared within their group, which therefore needs two executions.
+        comparison_optional: whether something is left without this comparison (`--disable-rewards-normalization`).
+        divides_by_std: whether the comparison divides by the group's std (unless `--disable-grpo-std-normalization`).
+        kl_on_tokens: whether `--kl-coef` acts on each token; otherwise it acts on a sample's reward, before the
+            comparison.
+        whitens: whether advantages are whitened over the rollout even without `--normalize-advantages`.
+        discounts: whether the advantage of a token is a sum over the tokens to come, so that `--gamma` acts.
+        has_critic: whether it reads the values of a critic; `--lambd` acts.
+        takes_success_rates: whether rewards must be rates of success, which a penalty or a KL would spoil.
+    """
+
+    name: str
+    compared: str
+    compares_group: bool = False
+    comparison_optional: bool = False
+    divides_by_std: bool = False
+    kl_on_tokens: bool = False
+    whitens: bool = False
+    discounts: bool = False
+    has_critic: bool = False
+    takes_success_rates: bool = False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss that an algorithm minimizes.
+
+    Attributes:
+        name: the form of a policy loss, a key of `losses.policy.FORMS`; other losses have one form.
+        of_token: the loss of a token (of a pair), in the words of the documentation.
+        type: the value of `--loss-type`, a key of `training.losses.LOSSES`.
+        bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), or a weight, whose
+            lower bound may be 0; or nothing: a policy loss then has a smooth gate (`--sapo-tau-pos`).
+        reads_reference: whether it reads the reference's log-probs, with or without a KL.
+        of_pairs: whether it is one of pairs, whose samples must share a micro-batch.
+    """
+
+    name: str
+    of_token: str
+    type: str = "policy_loss"
+    bounds: Literal["ratio", "weight", "nothing"] = "nothing"
+    reads_reference: bool = False
+    of_pairs: bool = False
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm.
+
+    Attributes:
+        name: the value of `--advantage-estimator`; for an algorithm that samples nothing, the command.
+        title: its name as papers write it.
+        paper: the arXiv number; empty where there is no paper to name.
+        estimator: how advantages are made; None: there are neither rewards nor advantages.
+        defaults: values, by attribute, of flags whose default it changes. That of `eps_clip_high` holds only where
+            `--eps-clip` is not given either.
+    """
+
+    name: str
+    title: str
+    paper: str
+    estimator: Estimator | None
+    loss: Loss
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_rewards(self) -> bool:
+        return self.estimator is not None
+
+    @property
+    def has_critic(self) -> bool:
+        return self.estimator is not None and self.estimator.has_critic
+
+
+_GRPO = Estimator(
+    "grpo",
+    "with its group's mean, over the group's std",
+    compares_group=True,
+    comparison_optional=True,
+    divides_by_std=True,
+)
+_DR_GRPO = Estimator("dr_grpo", "with its group's mean", compares_group=True)
+_RLOO = Estimator("rloo", "with the mean of the others of its group", compares_group=True)
+_MAX_RL = Estimator("max_rl", "with its group's mean, over that mean", compares_group=True, takes_success_rates=True)
+_REINFORCE_PLUS_PLUS = Estimator(
+    "reinforce_plus_plus", "with all tokens of the rollout", kl_on_tokens=True, whitens=True, discounts=True
+)
+_REINFORCE_PLUS_PLUS_BASELINE = Estimator(
+    "reinforce_plus_plus_baseline",
+    "with its group's mean, then with all tokens of the rollout",
+    compares_group=True,
+    kl_on_tokens=True,
+    whitens=True,
+)
+_GAE = Estimator("gae", "with a critic's value, token by token", kl_on_tokens=True, discounts=True, has_critic=True)
+
+_PPO_CLIP = Loss("ppo_clip", "PPO's clip", bounds="ratio")
+_GSPO = Loss("gspo", "PPO's clip of the response's ratio", bounds="ratio")
+_CISPO = Loss("cispo", "log-prob times a bounded weight", bounds="weight")
+_SAPO = Loss("sapo", "a smooth gate on the ratio")
+_SFT = Loss("sft", "-log-prob", "sft_loss")
+_DPO = Loss("dpo", "-log sigmoid of the pair's margin", "dpo_loss", reads_reference=True, of_pairs=True)
+
+# What `--advantage-estimator` may name; the first is the default.
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("grpo", "GRPO", "2402.03300", _GRPO, _PPO_CLIP),
+        Algorithm("gspo", "GSPO", "2507.18071", _GRPO, _GSPO, defaults={"eps_clip": 3e-4, "eps_clip_high": 4e-4}),
+        Algorithm("cispo", "CISPO", "2506.13585", _GRPO, _CISPO, defaults={"eps_clip": 1.0, "eps_clip_high": 4.0}),
+        Algorithm("sapo", "SAPO", "2511.20347", _GRPO, _SAPO),
+        Algorithm("dr_grpo", "Dr. GRPO", "2503.20783", _DR_GRPO, _PPO_CLIP),
+        Algorithm("rloo", "RLOO", "2402.14740", _RLOO, _PPO_CLIP),
+        Algorithm("max_rl", "MaxRL", "2602.02710", _MAX_RL, _PPO_CLIP),
+        Algorithm("reinforce_plus_plus", "REINFORCE++", "2501.03262", _REINFORCE_PLUS_PLUS, _PPO_CLIP),
+        Algorithm(
+            "reinforce_plus_plus_baseline",
+            "REINFORCE++ with baseline",
+            "2501.03262",
+            _REINFORCE_PLUS_PLUS_BASELINE,
+            _PPO_CLIP,
+        ),
+        Algorithm("ppo", "PPO", "1707.06347", _GAE, _PPO_CLIP),
+    )
+}
+# The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.
+OFFLINE: dict[str, Algorithm] = {
+    "sft": Algorithm(
+        "sft",
+        "SFT",
+        "",
+        None,
+        _SFT,
+        {"n_samples_per_prompt": 1, "rollout_function_path": "instep.rollout.sft_rollout.generate_rollout"},
+    ),
+    "dpo": Algorithm(
+        "dpo",
+        "DPO",
+        "2305.18290",
+        None,
+        _DPO,
+        {
+            "n_samples_per_prompt": 1,
+            "rollout_function_path": "instep.rollout.dpo_rollout.generate_rollout",
+            "input_key": "prompt",
+        },
+    ),
+}
+
+
+def algorithm_of(args: Any) -> Algorithm:
+    """The record of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
+    return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
+
+
+def names_where(holds: Callable[[Estimator, Loss], bool]) -> tuple[str, ...]:
+    """The values of `--advantage-estimator` for whose estimator and loss it holds, in the order of the catalog."""
+    return tuple(a.name for a in ALGORITHMS.values() if a.estimator is not None and holds(a.estimator, a.loss))
+
+
+def listed(names: Sequence[str], last: str = "or") -> str:
+    """The names in a sentence: `a, b or c`."""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))

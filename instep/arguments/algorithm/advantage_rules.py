@@ -1,0 +1,217 @@
+"""Flags of advantages, KL and on-policy distillation that do not go together."""
+
+from __future__ import annotations
+
+from instep.algorithms.catalog import ALGORITHMS, listed, names_where
+from instep.arguments.algorithm.combination import Combination, only_with
+from instep.arguments.args import Args
+
+_DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
+_WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
+_SUCCESS_RATES = names_where(lambda estimator, loss: estimator.takes_success_rates)
+_UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
+
+
+def _compares(args: Args) -> bool:
+    """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
+    return args.rewards_normalization and args.custom_reward_post_process_path is None
+
+
+RULES = (
+    Combination(
+        names_where(lambda estimator, loss: estimator.compares_group),
+        "--n-samples-per-prompt 1",
+        lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
+        "a group of one has no advantage: every sample equals its group's mean",
+        f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
+    ),
+    Combination(
+        tuple(ALGORITHMS),
+        "--n-samples-per-prompt 1 --dynamic-sampling-filter-path ...check_reward_nonzero_std",
+        lambda a, given: (
+            a.n_samples_per_prompt == 1 and (a.dynamic_sampling_filter_path or "").endswith(".check_reward_nonzero_std")
+        ),
+        "the rewards of a group of one never differ, so that every group would be dropped",
+        "use at least 2, or leave the filter out",
+    ),
+    Combination(
+        names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
+        "--disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization,
+        "nothing of this estimator is left without the comparison within a group",
+        f"leave it out, or use {listed(_UNCOMPARED)}",
+    ),
+    Combination(
+        _UNCOMPARED,
+        "--disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization,
+        "has no effect, there is no comparison within groups",
+        "leave it out",
+        refused=False,
+    ),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.divides_by_std),
+        "--disable-grpo-std-normalization",
+        lambda a, given: not a.grpo_std_normalization,
+        "has no effect, there is no division by the std of a group",
+        "leave it out",
+        refused=False,
+    ),
+    Combination(
+        (),
+        "--disable-grpo-std-normalization and --disable-rewards-normalization",
+        lambda a, given: not a.rewards_normalization and not a.grpo_std_normalization,
+        "without the normalization over groups there is no std to leave out",
+        "give one of the two",
+    ),
+    Combination(
+        names_where(lambda estimator, loss: estimator.whitens),
+        "--normalize-advantages",
+        lambda a, given: a.normalize_advantages,
+        "has no effect, this estimator whitens its advantages anyway",
+        "leave it out",
+        refused=False,
+    ),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.discounts),
+        "--gamma",
+        lambda a, given: a.gamma != 1,
+        "has no effect: one advantage for all tokens of a response, nothing to discount",
+        f"leave it out, or use {listed(_DISCOUNTED)}",
+    ),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.has_critic),
+        "--lambd",
+        lambda a, given: a.lambd != 1,
+        "has no effect without a critic",
+        f"leave it out, or use {listed(_WITH_CRITIC)}",
+    ),
+    # ---- KL ----
+    Combination(
+        (),
+        "--kl-coef and --kl-loss-coef",
+        lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
+        "the KL counts twice",
+        "let one of them be 0",
+    ),
+    Combination(
+        (),
+        "--kl-loss-coef",
+        lambda a, given: a.kl_loss_coef != 0 and not a.use_kl_loss,
+        "has no effect without --use-kl-loss",
+        "give both",
+    ),
+    Combination(
+        (),
+        "--ref-update-interval",
+        lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
+        "there is no reference without a KL",
+        "leave it out, or add --use-kl-loss",
+    ),
+    Combination(
+        (),
+        "--ref-served-model",
+        lambda a, given: a.ref_served_model is not None and not a.use_kl_loss and a.kl_coef == 0,
+        "there is no reference without a KL",
+        "leave it out, or add --use-kl-loss",
+    ),
+    Combination(
+        (),
+        "--ref-served-model and --ref-load or --ref-update-interval",
+        lambda a, given: a.ref_served_model is not None and not given.isdisjoint(("ref_load", "ref_update_interval")),
+        "there is one reference, served as it is or a copy in the trainer",
+        "name its folder as model_path in --vllm-config, or leave --ref-served-model out",
+    ),
+    Combination(
+        (),
+        "--ref-served-model with --rollout-temperature",
+        lambda a, given: a.ref_served_model is not None and a.rollout_temperature != 1,
+        "an engine's log-probs of given tokens are those at temperature 1, the policy's those it sampled from",
+        "sample at temperature 1, or leave --ref-served-model out",
+    ),
+    *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
+    Combination(
+        names_where(lambda estimator, loss: not estimator.kl_on_tokens),
+        "--kl-coef --custom-reward-post-process-path",
+        lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
+        "the hook's rewards would replace those with the KL",
+        "use --use-kl-loss, or take the KL off in the hook",
+    ),
+    Combination(
+        _SUCCESS_RATES,
+        "--kl-coef",
+        lambda a, given: a.kl_coef != 0,
+        "a reward less a KL is no rate of success",
+        "use --use-kl-loss",
+    ),
+    # ---- on-policy distillation ----
+    Combination(
+        (),
+        "--opd-type or --opd-kl-coef or --opd-teacher-url or --opd-teacher-load or --opd-teacher-ckpt-step",
+        lambda a, given: not a.use_opd and any(name.startswith("opd_") for name in given),
+        "has no effect without --use-opd",
+        "give both",
+    ),
+    Combination(
+        (),
+        "--use-opd",
+        lambda a, given: a.use_opd and (a.opd_teacher_load if a.opd_type == "model" else a.opd_teacher_url) is None,
+        "there is no teacher",
+        "give --opd-teacher-url, the address of a served one, or --opd-teacher-load, a checkpoint",
+    ),
+    Combination(
+        (),
+        "--opd-teacher-url and --opd-teacher-load",
+        lambda a, given: {"opd_teacher_url", "opd_teacher_load"} <= given,
+        "there is one teacher, served or loaded",
+        "give one of the two",
+    ),
+    Combination(
+        (),
+        "--opd-teacher-ckpt-step",
+        lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
+        "says which step of --opd-teacher-load",
+        "give both",
+    ),
+    Combination(
+        (),
+        "--use-opd with --rollout-temperature and a served teacher",
+        lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
+        "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",
+        "sample at temperature 1, or load the teacher with --opd-teacher-load",
+    ),
+    # ---- overlong responses ----
+    Combination(
+        _SUCCESS_RATES,
+        "--overlong-buffer-len",
+        lambda a, given: a.overlong_buffer_len is not None,
+        "a reward less a penalty is no rate of success",
+        "leave it out",
+    ),
+    Combination(
+        (),
+        "--overlong-buffer-len and --custom-reward-post-process-path",
+        lambda a, given: a.overlong_buffer_len is not None and a.custom_reward_post_process_path is not None,
+        "the hook's rewards would replace those with the penalty",
+        "take the penalty off in the hook",
+    ),
+    *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
+    Combination(
+        (),
+        "--overlong-buffer-len without --rollout-max-response-len",
+        lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
+        "the buffer lies before that length",
+        "give both",
+    ),
+    Combination(
+        (),
+        "--overlong-buffer-len above --rollout-max-response-len",
+        lambda a, given: (
+            a.overlong_buffer_len is not None
+            and a.rollout_max_response_len is not None
+            and a.overlong_buffer_len > a.rollout_max_response_len
+        ),
+        "the buffer would begin before the response",
+        "lower it",
+    ),
+)

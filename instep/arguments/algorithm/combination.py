@@ -1,0 +1,64 @@
+"""Flags that do not go together: one record each, which the validator applies and the documentation shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from instep.algorithms.catalog import algorithm_of
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
+
+When = Callable[[Args, set[str]], bool]
+
+
+def attribute(flag: str) -> str:
+    """The attribute of a flag that names none of its own."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def given(*flags: str) -> When:
+    """Whether one of these flags is on the command line."""
+    names = {attribute(flag) for flag in flags}
+    return lambda args, given: bool(given & names)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Flags whose combination makes no sense, or has one flag too many.
+
+    Attributes:
+        algorithms: the values of `--advantage-estimator` that it is about (`catalog.names_where`); empty: it is about
+            every algorithm, SFT and DPO too.
+        flags: the other flags, as one would type them.
+        when: whether these flags are given so, from the arguments and the names of those that were given.
+        what: why the combination makes no sense.
+        remedy: what to do.
+        refused: False: the run starts, with a note.
+    """
+
+    algorithms: tuple[str, ...]
+    flags: str
+    when: When
+    what: str
+    remedy: str
+    refused: bool = True
+
+    def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
+        """The combination as a rule of the validator: it yields one problem, or nothing."""
+        name = algorithm_of(args).name
+        if (self.algorithms and name not in self.algorithms) or not self.when(args, given):
+            return
+        where = self.flags + (f" with --advantage-estimator {name}" if self.algorithms else "")
+        yield Problem(self.what, where, self.remedy, self.refused)
+
+
+def only_with(needed: tuple[str, ...], *flags: str) -> list[Combination]:
+    """Flags that have an effect only where one of the flags `needed` is given, of which none may be 0."""
+    others = [attribute(flag) for flag in needed]
+
+    def unused(name: str) -> When:
+        return lambda args, given: name in given and not any(getattr(args, other) for other in others)
+
+    what = f"has no effect without {' or '.join(needed)}"
+    return [Combination((), flag, unused(attribute(flag)), what, "give both") for flag in flags]

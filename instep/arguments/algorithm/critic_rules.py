@@ -1,0 +1,89 @@
+"""What a critic needs, and which flags have no effect without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from instep.algorithms.catalog import algorithm_of, listed, names_where
+from instep.arguments.algorithm.combination import Combination, given
+from instep.arguments.args import Args
+from instep.arguments.concern import Problem
+from instep.arguments.roles import args_of_role
+from instep.cluster.placement import num_critic_gpus
+
+_NO_CRITIC = "there is no critic without PPO"
+_ADD_CRITIC = (
+    f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
+)
+RULES = tuple(
+    Combination(
+        names_where(lambda estimator, loss: not estimator.has_critic),
+        flag,
+        given(flag),
+        _NO_CRITIC,
+        _ADD_CRITIC,
+    )
+    for flag in (
+        "--critic-load",
+        "--critic-save",
+        "--critic-lr",
+        "--critic-lr-warmup-iters",
+        "--num-critic-only-steps",
+        "--value-clip",
+        "--megatron-config-path",
+    )
+)
+
+
+def size(args: Args, given: set[str]) -> Iterator[Problem]:
+    for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
+        if name in given and not algorithm_of(args).has_critic:
+            yield Problem(_NO_CRITIC, "--" + name.replace("_", "-"), _ADD_CRITIC)
+
+
+def critic(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Sizes and rates of the critic that contradict those of the run."""
+    if not num_critic_gpus(args):
+        return
+    if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:
+        yield Problem(
+            f"{args.num_critic_only_steps} rollouts for the critic alone, but the run has {args.num_rollout}",
+            "--num-critic-only-steps",
+            f"use at most {args.num_rollout}, with which the actor is never trained",
+        )
+    own = args_of_role(args, "critic")
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if own.world_size % model:
+        yield Problem(
+            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
+            f"{own.world_size} ranks of the critic, which is as parallel as the actor",
+            "--critic-num-gpus-per-node",
+            f"use a multiple of {model}",
+        )
+    unit = own.dp_size * (1 if args.use_dynamic_batch_size else args.micro_batch_size)
+    size = args.global_batch_size
+    if size is not None and (size < unit or (not args.use_dynamic_batch_size and size % unit)):
+        yield Problem(
+            f"{size} samples a step do not divide among the critic's {own.dp_size} data-parallel ranks",
+            "--critic-num-gpus-per-node",
+            "use the actor's number",
+        )
+    if own.min_lr > own.lr:
+        yield Problem(f"--min-lr {own.min_lr} is above the critic's {own.lr}", "--critic-lr", "raise it")
+    if own.lr_decay_iters is not None and own.lr_warmup_iters >= own.lr_decay_iters:
+        yield Problem(
+            f"{own.lr_warmup_iters} is not below the {own.lr_decay_iters} steps of the decay",
+            "--critic-lr-warmup-iters",
+            f"use less than {own.lr_decay_iters}",
+        )
+    yield from _folders(args)
+
+
+def _folders(args: Args) -> Iterator[Problem]:
+    if args.critic_load is not None and not os.path.isdir(args.critic_load):
+        yield Problem(f"no folder {args.critic_load}", "--critic-load", "give a checkpoint's folder")
+    if args.critic_save is not None and args.save is not None:
+        if Path(args.critic_save).absolute() == Path(args.save).absolute():
+            yield Problem("is the actor's --save", "--critic-save", "leave it out: --save holds the critic, too")

@@ -1,0 +1,225 @@
+"""The flags of what is optimized: advantages, losses, KL."""
+
+from instep.algorithms.catalog import ALGORITHMS, OFFLINE, listed, names_where
+from instep.arguments.flag import (
+    COUNT,
+    FLOAT,
+    FRACTION,
+    INDEX,
+    MOE,
+    NON_NEGATIVE,
+    POSITIVE,
+    Flag,
+    FlagGroup,
+    Number,
+    hook,
+    http_address,
+    later,
+    negation,
+    refused,
+    switch,
+)
+
+
+def _own_defaults(attribute: str) -> str:
+    """The defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
+    return ", ".join(f"{a.defaults[attribute]:g} with {a.name}" for a in ALGORITHMS.values() if attribute in a.defaults)
+
+
+_DEFAULT = next(iter(ALGORITHMS.values()))
+_OWN_LOSS = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator and a != _DEFAULT]
+_DISCOUNTED = listed(names_where(lambda estimator, loss: estimator.discounts), "and")
+_WITH_CRITIC = listed(names_where(lambda estimator, loss: estimator.has_critic), "and")
+
+ALGORITHM = FlagGroup(
+    "Algorithm",
+    (
+        Flag(
+            "--advantage-estimator",
+            default=_DEFAULT.name,
+            help="how advantages are made from rewards; "
+            f"{listed([f'{a.name} ({a.paper})' for a in _OWN_LOSS], 'and')} are {_DEFAULT.name} with a loss of their "
+            "own (docs/algorithms.md)",
+            choices=tuple(ALGORITHMS),
+            seeds="VSC",
+        ),
+        Flag(
+            "--loss-type",
+            default=_DEFAULT.loss.type,
+            choices=(_DEFAULT.loss.type, *(a.loss.type for a in OFFLINE.values()), "custom_loss"),
+            help="instep sft sets sft_loss, instep dpo dpo_loss; custom_loss is --custom-loss-function-path",
+            seeds="C",
+        ),
+        Flag(
+            "--eps-clip",
+            Number(float, 0, above=True),
+            0.2,
+            f"clip range of the ratio, below 1; unless given {_own_defaults('eps_clip')} (1: no lower bound)",
+            seeds="VC",
+        ),
+        Flag(
+            "--eps-clip-high",
+            Number(float, 0, above=True),
+            None,
+            f"above 1; default: --eps-clip; unless that is given {_own_defaults('eps_clip_high')}",
+            seeds="C",
+        ),
+        Flag(
+            "--eps-clip-c", Number(float, 1, above=True), None, "dual-clip constant, above 1; off if unset", seeds="C"
+        ),
+        Flag("--sapo-tau-pos", POSITIVE, 1.0, "temperature of SAPO's gate where the advantage is positive"),
+        Flag("--sapo-tau-neg", POSITIVE, 1.05, "the same where it is negative"),
+        Flag("--kl-coef", FLOAT, 0.0, "weight of the KL to the reference in the reward", seeds="VC"),
+        switch("--use-kl-loss", "compute the KL to the reference in the loss", "C"),
+        Flag("--kl-loss-coef", FLOAT, 0.0, "its weight; 0 only reports it", seeds="C"),
+        Flag(
+            "--kl-loss-type",
+            default="k1",
+            choices=("k1", "k2", "k3", "low_var_kl"),
+            help="estimator of both KLs",
+            seeds="C",
+        ),
+        switch("--use-unbiased-kl", "weigh the KL with the ratio to the old policy", "C"),
+        Flag(
+            "--ref-served-model",
+            help="name of a model of --vllm-config that keeps its weights: the reference of the KL; default: a copy of "
+            "--ref-load in the trainer",
+        ),
+        Flag("--ref-update-interval", COUNT, None, "copy the actor to the reference every so many rollouts", seeds="C"),
+        Flag("--entropy-coef", FLOAT, 0.0, "weight of the entropy bonus", seeds="C"),
+        switch("--calculate-per-token-loss", "mean over all tokens, not over each sample's mean", "VSCM"),
+        Flag(
+            "--constant-loss-length",
+            COUNT,
+            None,
+            "mean over samples of each sample's sum over tokens / INT, whatever its length (Dr. GRPO, 2503.20783); "
+            "usually --rollout-max-response-len",
+        ),
+        negation("--disable-rewards-normalization", "rewards_normalization", "no centring within a group", "C"),
+        negation("--disable-grpo-std-normalization", "grpo_std_normalization", "no division by the group's std", "C"),
+        switch("--normalize-advantages", "whiten the advantages over the rollout", "VC"),
+        switch("--use-rollout-logprobs", "the engine's log-probs are the old policy's; nothing is recomputed", "C"),
+        switch("--use-tis", "importance weights between trainer and engine (truncated importance sampling)", "VSC"),
+        Flag("--tis-clip", Number(float, 0, above=True), 2.0, "upper bound", aliases=("--tis-upper-bound",), seeds="C"),
+        Flag("--tis-clip-low", NON_NEGATIVE, 0.0, "lower bound", aliases=("--tis-lower-bound",), seeds="C"),
+        Flag(
+            "--tis-level",
+            default="token",
+            choices=("token", "sequence", "geometric"),
+            help="the weight is a token's ratio, the product over its sample, or their geometric mean",
+        ),
+        Flag(
+            "--tis-mode",
+            default="clip",
+            choices=("truncate", "clip", "mask"),
+            help="outside the bounds: cut above only, cut to both, or 0 (mask: MIS; with --tis-level token IcePop)",
+        ),
+        switch("--use-rs", "leave out tokens or samples on which trainer and engine disagree (rejection)"),
+        Flag(
+            "--rs-level",
+            default="token",
+            choices=("token", "sequence", "geometric"),
+            help="what is rejected by its ratio: tokens, samples by their product, by their geometric mean",
+        ),
+        Flag("--rs-lower-bound", NON_NEGATIVE, None, "ratio below which is rejected; default: --tis-clip-low"),
+        Flag("--rs-upper-bound", POSITIVE, None, "ratio above which is rejected; default: --tis-clip"),
+        Flag("--rs-veto-threshold", POSITIVE, None, "reject a sample that has a token of a ratio below, such as 1e-4"),
+        *refused("the weights would depend on what shares a micro-batch", "", "--tis-batch-normalize"),
+        Flag(
+            "--custom-tis-function-path",
+            hook,
+            None,
+            "f(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths): "
+            "(pg_loss, masks, metrics) in place of the built-in correction",
+            seeds="C",
+        ),
+        switch("--use-opsm", "leave out tokens of negative advantage of samples that the policy has left", "C"),
+        Flag("--opsm-delta", FLOAT, 1e-4, "mean of old minus new log-prob above which a sample is left out", seeds="C"),
+        Flag(
+            "--custom-pg-loss-reducer-function-path",
+            hook,
+            None,
+            "f(total_lengths, response_lengths, masks, per_token): function from token losses to a sum over samples",
+            seeds="C",
+        ),
+        Flag(
+            "--custom-loss-function-path",
+            hook,
+            None,
+            "f(args, batch, logits, reducer): (loss, metrics); with --loss-type custom_loss",
+            seeds="C",
+        ),
+        Flag(
+            "--value-clip",
+            Number(float, 0, above=True),
+            0.2,
+            f"clip range of the critic's values ({_WITH_CRITIC})",
+            seeds="VC",
+        ),
+        Flag("--num-critic-only-steps", INDEX, 0, "first rollouts that train PPO's critic alone", seeds="VC"),
+        Flag(
+            "--megatron-config-path",
+            help=f"YAML file of what actor and critic are set to, each: learning rate, load, save ({_WITH_CRITIC})",
+            seeds="VC",
+        ),
+        Flag(
+            "--critic-num-nodes", COUNT, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", seeds="V"
+        ),
+        Flag("--critic-num-gpus-per-node", COUNT, None, "its ranks on each; default: the actor's", seeds="V"),
+        Flag(
+            "--critic-load",
+            help="weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
+            "new value head; default: those of the actor, with a new head. A resume takes the critic of --load",
+            seeds="V",
+        ),
+        Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", seeds="V"),
+        Flag("--critic-lr", NON_NEGATIVE, None, "learning rate of the critic; default: --lr", seeds="V"),
+        Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", seeds="V"),
+        Flag("--gamma", FRACTION, 1.0, f"discount per trained token of {_DISCOUNTED}", seeds="C"),
+        Flag("--lambd", FRACTION, 1.0, f"lambda of the generalised advantage estimation ({_WITH_CRITIC})", seeds="C"),
+        Flag(
+            "--custom-advantage-function-path",
+            hook,
+            None,
+            "f(args, rollout_data): sets rollout_data['advantages'], instead of the estimator",
+            seeds="C",
+        ),
+        Flag("--dpo-beta", POSITIVE, 0.1, "instep dpo: how closely the policy stays at the reference (2305.18290)"),
+        Flag(
+            "--dpo-label-smoothing",
+            Number(float, 0, 0.49),
+            0.0,
+            "instep dpo: probability that a pair is the wrong way round (conservative DPO)",
+        ),
+        Flag("--overlong-buffer-len", COUNT, None, "tokens before --rollout-max-response-len that cost reward (DAPO)"),
+        Flag("--overlong-penalty-factor", POSITIVE, 1.0, "reward taken off at --rollout-max-response-len"),
+        switch("--use-opd", "on-policy distillation: the KL to a teacher is taken off the advantage", "C"),
+        Flag(
+            "--opd-type",
+            default=None,
+            choices=("engine", "model", "sglang", "megatron"),
+            help="the teacher is served at --opd-teacher-url (engine; slime: sglang), or a frozen model in the workers "
+            "(model; slime: megatron); default: as the other flags say",
+            seeds="C",
+        ),
+        Flag("--opd-kl-coef", POSITIVE, 1.0, "weight of the KL to the teacher", seeds="C"),
+        Flag(
+            "--opd-teacher-url",
+            http_address,
+            None,
+            "http://HOST:PORT of an engine that serves the teacher; default: that of --rm-url",
+        ),
+        Flag("--opd-teacher-load", help="the teacher's checkpoint, Hugging Face or instep's", seeds="C"),
+        Flag("--opd-teacher-ckpt-step", INDEX, None, "which iteration of it; default: the latest", seeds="C"),
+        *later(MOE, "C", "--use-routing-replay", "--use-rollout-routing-replay"),
+        *refused(
+            "what a loss needs is computed, nothing else",
+            "C",
+            "--disable-compute-advantages-and-returns",
+            instead="instep sft",
+        ),
+        *refused("entropy is reported at every step", "C", "--use-rollout-entropy"),
+        *refused("the gap between trainer and engine is reported at every step", "C", "--get-mismatch-metrics"),
+        *later("comes with the memory work", "C", "--recompute-loss-function", "--log-probs-chunk-size"),
+    ),
+)

@@ -1,0 +1,136 @@
+"""Flags of losses and importance corrections that do not go together."""
+
+from __future__ import annotations
+
+from instep.algorithms.catalog import listed, names_where
+from instep.arguments.algorithm.combination import Combination, given, only_with
+from instep.arguments.args import Args
+
+_CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
+_BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
+_SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
+
+
+def _corrects(args: Args) -> bool:
+    """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
+    return args.use_tis or args.use_rs
+
+
+RULES: tuple[Combination, ...] = (
+    # ---- forms of the policy loss ----
+    Combination(
+        _CLIPPED_RATIO,
+        "--eps-clip of 1 or more",
+        lambda a, given: a.eps_clip >= 1,
+        "it would never clip below",
+        "use a value below 1, such as 0.2",
+    ),
+    Combination(
+        _BOUNDED_WEIGHT,
+        "--eps-clip above 1",
+        lambda a, given: a.eps_clip > 1,
+        "the lower bound of a weight is 1 - eps_clip, which is 0 at least",
+        "use 1 for no lower bound",
+    ),
+    Combination(
+        _SMOOTH_GATE,
+        "--eps-clip, --eps-clip-high or --eps-clip-c",
+        given("--eps-clip", "--eps-clip-high", "--eps-clip-c"),
+        "SAPO has a smooth gate and clips nothing",
+        "use --sapo-tau-pos and --sapo-tau-neg",
+    ),
+    Combination(
+        _BOUNDED_WEIGHT,
+        "--eps-clip-c",
+        given("--eps-clip-c"),
+        "CISPO bounds the weight itself; there is no second bound",
+        "use --eps-clip-high",
+    ),
+    Combination(
+        names_where(lambda estimator, loss: loss.bounds != "nothing"),
+        "--sapo-tau-pos or --sapo-tau-neg",
+        given("--sapo-tau-pos", "--sapo-tau-neg"),
+        "has no effect without SAPO's gate",
+        f"leave it out, or use {listed(_SMOOTH_GATE)}",
+    ),
+    Combination(
+        (),
+        "--constant-loss-length with --calculate-per-token-loss",
+        lambda a, given: a.constant_loss_length is not None and a.calculate_per_token_loss,
+        "the loss has one denominator: a constant, or the number of tokens",
+        "give one of the two",
+    ),
+    # ---- between trainer and engine ----
+    Combination(
+        (),
+        "--use-tis or --use-rs with --use-rollout-logprobs",
+        lambda a, given: _corrects(a) and a.use_rollout_logprobs,
+        "with the engine's log-probs as old policy there is nothing to correct",
+        "give one of the two",
+    ),
+    Combination(
+        (),
+        "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs",
+        lambda a, given: (a.rollout_top_p < 1 or a.rollout_top_k > 0) and (_corrects(a) or a.use_rollout_logprobs),
+        "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
+        "biased",
+        "sample from the full distribution, or leave the correction out",
+    ),
+    Combination(
+        (),
+        "--tis-clip-low above --tis-clip",
+        lambda a, given: a.tis_clip_low > a.tis_clip,
+        "no weight lies between the two",
+        "exchange them",
+    ),
+    Combination(
+        (),
+        "--tis-clip-low with --tis-mode truncate",
+        lambda a, given: a.tis_mode == "truncate" and a.tis_clip_low > 0,
+        "truncation has an upper bound only",
+        "use --tis-mode clip",
+    ),
+    Combination(
+        (),
+        "--rs-lower-bound above --rs-upper-bound",
+        lambda a, given: a.use_rs and a.rs_lower_bound > a.rs_upper_bound,
+        "everything would be rejected",
+        "exchange them",
+    ),
+    *only_with(("--use-tis",), "--tis-level", "--tis-mode", "--custom-tis-function-path"),
+    *only_with(("--use-tis", "--use-rs"), "--tis-clip", "--tis-clip-low"),
+    *only_with(("--use-rs",), "--rs-level", "--rs-lower-bound", "--rs-upper-bound", "--rs-veto-threshold"),
+    *only_with(("--use-opsm",), "--opsm-delta"),
+    # ---- users' losses ----
+    Combination(
+        (),
+        "--loss-type custom_loss without --custom-loss-function-path",
+        lambda a, given: a.loss_type == "custom_loss" and a.custom_loss_function_path is None,
+        "it needs the loss",
+        "give --custom-loss-function-path",
+    ),
+    Combination(
+        (),
+        "--custom-loss-function-path",
+        lambda a, given: a.loss_type != "custom_loss" and a.custom_loss_function_path is not None,
+        "has no effect without --loss-type custom_loss",
+        "give both",
+    ),
+    Combination(
+        (),
+        "--loss-type custom_loss with --tensor-model-parallel-size",
+        lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
+        "a custom loss gets the logits of the whole vocabulary, which tensor parallelism splits",
+        "use data or pipeline parallelism",
+    ),
+    Combination(
+        (),
+        "--loss-type custom_loss with flags of the policy loss",
+        lambda a, given: (
+            a.loss_type == "custom_loss"
+            and (_corrects(a) or a.use_opsm or a.custom_pg_loss_reducer_function_path is not None)
+        ),
+        "--use-tis, --use-rs, --use-opsm and a reducer belong to the policy loss",
+        "do it in the function",
+    ),
+)

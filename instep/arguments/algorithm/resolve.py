@@ -1,0 +1,47 @@
+"""What follows for the algorithm's flags from those that are given: its own defaults, and bounds that are not given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.algorithms.catalog import algorithm_of
+from instep.arguments.args import Args
+from instep.arguments.concern import Given
+
+
+def own_defaults(args: Args, given: Given) -> dict[str, Any]:
+    """The values of flags that are not given and for which the algorithm has a default of its own, by attribute."""
+    algorithm = algorithm_of(args)
+    defaults = {"loss_type": algorithm.loss.type, **algorithm.defaults}
+    kept = {*given, "eps_clip_high"} if "eps_clip" in given else given
+    return {name: value for name, value in defaults.items() if name not in kept}
+
+
+def eps_clip_high(args: Args, given: Given) -> float:
+    return args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+
+
+def rs_lower_bound(args: Args, given: Given) -> float:
+    return args.tis_clip_low if args.rs_lower_bound is None else args.rs_lower_bound
+
+
+def rs_upper_bound(args: Args, given: Given) -> float:
+    return args.tis_clip if args.rs_upper_bound is None else args.rs_upper_bound
+
+
+# ---- names under which slime's examples read ours --------------------------------------------------------------------
+
+
+def tis_lower_bound(args: Args, given: Given) -> float:
+    return args.tis_clip_low
+
+
+def tis_upper_bound(args: Args, given: Given) -> float:
+    return args.tis_clip
+
+
+def tis_batch_normalize(args: Args, given: Given) -> bool:
+    return False
+
+
+RESOLVERS = (eps_clip_high, rs_lower_bound, rs_upper_bound, tis_lower_bound, tis_upper_bound, tis_batch_normalize)

@@ -1,0 +1,99 @@
+"""All flags in one table, and how a name on the command line is found in it."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from typing import Any
+
+from instep.arguments.algorithm.flags import ALGORITHM
+from instep.arguments.cluster import CLUSTER
+from instep.arguments.data import DATA
+from instep.arguments.debugging import DEBUGGING
+from instep.arguments.engine import ENGINE
+from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
+from instep.arguments.evaluation import EVAL
+from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
+from instep.arguments.loggers import LOGGERS
+from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
+from instep.arguments.model import MODEL
+from instep.arguments.neighbours import NEIGHBOURS
+from instep.arguments.optimizer import OPTIMIZER
+from instep.arguments.reward import REWARD
+from instep.arguments.rollout import ROLLOUT
+from instep.arguments.sglang import NOTE, SGLANG
+from instep.arguments.timeouts import TIMEOUTS
+
+GROUPS: tuple[FlagGroup, ...] = (
+    MODEL,
+    DATA,
+    ROLLOUT,
+    REWARD,
+    EVAL,
+    ALGORITHM,
+    OPTIMIZER,
+    CLUSTER,
+    ENGINE,
+    PARALLEL,
+    SHAPE,
+    LOGGERS,
+    TIMEOUTS,
+    DEBUGGING,
+    NEIGHBOURS,
+    SGLANG,
+)
+
+# Families of which only a part is written down: prefix, status, note, instead.
+_PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
+    ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
+    ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
+    ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),
+    ("--slurm", "later", "a flag of an Atropos environment, which comes later", ""),
+)
+
+
+@cache
+def own_flags() -> dict[str, Flag]:
+    """Flags of the groups, by every name they have."""
+    return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
+
+
+def own_hooks(args: Any) -> list[tuple[str, str]]:
+    """The user's functions that `args` names: flag and dotted path of each."""
+    found = []
+    for flag in {flag.name: flag for flag in own_flags().values() if flag.type is hook}.values():
+        value = vars(args).get(flag.attribute)
+        for path in value if isinstance(value, list) else [value]:
+            if path and path != flag.default and not path.startswith("instep."):
+                found.append((flag.name, path))
+    return found
+
+
+@cache
+def passed_through() -> dict[str, Flag]:
+    """Flags that only Megatron's table has, by every name they have."""
+    own = own_flags()
+    return {name: flag for flag in megatron_table() for name in (flag.name, *flag.aliases) if name not in own}
+
+
+def find(name: str) -> Flag | None:
+    """The record of a flag: instep's own first, then Megatron's, vLLM's, the router's, and those known by a prefix."""
+    flag = own_flags().get(name) or passed_through().get(name) or find_engine_flag(name)
+    if flag is None:
+        for prefix, status, note, instead in _PREFIXES:
+            if name.startswith(prefix):
+                return Flag(name, status=status, note=note, instead=instead)
+    return flag
+
+
+def nearest(name: str) -> str:
+    """The known flag most like `name`, those that act first; empty if none is like it."""
+    wanted = name.lower().replace("_", "-")
+    wanted = "--" + wanted.lstrip("-")
+    acting = [n for n, f in own_flags().items() if f.status == "acts"]
+    if family(wanted) is not None:
+        return nearest_engine_flag(wanted, acting)
+    for names in (acting, [*own_flags(), *passed_through()]):
+        if found := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
+            return found[0]
+    return ""

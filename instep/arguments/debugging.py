@@ -1,0 +1,176 @@
+"""Debugging: parts of a run alone, dumps and their replay, alarms, the trial of hooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from instep.algorithms.catalog import OFFLINE
+from instep.arguments.args import Args
+from instep.arguments.concern import Given, Problem
+from instep.arguments.flag import (
+    FRACTION,
+    HARDENING,
+    NON_NEGATIVE,
+    Flag,
+    FlagGroup,
+    Number,
+    later,
+    negation,
+    refused,
+    switch,
+)
+
+_NEED_A_TRAINER = ("save", "save_hf", "load", "ref_load", "save_debug_train_data")
+
+DEBUGGING = FlagGroup(
+    "Debugging",
+    (
+        switch("--debug-rollout-only", "no trainer: rollouts and evaluations with the engine alone", "C"),
+        switch("--debug-train-only", "no engine: the rollout function must do without one", "C"),
+        Flag(
+            "--save-debug-rollout-data",
+            help="FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
+            seeds="C",
+        ),
+        Flag(
+            "--load-debug-rollout-data",
+            help="FILE with {rollout_id}: train on what the former saved, without an engine",
+            seeds="C",
+        ),
+        Flag(
+            "--load-debug-rollout-data-subsample",
+            Number(float, 0, 1, above=True),
+            None,
+            "share of its groups, the first ones (at least one)",
+            seeds="C",
+        ),
+        Flag(
+            "--save-debug-train-data",
+            help="FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
+            "0: one file holds all ranks' samples",
+            seeds="C",
+        ),
+        Flag(
+            "--dump-details",
+            help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer",
+            seeds="C",
+        ),
+        negation(
+            "--no-hook-trial",
+            "hook_trial",
+            "do not try hooks on 4 prompts before the run (a hook sees these calls, too)",
+        ),
+        Flag(
+            "--alarm-entropy-fraction",
+            FRACTION,
+            0.02,
+            "alarm when the entropy falls below this share of what it was at the start; 0: off",
+        ),
+        Flag(
+            "--alarm-gap",
+            NON_NEGATIVE,
+            0.1,
+            "alarm when the mean log-prob gap or the engine's KL is above this (nats), or above a tenth of it and ten "
+            "times what it was at the start; 0: off",
+        ),
+        Flag("--alarm-truncated-ratio", FRACTION, 0.5, "alarm when more responses are cut off; 1: off"),
+        Flag("--alarm-zero-std-ratio", FRACTION, 0.95, "alarm when more groups have one reward throughout; 1: off"),
+        *later(HARDENING, "C", "--load-forge-rollout-data"),
+        *later(HARDENING, "C", "--memory-snapshot-dir", "--memory-snapshot-num-steps", "--memory-recorder"),
+        *later(HARDENING, "CM", "--record-memory-history"),
+        *later(HARDENING, "C", "--profile-target"),
+        *refused("every sync is proven on every engine", "C", "--check-weight-update-equal"),
+        *refused(
+            "instep's own tests check these numbers",
+            "C",
+            "--ci-test",
+            "--ci-disable-kl-checker",
+            "--ci-train-rollout-logprob-abs-diff-threshold",
+            "--ci-save-grad-norm",
+            "--ci-load-grad-norm",
+        ),
+    ),
+)
+
+
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def save_debug_rollout_data(args: Args, given: Given) -> str | None:
+    return args.save_debug_rollout_data or _inside(args.dump_details, "rollout_data/{rollout_id}.pt")
+
+
+def save_debug_train_data(args: Args, given: Given) -> str | None:
+    name = "train_data/{rollout_id}_{rank}.pt"
+    return args.save_debug_train_data or (None if args.debug_rollout_only else _inside(args.dump_details, name))
+
+
+def debug_train_only(args: Args, given: Given) -> bool:
+    """A replay needs no engine."""
+    return args.debug_train_only or args.load_debug_rollout_data is not None
+
+
+def _inside(folder: str | None, name: str) -> str | None:
+    """A template of `--dump-details`, which stands for both dumps."""
+    return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
+
+
+RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def parts(args: Args, given: set[str]) -> Iterator[Problem]:
+    """Parts of a run alone."""
+    if args.debug_rollout_only and args.debug_train_only:
+        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        yield Problem("nothing would be left to run", f"--debug-rollout-only and {other}", "give one of the two")
+    elif args.debug_rollout_only:
+        for name in _NEED_A_TRAINER:
+            if name in given:
+                yield Problem(
+                    "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint",
+                    "--" + name.replace("_", "-"),
+                    "leave it out",
+                )
+    own_rollout = "rollout_function_path" in given or args.command in OFFLINE
+    if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
+        yield Problem(
+            "the default rollout function needs an engine",
+            "--debug-train-only",
+            "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none",
+        )
+
+
+def dumps(args: Args, given: set[str]) -> Iterator[Problem]:
+    """The files that are written and replayed."""
+    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
+        yield Problem(
+            "has no effect without --load-debug-rollout-data", "--load-debug-rollout-data-subsample", "give both"
+        )
+    fields = {"rollout_id": args.start_rollout_id or 0}
+    yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
+    yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})
+    problems = list(_template(args, "--load-debug-rollout-data", args.load_debug_rollout_data, fields))
+    yield from problems
+    if args.load_debug_rollout_data is not None and not problems and args.load is None and args.num_rollout != 0:
+        first = args.load_debug_rollout_data.format(**fields)
+        if not os.path.isfile(first):
+            yield Problem(f"no file {first}", "--load-debug-rollout-data", "name what --save-debug-rollout-data wrote")
+
+
+def _template(args: Args, flag: str, path: str | None, fields: dict[str, int]) -> Iterator[Problem]:
+    if path is None:
+        return
+    try:
+        here, other = path.format(**fields), path.format(**{**fields, "rollout_id": -1})
+    except (KeyError, IndexError, ValueError, AttributeError):
+        known = " and ".join(f"{{{name}}}" for name in fields)
+        yield Problem(f"'{path}' holds another field than {known}", flag, "DIR/{rollout_id}.pt")
+        return
+    if here == other and args.num_rollout != 1:
+        yield Problem(f"'{path}' is one file for all rollouts", flag, "DIR/{rollout_id}.pt")
+
+
+RULES = (parts, dumps)

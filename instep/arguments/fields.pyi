@@ -1,0 +1,292 @@
+# Made by `python scripts/docs/args_stub.py`; do not edit.
+from typing import Any, Literal
+
+from instep.arguments.evaluation import EvalDataset
+
+class Fields:
+    accumulate_allreduce_grads_in_fp32: bool
+    actor_num_gpus_per_node: int
+    actor_num_nodes: int
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    add_qkv_bias: bool
+    advantage_estimator: Literal[
+        "grpo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "dr_grpo",
+        "rloo",
+        "max_rl",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "ppo",
+    ]
+    alarm_entropy_fraction: float
+    alarm_gap: float
+    alarm_truncated_ratio: float
+    alarm_zero_std_ratio: float
+    apply_chat_template: bool
+    apply_chat_template_kwargs: dict[str, Any]
+    attention_dropout: float
+    balance_data: bool
+    bf16: bool
+    buffer_filter_path: str | None
+    calculate_per_token_loss: bool
+    chosen_key: str
+    ckpt_format: Literal["torch_dist"]
+    ckpt_step: int | None
+    clip_grad: float
+    cluster: Literal["local", "ray"]
+    colocate: bool
+    command: Literal["train", "sft", "dpo", "serve", "plan"]
+    constant_loss_length: int | None
+    controller_memory_limit: float | None
+    critic_load: str | None
+    critic_lr: float | None
+    critic_lr_warmup_iters: int
+    critic_num_gpus_per_node: int | None
+    critic_num_nodes: int | None
+    critic_save: str | None
+    custom_advantage_function_path: str | None
+    custom_eval_rollout_log_function_path: str | None
+    custom_generate_function_path: str | None
+    custom_loss_function_path: str | None
+    custom_pg_loss_reducer_function_path: str | None
+    custom_reward_post_process_path: str | None
+    custom_rm_path: str | None
+    custom_rollout_log_function_path: str | None
+    custom_tis_function_path: str | None
+    data_source_path: str
+    debug_rollout_only: bool
+    debug_train_only: bool
+    deterministic_mode: bool
+    device: Literal["auto", "cpu", "cuda"]
+    disable_bias_linear: bool | None
+    dp_size: int
+    dpo_beta: float
+    dpo_label_smoothing: float
+    dump_details: str | None
+    dynamic_sampling_filter_path: str | None
+    engine_port: int | None
+    engine_start_timeout: float
+    entropy_coef: float
+    eps_clip: float
+    eps_clip_c: float | None
+    eps_clip_high: float
+    eval_config: str | None
+    eval_datasets: list[EvalDataset]
+    eval_function_path: str
+    eval_input_key: str | None
+    eval_interval: int | None
+    eval_label_key: str | None
+    eval_max_context_len: int | None
+    eval_max_prompt_len: int | None
+    eval_max_response_len: int | None
+    eval_min_new_tokens: int | None
+    eval_prompt_data: list[str] | None
+    eval_reward_key: str | None
+    eval_temperature: float | None
+    eval_tool_key: str | None
+    eval_top_k: int | None
+    eval_top_p: float | None
+    ffn_hidden_size: int | None
+    finetune: bool
+    gamma: float
+    global_batch_size: int
+    group_query_attention: bool
+    group_rm: bool
+    grpo_std_normalization: bool
+    heartbeat_timeout: float
+    hf_checkpoint: str
+    hidden_dropout: float
+    hidden_size: int | None
+    hook_trial: bool
+    input_key: str
+    kl_coef: float
+    kl_loss_coef: float
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"]
+    kv_channels: int | None
+    label_key: str | None
+    lambd: float
+    load: str | None
+    load_debug_rollout_data: str | None
+    load_debug_rollout_data_subsample: float | None
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"]
+    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"]
+    lr: float
+    lr_decay_iters: int | None
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    lr_warmup_fraction: float | None
+    lr_warmup_init: float
+    lr_warmup_iters: int
+    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"]
+    make_vocab_size_divisible_by: int
+    mask_offpolicy_in_partial_rollout: bool
+    max_position_embeddings: int | None
+    max_tokens_per_gpu: int | None
+    megatron_config: dict[str, dict[str, Any]]
+    megatron_config_path: str | None
+    megatron_overrides: dict[str, Any]
+    metadata_key: str
+    micro_batch_size: int
+    min_lr: float
+    n_samples_per_eval_prompt: int
+    n_samples_per_prompt: int
+    no_check_for_nan_in_loss_and_grad: bool
+    no_load_optim: bool
+    no_save_optim: bool
+    norm_epsilon: float | None
+    normalization: Literal["LayerNorm", "RMSNorm"] | None
+    normalize_advantages: bool
+    notes: list[str]
+    num_attention_heads: int | None
+    num_critic_only_steps: int
+    num_epoch: int | None
+    num_gpus_per_node: int
+    num_layers: int | None
+    num_logged_samples: int
+    num_query_groups: int | None
+    num_rollout: int | None
+    num_steps_per_rollout: int
+    num_threads: int | None
+    opd_kl_coef: float
+    opd_teacher_ckpt_step: int | None
+    opd_teacher_load: str | None
+    opd_teacher_url: str | None
+    opd_type: str | None
+    opsm_delta: float
+    optimizer: Literal["adam"]
+    over_sampling_batch_size: int
+    overlong_buffer_len: int | None
+    overlong_penalty_factor: float
+    partial_rollout: bool
+    pause_mode: Literal["abort", "keep", "wait"]
+    pipeline_model_parallel_size: int
+    port: int
+    position_embedding_type: Literal["rope"] | None
+    precision: str
+    prefill_num_servers: int | None
+    prompt_data: str | None
+    qk_layernorm: bool
+    ray_address: str
+    recompute_granularity: Literal["full", "selective"] | None
+    recompute_method: Literal["uniform", "block"] | None
+    recompute_num_layers: int | None
+    ref_ckpt_step: int | None
+    ref_load: str | None
+    ref_served_model: str | None
+    ref_update_interval: int | None
+    rejected_key: str
+    reward_key: str | None
+    reward_num_workers: int | None
+    reward_timeout: float
+    rewards_normalization: bool
+    rm_type: str | None
+    rm_url: str | None
+    rollout_all_samples_process_path: str | None
+    rollout_backend: str
+    rollout_batch_size: int
+    rollout_external_engine_addrs: list[str] | None
+    rollout_function_path: str
+    rollout_global_dataset: bool
+    rollout_max_context_len: int | None
+    rollout_max_prompt_len: int | None
+    rollout_max_response_len: int | None
+    rollout_num_engines: int
+    rollout_num_gpus: int
+    rollout_num_gpus_per_engine: int
+    rollout_sample_filter_path: str | None
+    rollout_sample_hook_path: list[str]
+    rollout_seed: int
+    rollout_shuffle: bool
+    rollout_skip_special_tokens: bool
+    rollout_stop: list[str] | None
+    rollout_stop_token_ids: list[int] | None
+    rollout_temperature: float
+    rollout_timeout: float
+    rollout_top_k: int
+    rollout_top_p: float
+    rotary_base: float | None
+    rotary_percent: float | None
+    router_overrides: dict[str, list[str]]
+    rs_level: Literal["token", "sequence", "geometric"]
+    rs_lower_bound: float
+    rs_upper_bound: float
+    rs_veto_threshold: float | None
+    run_dir: str
+    sapo_tau_neg: float
+    sapo_tau_pos: float
+    save: str | None
+    save_debug_rollout_data: str | None
+    save_debug_train_data: str | None
+    save_hf: str | None
+    save_interval: int | None
+    seed: int
+    seq_length: int | None
+    sequence_parallel: bool
+    skip_bad_rows: bool
+    skip_eval_before_train: bool
+    start_rollout_id: int | None
+    swiglu: bool
+    sync_timeout: float
+    sync_tolerance: float | None
+    sync_way: Literal["shm", "disk"]
+    tensor_model_parallel_size: int
+    tis_batch_normalize: bool
+    tis_clip: float
+    tis_clip_low: float
+    tis_level: Literal["token", "sequence", "geometric"]
+    tis_lower_bound: float
+    tis_mode: Literal["truncate", "clip", "mask"]
+    tis_upper_bound: float
+    tool_key: str
+    topology_num_gpus: int
+    train_backend: str
+    train_timeout: float
+    untie_embeddings_and_output_weights: bool
+    update_weight_buffer_size: int
+    use_distributed_optimizer: bool
+    use_dynamic_batch_size: bool
+    use_kl_loss: bool
+    use_opd: bool
+    use_opsm: bool
+    use_rollout_logprobs: bool
+    use_rotary_position_embeddings: bool
+    use_rs: bool
+    use_tensorboard: bool
+    use_tis: bool
+    use_unbiased_kl: bool
+    use_wandb: bool
+    value_clip: float
+    vllm_config: str | None
+    vllm_dtype: Literal["auto", "float32", "bfloat16"]
+    vllm_max_model_len: int | None
+    vllm_max_num_seqs: int | None
+    vllm_overrides: dict[str, list[str]]
+    vllm_router_ip: str | None
+    vllm_router_port: int | None
+    vllm_topology: Any
+    vocab_size: int | None
+    wandb_dir: str | None
+    wandb_group: str | None
+    wandb_host: str | None
+    wandb_key: str | None
+    wandb_mode: Literal["online", "offline", "disabled"] | None
+    wandb_project: str | None
+    wandb_run_id: str | None
+    wandb_team: str | None
+    weight_decay: float
+    worker_start_timeout: float
+    world_size: int
+
+class HookFields(Fields):
+    vllm_router_ip: str
+    vllm_router_port: int
+    vllm_model_routers: dict[str, tuple[str, int]]
+    rollout_engine_urls: list[str]
+    rollout_engine_kind: str
+    vllm_model_engine_urls: dict[str, list[str]]
+    num_rollout: int

@@ -1,0 +1,165 @@
+"""A session of a sync: which engines take part, one deadline, and the steps around what a way carries.
+
+    drain -> pause -> workers publish while engines load -> finish (version) -> reset caches -> resume
+
+No request to the policy is sent before the proof that follows (`proof.py`, `rollout/admission.py`). What becomes of
+requests under way says `--pause-mode`:
+
+- abort: they end with what they have; who asked continues them under the new weights.
+- wait: they end first.
+- keep: the engine freezes them, and goes on with a cache that it makes anew. Their next tokens are made before the
+  proof; if that fails the run ends, so that none of them is trained on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from instep.controller.role import RoleTrainer
+from instep.engines.engine import Engine, EngineRefusal
+from instep.errors import EngineError, SyncError
+from instep.rollout import admission
+from instep.weights.way import GOLDEN, Order, Sent, way_named
+
+T = TypeVar("T")
+
+
+class EngineGone(EngineError):
+    """The last engine of a session has died."""
+
+
+class Session:
+    """One session, which brings `version` to `engines`.
+
+    Args:
+        args: `pause_mode`, `sync_timeout`, `update_weight_buffer_size`, `hf_checkpoint`, and where engines may run.
+        engines: those that it begins with; one that dies in it is taken out.
+        memory_folder: in shared memory of this host.
+
+    Raises:
+        EngineGone: there is none, or none is left.
+    """
+
+    def __init__(self, args: Any, actor: RoleTrainer, engines: Sequence[Engine], version: int, memory_folder: Path):
+        if not engines:
+            raise EngineGone("no engine is left that could take weights", remedy="see the messages before this one")
+        self.args, self.actor, self.version = args, actor, str(version)
+        self.engines = list(engines)
+        self._began = {engine.url: engine.process for engine in engines}
+        self._memory_folder = memory_folder
+        self.started = time.monotonic()
+        self._deadline = self.started + args.sync_timeout
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            SyncError: there are none.
+        """
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise SyncError(
+                "the weight sync did not end within its time",
+                where="--sync-timeout",
+                remedy="see the engines' logs for what they wait for; raise the bound if the model is large",
+            )
+        return left
+
+    def drain(self) -> None:
+        """Wait until no request of this run is under way; with `keep` they stay, and engines tell the versions."""
+        while self.args.pause_mode != "keep" and admission.num_under_way():
+            if self.args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
+                self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
+            time.sleep(admission.LOOK_SECONDS)
+            self.actor.watch()
+            self.seconds_left()
+
+    def transfer(self, way: str) -> Sent:
+        """Bring the weights to all engines by `way`; they serve the new version when this returns, unproven.
+
+        Raises:
+            SyncError: an engine refused something; the message names the tensor.
+        """
+        carriage = _Carriage(self, way, secrets.token_hex(8))
+        try:
+            self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
+            self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
+            sent = way_named(way).drive(carriage)
+            names = [t.name for t in sent.tensors]
+            self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
+            self.each(lambda e: e.reset_cache(timeout=self.seconds_left()))
+            self.each(lambda e: e.resume(timeout=self.seconds_left()))
+        except EngineRefusal as refusal:
+            tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
+            raise SyncError(
+                f"version {self.version} did not arrive: {refusal.what}{tensor}",
+                where=refusal.where,
+                remedy="the run stops before a token is made with wrong weights; resume from the last checkpoint, "
+                f"and try --sync-way {GOLDEN} if it happens again",
+            ) from refusal
+        return sent
+
+    def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
+        """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
+        for engine in [e for e in self.engines if self._gone(e, 0.0)]:
+            self._leave(engine, None)
+        targets = list(self.engines)
+        with ThreadPoolExecutor(len(targets)) as pool:
+            calls = {engine.url: pool.submit(call, engine) for engine in targets}
+        answers: dict[str, T] = {}
+        for engine in targets:
+            try:
+                answers[engine.url] = calls[engine.url].result()
+            except EngineError as error:
+                refused = isinstance(error, EngineRefusal) and (error.code < 500 or error.tensor is not None)
+                dying = max(1.0, engine.kind.dying_seconds)
+                if not self._gone(engine, 0.0 if refused else dying):
+                    raise
+                self._leave(engine, error)
+        return answers
+
+    def _gone(self, engine: Engine, seconds: float) -> bool:
+        """Whether the process that the session began with is no more, or will not be in `seconds`.
+
+        Another one at the same address knows nothing of the session. Of an engine that somebody else runs its health
+        tells, if `seconds` are given.
+        """
+        process = self._began[engine.url]
+        if process is None:
+            return seconds > 0 and not (engine.healthy(seconds) and engine.answers(seconds))
+        return engine.process is not process or process.died_within(seconds)
+
+    def _leave(self, engine: Engine, error: EngineError | None) -> None:
+        self.engines.remove(engine)
+        if not self.engines:
+            what = error.what if error is not None else f"{engine.name} died"
+            where = engine.process.describe() if engine.process is not None else engine.url
+            raise EngineGone(f"{what}; no engine is left in this sync", where=where, remedy="see its log") from error
+
+
+class _Carriage:
+    """One transfer of a session, as the way's driver sees it (`Carriage`)."""
+
+    def __init__(self, session: Session, way: str, nonce: str):
+        self._session, self._way, self.nonce = session, way, nonce
+        args = session.args
+        self.memory_folder = session._memory_folder
+        elsewhere = args.cluster == "ray" or args.rollout_external_engine_addrs
+        self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
+
+    def publish(self, folder: Path, on_event: Callable[[Any], None]) -> None:
+        args, version = self._session.args, self._session.version
+        size, model = int(args.update_weight_buffer_size), Path(args.hf_checkpoint)
+        order = Order(version, self.nonce, folder, size, model)
+        self._session.actor.publish(self._way, order, timeout=self.seconds_left(), on_event=on_event)
+
+    def deliver(self, info: dict[str, Any]) -> None:
+        self._session.each(lambda e: e.update(info, timeout=self.seconds_left()))
+
+    def seconds_left(self) -> float:
+        return self._session.seconds_left()

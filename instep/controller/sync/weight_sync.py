@@ -1,0 +1,127 @@
+"""Weight syncs: the versions of the policy, and the proven sessions that bring them to the engines.
+
+A sync is a session (`session.py`) in which a way (`weights/way.py`) carries the weights, and then the proof
+(`proof.py`) that each engine holds them:
+
+    close admission -> session -> proof -> open admission
+
+One deadline covers all of it. Which engines there are is the fleet's business.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from instep.controller.role import RoleTrainer
+from instep.controller.sync.proof import Proof
+from instep.controller.sync.session import Session
+from instep.engines.engine import Engine
+from instep.rollout import admission
+
+
+@dataclass
+class SyncResult:
+    """What a sync did: seconds, bytes, the largest |trainer - engine| log-prob difference of the probe.
+
+    Attributes:
+        engines: those that hold the version, proven.
+        first_diff: the difference of the first scoring: larger than the other where the probe was scored again.
+    """
+
+    version: int
+    engines: list[Engine]
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+    probe_max_abs_diff: float
+    first_diff: float
+    tolerance: float
+
+    def metrics(self) -> dict[str, float]:
+        """`sync/*` of the rollout before it."""
+        return {
+            "sync/version": self.version,
+            "sync/probe_max_abs_diff": self.probe_max_abs_diff,
+            "sync/probe_tolerance": self.tolerance,
+            "sync/bytes": self.num_bytes,
+        }
+
+
+class WeightSync:
+    """Owns the versions of the policy and the sessions that carry them to the engines.
+
+    Args:
+        args: `sync_way`, `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
+        vocab_size: the probe's tokens are drawn below it.
+        max_len: most tokens of a sequence that trainer and engines take.
+    """
+
+    def __init__(self, args: Any, actor: RoleTrainer, *, vocab_size: int, max_len: int):
+        self._args, self._actor = args, actor
+        self.version = 0
+        self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)
+        self._folder = _scratch_folder()
+
+    def close(self) -> None:
+        admission.reset()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
+        """Bring a new version to `engines`, by `way` (default: --sync-way).
+
+        Raises:
+            SyncError: something does not add up; it names engine and tensor.
+            EngineGone: no engine is left.
+        """
+        for engine in engines:
+            engine.capabilities.check_pause(self._args.pause_mode)
+        session = Session(self._args, self._actor, engines, self.version + 1, self._folder)
+        self.version += 1
+        admission.close()
+        session.drain()
+        result = self._carry(session, way)
+        spans = all(engine.capabilities.version_spans for engine in result.engines)
+        admission.open_again(None if spans else str(self.version))
+        return result
+
+    def rejoin(self, engine: Engine) -> SyncResult:
+        """Bring the present version to one engine that has been started anew; the others serve on.
+
+        Raises:
+            EngineGone: it has died again.
+        """
+        return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder), None)
+
+    def _carry(self, session: Session, way: str | None) -> SyncResult:
+        way = way or self._args.sync_way
+        sent = session.transfer(way)
+        proven = self.proof.prove(session, way, sent)
+        return SyncResult(
+            version=int(session.version),
+            engines=session.engines,
+            seconds=time.monotonic() - session.started,
+            num_bytes=sum(t.nbytes for t in sent.tensors),
+            num_tensors=len(sent.tensors),
+            probe_max_abs_diff=proven.last,
+            first_diff=proven.first,
+            tolerance=proven.tolerance,
+        )
+
+
+def _scratch_folder() -> Path:
+    """A folder in shared memory, named after this process; those of processes that were killed are removed."""
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for left in root.glob("instep-sync-*-*"):
+        pid = left.name.split("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"instep-sync-{os.getpid()}-", dir=root))

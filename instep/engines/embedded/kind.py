@@ -1,0 +1,92 @@
+"""The kind `embedded`: the engine of this folder, which speaks vLLM's routes; one GPU or the CPU."""
+
+from __future__ import annotations
+
+import functools
+import urllib.error
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from instep.engines.capabilities import Capabilities
+from instep.engines.engine import Engine
+from instep.engines.http import get_json
+from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.topology import served_models
+from instep.errors import ConfigError
+from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+
+if TYPE_CHECKING:
+    from instep.engines.wire import WireFormat
+
+_FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # of vLLM's command line that it has, too
+_DTYPES = ("float32", "bfloat16")
+_INSTEAD = "use --rollout-backend vllm"
+
+
+class EmbeddedKind(EngineKind):
+    """One process computes, and sends heartbeats; another, without which it ends, answers HTTP."""
+
+    name, title, auto_device = "embedded", "the embedded engine", "cpu"
+    max_num_gpus = 1
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self.title, digests=True, strict_requests=True, serves_nothing_unproven=True)
+
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.embedded.wire import GroupedWire
+
+        return GroupedWire()
+
+    def refusals(self, args: Any) -> Iterator[ConfigError]:
+        """Flags that only vLLM has, and what groups of `--vllm-config` ask for and this engine has not."""
+        flags = ["--vllm-" + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
+        for given in (", ".join(flags), "--prefill-num-servers" if args.prefill_num_servers else ""):
+            if given:
+                yield ConfigError("the embedded engine has no such thing", where=given, remedy=_INSTEAD)
+        for model in served_models(args) if args.vllm_topology is not None else ():
+            for i, group in enumerate(model.groups):
+                where = f"{model.where}.server_groups[{i}]"
+                if group.role in ("prefill", "decode"):
+                    what = "the embedded engine prefills and decodes"
+                    yield ConfigError(what, where=f"{where}.worker_type", remedy=_INSTEAD)
+                elif group.role == "regular" and group.num_gpus_per_engine > 1:
+                    what = f"{group.num_gpus_per_engine} GPUs, but the embedded engine uses one"
+                    remedy = f"use 1, or {_INSTEAD[4:]}"
+                    yield ConfigError(what, where=f"{where}.num_gpus_per_engine", remedy=remedy)
+                for name, words in group.overrides.items():
+                    if what := _override_problem(name, words[-1]):
+                        yield ConfigError(what, where=f"{where}.overrides.{name}", remedy=_INSTEAD)
+
+    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+        command = ["-m", "instep.engines.embedded", "--model", spec.path, "--host", at.host, "--port", str(at.port)]
+        dtype = [] if "--dtype" in spec.flags else ["--dtype", engine_dtype(args)]
+        command += ["--device", args.device, *dtype, *spec.flags]
+        return [*command, "--batch-invariant"] if args.deterministic_mode else command
+
+    def environment(
+        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+    ) -> dict[str, str]:
+        env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
+        return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+    def identify(self, engine: Engine) -> EngineKind | None:
+        try:
+            models = get_json(engine.url + "/v1/models", 10.0).get("data", ())
+        except urllib.error.HTTPError:
+            return None
+        return self if "instep" in [model.get("owned_by") for model in models] else None
+
+
+KIND = EmbeddedKind()
+
+
+def _override_problem(name: str, value: str) -> str:
+    """What is wrong about an override of `--vllm-config`; "" if nothing."""
+    if name not in _FIELDS:
+        return f"the embedded engine has no such thing, only {', '.join(_FIELDS)}"
+    if value in _DTYPES if name == "dtype" else value.isdigit():
+        return ""
+    return f"the embedded engine takes {' or '.join(_DTYPES) if name == 'dtype' else 'a whole number'}"

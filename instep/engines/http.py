@@ -1,0 +1,20 @@
+"""HTTP to engines and routers: on loopback or named by address, so that no proxy of the environment stands between."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+open_directly = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def get_json(url: str, timeout: float) -> Any:
+    """The JSON that a GET is answered with.
+
+    Raises:
+        OSError: nobody answered in `timeout` seconds, or with an error (urllib.error.HTTPError).
+        ValueError: the answer is no JSON.
+    """
+    with open_directly(url, timeout=timeout) as answer:
+        return json.loads(answer.read())

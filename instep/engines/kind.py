@@ -1,0 +1,214 @@
+"""A kind of engine is one object: how it is chosen, started, asked, fed with weights and watched.
+
+Nothing outside of the kinds knows which one it has. A further kind is a module here with a `KIND`, and a line in
+`_BUILT_IN`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from instep.engines.capabilities import Capabilities
+from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.topology import ServerGroup
+from instep.errors import ConfigError
+
+if TYPE_CHECKING:  # the one needs the kinds to run, the other loads what a command line does not need
+    from instep.engines.engine import Engine
+    from instep.engines.wire import WireFormat
+
+AUTO = "auto"  # the value of --rollout-backend that stands for a kind
+
+
+class EngineKind(Protocol):
+    """What differs between kinds of engines. Where a method has a body, it does what vLLM's routes want.
+
+    Attributes:
+        name: the value of `--rollout-backend`; title: what messages call it.
+        auto_device: where `auto` means it, cuda or cpu; "" if never.
+        max_num_gpus: of one engine; None: as many as one likes.
+        own_gpus: whether an engine must see exactly the GPUs that the plan gives it.
+        needs_router: whether an engine that is alone stands behind a router, too.
+        sends_heartbeats: whether its process, silent for `--heartbeat-timeout`, is known to compute no more.
+        dying_seconds: that its server may take to end after what computes has died.
+        core_route: a GET that only what computes can answer, and not the server by itself; state_routes: those that
+            say what an engine is doing, for a dump.
+        capabilities: what its engines offer (of an engine that runs: what that one does).
+        wire: its wire format.
+    """
+
+    name: str
+    title: str
+    auto_device: str = ""
+    max_num_gpus: int | None = None
+    own_gpus: bool = False
+    needs_router: bool = False
+    sends_heartbeats: bool = True
+    dying_seconds: float = 0.0
+    core_route: str = "/is_paused"
+    state_routes: tuple[str, ...] = ("/is_paused", "/weight_info")
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def wire(self) -> WireFormat: ...
+
+    # ---- the choice, and a command line ------------------------------------------------------------------------------
+
+    def is_meant(self, args: Any) -> bool:
+        """Whether `auto` means it because a flag is given that only it has."""
+        return False
+
+    def refusals(self, args: Any) -> Iterator[ConfigError]:
+        """What the arguments ask for that this kind has not."""
+        yield from ()
+
+    def check_installed(self, where: str) -> None:
+        """Raise ConfigError if it cannot be started on this host; `where` says what has chosen it."""
+        return
+
+    # ---- plan and start ----------------------------------------------------------------------------------------------
+
+    def own_words(
+        self, args: Any, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
+    ) -> dict[str, list[str]]:
+        """What instep adds to the command line of an engine of `group`, by field.
+
+        Args:
+            words: what flags and overrides say already.
+            update_weights: whether it gets the trainer's weights.
+        """
+        return {}
+
+    def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
+        """The command line of the process on `node_host` that `instep plan` shows; "" where it shows none."""
+        return ""
+
+    def check_start(self, args: Any, spec: EngineSpec) -> None:
+        """Raise ConfigError for an engine that would start, and die of its first request."""
+        return
+
+    def command(self, args: Any, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+        """What follows the interpreter, for the process on the engine's `node_rank`-th node."""
+        ...
+
+    def environment(
+        self, args: Any, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+    ) -> dict[str, str]:
+        """What is added to the environment of the process on `node_host`, but for its GPUs."""
+        ...
+
+    # ---- an engine that runs -----------------------------------------------------------------------------------------
+
+    def identify(self, engine: Engine) -> EngineKind | None:
+        """What an engine that somebody else runs is, if it is of this kind; sets its number of replicas.
+
+        Raises:
+            ConfigError: it is, and instep cannot use it so.
+            OSError, ValueError, KeyError: it does not answer, or with something else.
+        """
+        ...
+
+    def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Message, and the tensor that it is about, of the `error` in a refused control call."""
+        return str(error["message"]), error.get("tensor")
+
+    def core_patience(self, heartbeat_timeout: float) -> float | None:
+        """Seconds for which what computes may leave `core_route` without an answer; None: it need not be asked."""
+        return None
+
+    def pause(self, engine: Engine, mode: str, *, timeout: float) -> None:
+        """Stop computing; `mode` is that of `--pause-mode`."""
+        engine.post("/pause", timeout=timeout, mode=mode)
+
+    def reset_cache(self, engine: Engine, *, timeout: float) -> None:
+        """Forget the keys and values that former weights have made."""
+        engine.post("/reset_prefix_cache", timeout=timeout)
+
+    def resume(self, engine: Engine, *, timeout: float) -> None:
+        engine.post("/resume", timeout=timeout)
+
+    def weight_digests(self, engine: Engine, *, timeout: float) -> dict[str, str]:
+        """Digest by Hugging Face name of each weight that it holds; for those with the capability `digests`."""
+        checksums: dict[str, str] = engine.post("/weight_checker", {"action": "checksum"}, timeout=timeout)["checksums"]
+        return checksums
+
+    # ---- a weight session (docs/architecture.md): start, any number of updates, finish -------------------------------
+
+    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+        """Announce a session; a former one that never ended is abandoned."""
+        engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)
+
+    def update(self, engine: Engine, info: dict[str, Any], *, timeout: float) -> None:
+        """One bucket, or a checkpoint on disk: checked, then loaded."""
+        engine.post("/update_weights", {"update_info": info}, timeout=timeout)
+
+    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+        """End the session; refused if one of `names`, or another weight of the model, was not delivered."""
+        engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+
+
+_BUILT_IN = {"embedded": "instep.engines.embedded.kind", "vllm": "instep.engines.vllm"}
+_registered: dict[str, EngineKind] = {}
+
+
+def register(kind: EngineKind) -> None:
+    """Add a kind that is not part of instep; before `instep.arguments` is imported, which reads the names."""
+    _registered[kind.name] = kind
+
+
+def kind_names() -> tuple[str, ...]:
+    return (*_BUILT_IN, *_registered)
+
+
+def kind_of(name: str) -> EngineKind:
+    """The kind that `--rollout-backend NAME` means."""
+    if name in _registered:
+        return _registered[name]
+    kind: EngineKind = importlib.import_module(_BUILT_IN[name]).KIND
+    return kind
+
+
+def all_kinds() -> list[EngineKind]:
+    return [kind_of(name) for name in kind_names()]
+
+
+def named_kind(args: Any) -> EngineKind | None:
+    """That of `--rollout-backend`; None for an `auto` that is not resolved yet."""
+    return None if args.rollout_backend == AUTO else kind_of(args.rollout_backend)
+
+
+def planned_kind(args: Any) -> EngineKind:
+    """The same; an `auto` that is not resolved yet is planned as beside a GPU."""
+    return named_kind(args) or _auto_kind("cuda")
+
+
+def _auto_kind(device: str) -> EngineKind:
+    return next(kind for kind in all_kinds() if kind.auto_device == device)
+
+
+def resolve_backend(args: Any) -> str:
+    """The kind that `--rollout-backend` means on this machine; `args.device` is resolved.
+
+    auto: vLLM beside a GPU, the embedded engine on a CPU (vLLM's start there takes half a minute, so it is asked for by
+    name). The embedded engine is never chosen silently where there is a GPU.
+
+    Raises:
+        ConfigError: the kind is not installed, or cannot do what `--pause-mode` asks for.
+    """
+    kind, how = named_kind(args), ""
+    if kind is None:
+        kind, how = _auto_kind(args.device), f" ({AUTO}, on {args.device})"
+    if not args.rollout_external_engine_addrs:  # those say themselves what they are
+        kind.check_installed(f"--rollout-backend {kind.name}{how}")
+        kind.capabilities.check_pause(args.pause_mode)
+    return kind.name
+
+
+def engine_dtype(args: Any) -> str:
+    """Of an engine's weights where `--vllm-dtype` does not say it: the trainer's. `auto` of a plan is a GPU's."""
+    full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
+    return "float32" if full else "bfloat16"

@@ -1,0 +1,116 @@
+"""One engine of the plan, whatever its kind: what it serves, on which GPUs, and with which flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from instep.engines.topology import Parallel, ServerRole
+
+_CONNECTOR_KEY = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
+# The router's name of a connector by which prefill engines hand the KV cache to decode engines.
+KV_CONNECTORS = {
+    "NixlConnector": "nixl",
+    "NixlPullConnector": "nixl",
+    "MooncakeConnector": "mooncake",
+    "MoRIIOConnector": "moriio",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """One GPU (or one CPU process) of one node."""
+
+    node: int
+    gpu: int
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where an engine is reached, known when it starts.
+
+    Attributes:
+        host, port: of its HTTP server, on its first node.
+        master_host: its first node, as the other nodes of the engine reach it.
+        master_port: where its ranks meet, if it has several nodes.
+        rpc_port: where its data-parallel replicas meet, if they are on several nodes.
+        side_channel_port: the first of `num_side_channel_ports` on each of its nodes.
+    """
+
+    host: str
+    port: int | str
+    master_host: str = ""
+    master_port: int | str = 0
+    rpc_port: int | str = 0
+    side_channel_port: int | str = 0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine of the plan.
+
+    Attributes:
+        index: among all engines of the run, in their order; its name is `engine <index>`.
+        model: the name of the model that it serves; path: the Hugging Face folder.
+        role: regular, prefill or decode.
+        slots: its GPUs, node after node.
+        parallel: how they share the work; their product is `num_gpus`.
+        words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds to them. Without
+            TP and what has to do with addresses and nodes.
+        port: of its HTTP server where `--engine-port` says it, or `--port`, if it has no router; None: a free one.
+        update_weights: whether it gets the trainer's weights.
+    """
+
+    index: int
+    model: str
+    path: str
+    role: ServerRole
+    slots: tuple[Slot, ...]
+    parallel: Parallel
+    words: Mapping[str, list[str]] = field(default_factory=dict)
+    own: Mapping[str, list[str]] = field(default_factory=dict)
+    port: int | None = None
+    update_weights: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.slots)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """`words` and `own` as they are written."""
+        return tuple(word for words in (*self.words.values(), *self.own.values()) for word in words)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt + response, where a number says it."""
+        text = self.words.get("max_model_len", [""])[-1]
+        return int(text) if text.isdigit() else None
+
+    @property
+    def nodes(self) -> tuple[tuple[Slot, ...], ...]:
+        """Its slots by node; one process of `vllm serve` runs on each."""
+        nodes = sorted({slot.node for slot in self.slots})
+        return tuple(tuple(slot for slot in self.slots if slot.node == node) for node in nodes)
+
+    @property
+    def kv_connector(self) -> str:
+        """How the router is told that a prefill or decode engine hands its KV cache over; "" for a regular one."""
+        if self.role == "regular":
+            return ""
+        for flag, value in zip(self.flags, self.flags[1:], strict=False):
+            if flag == "--kv-transfer-config.kv_connector":
+                return KV_CONNECTORS.get(value, "")
+            if flag == "--kv-transfer-config" and (found := _CONNECTOR_KEY.search(value)):
+                return KV_CONNECTORS.get(found[1], "")
+        return ""
+
+    @property
+    def num_side_channel_ports(self) -> int:
+        """Ports in a row that it takes on each node for handing the KV cache over: one per data-parallel replica."""
+        return self.parallel.data if self.kv_connector == "nixl" else 0

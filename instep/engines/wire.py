@@ -1,0 +1,133 @@
+"""The wire format of a kind of engine: how responses and log-probs of a prompt are asked for and answered, as JSON.
+
+`WireFormat` is vLLM's, token ids in and token ids out; a kind that speaks another one overrides its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instep.errors import EngineError
+from instep.types import Status, VersionSpan
+
+GENERATE = "/inference/v1/generate"
+FINAL_ONLY = 2  # vLLM's `output_kind`: only the whole responses matter; 0.26 loses all but one of n without it
+# Sends the JSON of one request; the JSON of its answer, and the weight version of all its tokens where the engine does
+# not say that itself.
+Send = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], str | None]]]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response is wanted to `token_ids`.
+
+    Attributes:
+        url: where it is sent; model: the name of the model there.
+        sampling_params: in vLLM's names.
+        session: requests of one session go to one engine where the router can.
+    """
+
+    url: str
+    model: str
+    token_ids: Sequence[int]
+    sampling_params: dict[str, Any]
+    session: str = ""
+
+
+@dataclass
+class Completion:
+    """What an engine answered for one response."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None  # of the sampled tokens, under the processed distribution
+    weight_versions: list[VersionSpan]  # empty when nobody can say
+    finish_reason: str
+    stop_reason: int | str | None
+
+    @property
+    def status(self) -> Status:
+        if self.finish_reason == "length":
+            return Status.TRUNCATED
+        return Status.ABORTED if self.finish_reason in ("abort", "cancelled") else Status.COMPLETED
+
+
+class WireFormat:
+    """vLLM's `/inference/v1/generate`."""
+
+    generate_route = GENERATE
+    abort_route = "/abort_requests"  # POST: the engine ends all its requests, which answer with what they have
+
+    async def complete(self, request: GenerationRequest, send: Send) -> Completion:
+        """The response to `request`, asked for by `send`.
+
+        Raises:
+            EngineError: the parts of the answer do not fit each other, or what `send` raises.
+        """
+        return (await self.complete_n(request, 1, send))[0]
+
+    async def complete_n(self, request: GenerationRequest, n: int, send: Send) -> list[Completion]:
+        """`n` responses by one request; response i draws with `seed + i`, as if it had been asked for alone.
+
+        The sampled tokens' log-probs are always asked for; text of them only where the engine has to look for stop
+        strings.
+        """
+        given = request.sampling_params
+        own = {"logprobs": 0, "detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
+        sampling_params = own | given | ({"n": n} if n > 1 else {})
+        payload = {"model": request.model, "token_ids": list(request.token_ids), "sampling_params": sampling_params}
+        answer, version = await send(payload)
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != n:
+            what = f"an answer of another form than {n} choices; it has {sorted(answer)}"
+            raise EngineError(what, where=request.url)
+        return [_completion(choice, request.url, version) for choice in choices]
+
+    def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The JSON that asks for the log-probs of `tokens` at temperature 1, as those of a prompt."""
+        sampling_params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return {"token_ids": list(tokens), "sampling_params": sampling_params}
+
+    def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+        """Log-probs of the second to the last of `tokens`, each given those before it, from the answer about them.
+
+        Args:
+            where: who answered, for errors.
+
+        Raises:
+            EngineError: they are not there, or those of other tokens.
+        """
+        try:
+            entries = answer["prompt_logprobs"]
+            if len(entries) != len(tokens):
+                raise ValueError(f"{len(entries)} log-probs of {len(tokens)} tokens")
+            return [float(e[str(token)]["logprob"]) for e, token in zip(entries[1:], tokens[1:], strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"no log-probs of the tokens that were sent: {error!r}"
+            raise EngineError(what, where=where, remedy="see its log") from error
+
+
+VLLM_WIRE = WireFormat()
+
+
+def _completion(choice: dict[str, Any], url: str, version: str | None) -> Completion:
+    """`version`: of all tokens, where the engine does not say it."""
+    try:
+        ids = [int(i) for i in choice.get("token_ids") or []]
+        content = (choice.get("logprobs") or {}).get("content")
+        log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
+        spans = [
+            VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
+        ]
+        if not spans and version is not None:
+            spans = [VersionSpan(version, 0, len(ids))]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"a choice of another form: {error!r}; {choice!r:.200}", where=url) from error
+    if log_probs is not None and len(log_probs) != len(ids):
+        raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url)
+    if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
+        raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url)
+    return Completion(
+        ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason")
+    )

@@ -1,0 +1,78 @@
+"""instep/arguments/fields.pyi, the types of all settings: `python scripts/docs/args_stub.py` writes it.
+
+A flag's type follows from its record, that of an attribute which follows from others from its resolver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from instep.arguments import flag as kinds
+from instep.arguments.all_flags import own_flags
+from instep.arguments.args import RUNTIME_ATTRIBUTES, Runtime
+from instep.arguments.flag import Flag
+from instep.arguments.validate import RESOLVERS
+
+PATH = Path(__file__).parents[2] / "instep/arguments/fields.pyi"
+# Rules see to it that these are given or follow from others; they are None only in commands that do not read them.
+REQUIRED = {
+    *("hf_checkpoint", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size"),
+    "port",
+}
+# What neither a flag nor a resolver sets.
+FURTHER = {
+    "command": 'Literal["train", "sft", "dpo", "serve", "plan"]',
+    "eval_datasets": "list[EvalDataset]",
+    "megatron_config": "dict[str, dict[str, Any]]",
+    "megatron_overrides": "dict[str, Any]",
+    "router_overrides": "dict[str, list[str]]",
+    "vllm_overrides": "dict[str, list[str]]",
+    "vllm_topology": "Any",
+}
+_HEADER = """\
+# Made by `python scripts/docs/args_stub.py`; do not edit.
+from typing import Any, Literal
+
+from instep.arguments.evaluation import EvalDataset
+
+"""
+
+
+def type_of(flag: Flag) -> str:
+    """The annotation of a flag's attribute."""
+    if flag.choices:
+        single = f"Literal[{', '.join(repr(choice) for choice in flag.choices)}]".replace("'", '"')
+    elif isinstance(flag.type, kinds.Number):
+        single = flag.type.kind.__name__
+    else:
+        single = {bool: "bool", kinds.json_object: "dict[str, Any]", kinds.size: "int"}.get(flag.type, "str")
+    if flag.nargs or flag.append:
+        single = f"list[{single}]"
+    return single if flag.default is not None or flag.attribute in REQUIRED else f"{single} | None"
+
+
+def stub() -> str:
+    """The text of fields.pyi."""
+    fields = {flag.attribute: type_of(flag) for flag in own_flags().values() if flag.status == "acts"} | FURTHER
+    for resolver in RESOLVERS:
+        name, given = resolver.__name__, resolver.__annotations__["return"]
+        fields[name] = given.removesuffix(" | None") if name in REQUIRED else given
+    runtime = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
+    return (
+        _HEADER
+        + "class Fields:\n"
+        + "".join(_declaration(name, given) for name, given in sorted(fields.items()))
+        + "\nclass HookFields(Fields):\n"
+        + "".join(_declaration(name, given) for name, given in runtime.items() if name in RUNTIME_ATTRIBUTES)
+    )
+
+
+def _declaration(name: str, given: str) -> str:
+    line = f"    {name}: {given}\n"
+    if len(line) > 120:  # as ruff formats it
+        line = line.replace("[", "[\n        ").replace(", ", ",\n        ").replace("]", ",\n    ]")
+    return line
+
+
+if __name__ == "__main__":
+    PATH.write_text(stub(), encoding="ascii")

@@ -1,0 +1,76 @@
+"""docs/arguments.md, made from the records of the flags: `python scripts/docs/arguments.py > docs/arguments.md`."""
+
+from __future__ import annotations
+
+from instep.arguments.all_flags import GROUPS, own_flags, passed_through
+from instep.arguments.flag import Flag
+from instep.arguments.help import default_text
+
+_SEEDS = {
+    "V": "vime's guide",
+    "R": "vime's readme",
+    "S": "slime's guide",
+    "C": "slime",
+    "A": "Atropos",
+    "T": "TRL",
+    "M": "Megatron",
+}
+
+
+def flags_markdown() -> str:
+    """docs/arguments.md."""
+    own = list(dict.fromkeys(own_flags().values()))
+    megatron = list(dict.fromkeys(passed_through().values()))
+    count = {s: sum(f.status == s for f in own) for s in ("acts", "later", "refused")}
+    lines = [
+        "# Flags of `instep train`, `instep sft` and `instep dpo`",
+        "",
+        "Made by `python scripts/docs/arguments.py > docs/arguments.md`; do not edit.",
+        "",
+        f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
+        f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "
+        "error that says why. *From* tells whose flag it is: "
+        + ", ".join(_SEEDS.values())
+        + "; otherwise instep's own.",
+        "",
+    ]
+    for group in GROUPS:
+        acting = [f for f in group.flags if f.status == "acts"]
+        others = [f for f in group.flags if f.status != "acts"]
+        lines += [f"## {group.title}", ""]
+        if acting:
+            lines += ["| flag | value | default | what it does | from |", "|---|---|---|---|---|"]
+            lines += [_row(_names(f), f.type_label, default_text(f), f.help, _origin(f)) for f in acting] + [""]
+        if others:
+            lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
+            lines += [_row(_names(f), f.status, f.note, f.instead, _origin(f)) for f in others] + [""]
+    lines += [
+        "## vLLM and its router",
+        "",
+        "Their flags are `--vllm-*` and `--router-*`: see [engines_flags.md](engines_flags.md).",
+        "",
+        "## Megatron: all other flags of core_v0.16.1",
+        "",
+        "Those that act are handed to the configuration of megatron-core when they are given.",
+        "",
+        "| flag | value | Megatron's default | status | why | instead |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_row(_names(f), f.type_label, default_text(f), f.status, f.note, f.instead) for f in megatron]
+    return "\n".join(lines) + "\n"
+
+
+def _names(flag: Flag) -> str:
+    return " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
+
+
+def _origin(flag: Flag) -> str:
+    return ", ".join(_SEEDS[letter] for letter in flag.seeds)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(flags_markdown(), end="")

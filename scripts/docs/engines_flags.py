@@ -1,0 +1,68 @@
+"""docs/engines_flags.md from the committed tables: `python scripts/docs/engines_flags.py > docs/engines_flags.md`."""
+
+from __future__ import annotations
+
+from instep.arguments.engine_help import negation, record
+from instep.engines.flags import PREFIXES, TABLES, FlagTable, Package, read_table
+
+_INTRODUCTION = """\
+Every flag of `vllm serve` is a flag of instep with the prefix `--vllm-`, every flag of `vllm-router` one with the
+prefix `--router-`. instep checks names, types, choices and JSON, and hands the values on as they are. Those that it
+sets itself are refused. A flag that only vLLM has chooses `--rollout-backend vllm`.
+
+The flags are those of the installed version, asked from the package's own parser. The tables of the versions below come
+with instep; another version is asked once, in a process of its own, and its table kept in `~/.cache/instep/flags` (or
+below `$XDG_CACHE_HOME`). Where the package is not installed, the newest of these counts. `instep train --help vllm` and
+`--help router` print the list that counts, and say of which version it is.
+
+A flag that is on or off has both spellings, as in vLLM: `--vllm-enable-prefix-caching` and
+`--vllm-no-enable-prefix-caching`. A SIZE is a whole number, or one like 2k and 1.5g (powers of 1000) or 4G (of 1024).
+One key of a JSON value may be given by itself: `--vllm-compilation-config.mode 3`."""
+
+
+def engine_flags_markdown() -> str:
+    """docs/engines_flags.md."""
+    vllm = [read_table("vllm", version) for version in TABLES["vllm"]]
+    router = [read_table("vllm-router", version) for version in TABLES["vllm-router"]]
+    return "\n".join(
+        [
+            "# Flags of vLLM and of its router",
+            "",
+            "Made by `python scripts/docs/engines_flags.py > docs/engines_flags.md`; do not edit.",
+            "",
+            _INTRODUCTION,
+            "",
+            *_section("vllm", vllm),
+            *_section("vllm-router", router),
+        ]
+    )
+
+
+def _section(package: Package, tables: list[FlagTable]) -> list[str]:
+    versions = " and ".join(table.version for table in tables)
+    newest = {name: flag for table in reversed(tables) for name, flag in ((f.name, f) for f in table.flags)}
+    lines = [
+        f"## `{PREFIXES[package]}*`: {'vLLM' if package == 'vllm' else package} {versions}",
+        "",
+        "| flag | value | default | only in | set by instep, because | instead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, known in sorted(newest.items()):
+        flag = record(package, known)
+        having = [table.version for table in tables if name in table.by_name]
+        other = f" `{negation(package, known)}`" if known.negations else ""
+        refused = flag.status != "acts"
+        cells = (
+            f"`{flag.name}`{other}",
+            known.label + (" ..." if flag.nargs else ""),
+            known.default,
+            "" if len(having) == len(tables) else ", ".join(having),
+            flag.note if refused else "",
+            flag.instead if refused else "",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    print(engine_flags_markdown(), end="")
