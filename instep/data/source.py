@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import write_text
 from instep.data.dataset import Dataset, load_dataset
 from instep.data.rows import RowFormat
 from instep.data.tokenizer import load_tokenizer
-from instep.errors import CheckpointError, ConfigError, DataError, RolloutError
+from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import load_function
 from instep.types import Group, Sample
 
@@ -121,36 +118,6 @@ class RolloutDataSourceWithBuffer:
             self._offset = state["offset"]
             self._next_group, self._next_sample = state["next_group"], state["next_sample"]
             self.buffer = [[Sample.from_dict(copy.deepcopy(s)) for s in g] for g in state.get("buffer", [])]
-
-    def save(self, path: str | Path) -> None:
-        """Write the state as JSON; the file is there whole or not at all.
-
-        Raises:
-            CheckpointError: a sample's metadata is not JSON, or the file cannot be written.
-        """
-        try:
-            write_text(Path(path), json.dumps(self.state_dict()), flush=True)
-        except TypeError as error:
-            raise CheckpointError(
-                f"the buffered samples cannot be saved: {error}",
-                where=str(path),
-                remedy="keep metadata to numbers, text, lists and objects",
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"cannot write the data source: {error.strerror}", where=str(path)) from error
-
-    def load(self, path: str | Path) -> None:
-        """Go back to what `save` wrote.
-
-        Raises:
-            CheckpointError: no such file, or not written by `save`.
-        """
-        try:
-            self.load_state_dict(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise CheckpointError(f"cannot read the data source: {error.strerror}", where=str(path)) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"not a saved data source: {error}", where=str(path)) from error
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._offset, self._order = epoch, 0, list(range(len(self)))

@@ -214,7 +214,7 @@ def test_shutdown_can_be_repeated_and_the_loop_comes_back() -> None:
     assert closed == [1]
 
 
-def test_a_watched_coroutine_behaves_as_any_other() -> None:
+def test_a_coroutine_with_bounded_steps_behaves_as_any_other() -> None:
     async def inner() -> int:
         await asyncio.sleep(0.01)
         with pytest.raises(TimeoutError):
