@@ -137,9 +137,9 @@ def mean_gap(controller: Controller, samples: list[Sample]) -> float:
         response_lengths=torch.tensor([s.response_length for s in samples]),
         sample_columns={"temperature": torch.ones(len(samples))},
     )
-    results = controller._require_workers().call("score", batch, timeout=300)
+    scored = torch.tensor(controller._require_trainer().actor.probe_log_probs(batch, 300))
     engine = torch.tensor([x for s in samples for x in s.rollout_log_probs or ()])
-    return float((next(r for r in results if r is not None) - engine).abs().mean())
+    return float((scored - engine).abs().mean())
 
 
 @contextlib.contextmanager
