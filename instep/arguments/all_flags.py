@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import TYPE_CHECKING
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.cluster import CLUSTER
+from instep.arguments.concern import Settings
 from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
@@ -23,9 +23,6 @@ from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 GROUPS: tuple[FlagGroup, ...] = (
     MODEL,

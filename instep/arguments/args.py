@@ -8,10 +8,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
-else:
-    Settings = HookSettings = object
+from instep.arguments.all_flags import find, own_flags
+from instep.arguments.concern import HookSettings, Settings
 
 _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
 
@@ -86,6 +84,36 @@ class Args(Settings):
         self.__setattr__(name, None)
 
 
+class Unreadable(Exception):
+    """An attribute was read whose value on the command line could not be read; that problem is reported already."""
+
+
+class Draft(Args):
+    """The arguments while they are resolved and checked: attributes can be set.
+
+    Args:
+        unreadable: the attributes whose value could not be read; the set may grow. Reading one raises `Unreadable`.
+    """
+
+    __slots__ = ("unreadable",)
+    unreadable: set[str]
+
+    def __init__(self, unreadable: set[str], **values: Any):
+        object.__setattr__(self, "unreadable", unreadable)
+        super().__init__(**values)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in object.__getattribute__(self, "unreadable"):
+            raise Unreadable(name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def replace(self, **changes: Any) -> Draft:
+        return Draft(self.unreadable, **{**vars(self), **changes})
+
+
 class HookArgs(HookSettings):
     """What a hook gets as `args`: every setting but secrets, and the run-time attributes. Nothing can be set."""
 
@@ -135,15 +163,11 @@ class HookArgs(HookSettings):
 
 @cache
 def _secrets() -> frozenset[str]:
-    from instep.arguments.all_flags import GROUPS  # the files of the concerns, which import this one
-
-    return frozenset(flag.attribute for group in GROUPS for flag in group.flags if flag.secret)
+    return frozenset(flag.attribute for flag in own_flags().values() if flag.secret)
 
 
 def _missing(name: str, values: dict[str, Any]) -> str:
     """Why `args.<name>` does not exist."""
-    from instep.arguments.all_flags import find
-
     if name.startswith("__"):  # pickle and copy ask for these
         return name
     if name in _secrets():

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_object, later, negation, refused, switch
 
 DATA = FlagGroup(
@@ -121,7 +120,7 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def global_batch_size(args: Args, given: Given) -> int | None:
+def global_batch_size(args: Settings, given: Given) -> int | None:
     """All samples of a rollout, divided among its steps; None where the rule `batches` finds that they do not divide,
     and without a `--rollout-batch-size`."""
     if args.global_batch_size is not None or args.rollout_batch_size is None:
@@ -130,7 +129,7 @@ def global_batch_size(args: Args, given: Given) -> int | None:
     return None if rest else size
 
 
-def num_steps_per_rollout(args: Args, given: Given) -> int | None:
+def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
     """What `--global-batch-size` makes of a rollout; None as above."""
     if args.num_steps_per_rollout is not None or None in (args.rollout_batch_size, args.global_batch_size):
         return args.num_steps_per_rollout
@@ -143,18 +142,18 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def missing_data(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
         if args.num_rollout != 0:
             yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
 
 
-def missing_batch(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
         yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
 
 
-def length(args: Args, given: set[str]) -> Iterator[Problem]:
+def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
         yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
     if args.num_rollout is not None and args.num_epoch is not None:
@@ -165,7 +164,7 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the built-in data set", "--num-epoch", "give --num-rollout")
 
 
-def batches(args: Args, given: set[str]) -> Iterator[Problem]:
+def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
     """samples of a rollout = global_batch_size * num_steps_per_rollout; each step is shared by all ranks."""
     if args.rollout_batch_size is None:
         return
@@ -186,7 +185,7 @@ def batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from _shares(args)
 
 
-def _shares(args: Args) -> Iterator[Problem]:
+def _shares(args: Settings) -> Iterator[Problem]:
     size, ranks = args.global_batch_size, args.dp_size
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
@@ -211,7 +210,7 @@ def _near(total: int, wanted: int) -> str:
     return f"use {' or '.join(str(d) for d in below + above)}"
 
 
-def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
+def dynamic_batches(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
     if args.use_dynamic_batch_size and "micro_batch_size" in given:
@@ -220,7 +219,7 @@ def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def prompt_file(args: Args, given: set[str]) -> Iterator[Problem]:
+def prompt_file(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is not None:
         yield from data_file(args.prompt_data, "--prompt-data")
 

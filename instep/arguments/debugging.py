@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import (
     FRACTION,
     HARDENING,
@@ -97,16 +96,16 @@ DEBUGGING = FlagGroup(
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def save_debug_rollout_data(args: Args, given: Given) -> str | None:
+def save_debug_rollout_data(args: Settings, given: Given) -> str | None:
     return args.save_debug_rollout_data or _inside(args.dump_details, "rollout_data/{rollout_id}.pt")
 
 
-def save_debug_train_data(args: Args, given: Given) -> str | None:
+def save_debug_train_data(args: Settings, given: Given) -> str | None:
     name = "train_data/{rollout_id}_{rank}.pt"
     return args.save_debug_train_data or (None if args.debug_rollout_only else _inside(args.dump_details, name))
 
 
-def debug_train_only(args: Args, given: Given) -> bool:
+def debug_train_only(args: Settings, given: Given) -> bool:
     """A replay needs no engine."""
     return args.debug_train_only or args.load_debug_rollout_data is not None
 
@@ -121,7 +120,7 @@ RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def parts(args: Args, given: set[str]) -> Iterator[Problem]:
+def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Parts of a run alone."""
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
@@ -143,7 +142,7 @@ def parts(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def dumps(args: Args, given: set[str]) -> Iterator[Problem]:
+def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The files that are written and replayed."""
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         yield Problem(
@@ -160,7 +159,7 @@ def dumps(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"no file {first}", "--load-debug-rollout-data", "name what --save-debug-rollout-data wrote")
 
 
-def _template(args: Args, flag: str, path: str | None, fields: dict[str, int]) -> Iterator[Problem]:
+def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int]) -> Iterator[Problem]:
     if path is None:
         return
     try:

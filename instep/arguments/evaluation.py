@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
 from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.reward import rm_type
@@ -93,7 +92,7 @@ _BOUNDS = (
 )
 
 
-def eval_defaults(args: Args) -> dict[str, Any]:
+def eval_defaults(args: Settings) -> dict[str, Any]:
     """What a data set gets where it says nothing itself: the eval flags, else the rollout's."""
 
     def either(name: str) -> Any:
@@ -122,18 +121,18 @@ def eval_defaults(args: Args) -> dict[str, Any]:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def eval_reward_key(args: Args, given: Given) -> str | None:
+def eval_reward_key(args: Settings, given: Given) -> str | None:
     return args.eval_reward_key or args.reward_key
 
 
-def eval_function_path(args: Args, given: Given) -> str:
+def eval_function_path(args: Settings, given: Given) -> str:
     return args.eval_function_path or args.rollout_function_path
 
 
 RESOLVERS = (eval_reward_key, eval_function_path)
 
 
-def read_datasets(args: Args) -> Iterator[Problem]:
+def read_datasets(args: Settings) -> Iterator[Problem]:
     """Set `args.eval_datasets`, and yield why an entry of `--eval-config` is none. They take what the rollout has."""
     args.eval_datasets = []
     if args.command in ("plan", "serve") or (args.eval_config is not None and args.eval_prompt_data is not None):
@@ -144,7 +143,7 @@ def read_datasets(args: Args) -> Iterator[Problem]:
         yield from _from_flag(args)
 
 
-def _from_flag(args: Args) -> Iterator[Problem]:
+def _from_flag(args: Settings) -> Iterator[Problem]:
     words, where = args.eval_prompt_data or [], "--eval-prompt-data"
     if len(words) == 1:
         words = [Path(words[0].partition("@[")[0]).stem, words[0]]
@@ -155,7 +154,7 @@ def _from_flag(args: Args) -> Iterator[Problem]:
     args.eval_datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
 
 
-def _from_yaml(args: Args) -> Iterator[Problem]:
+def _from_yaml(args: Settings) -> Iterator[Problem]:
     """The data sets of `--eval-config`:
 
     ```yaml
@@ -209,12 +208,12 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def sources(args: Args, given: set[str]) -> Iterator[Problem]:
+def sources(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.eval_config is not None and args.eval_prompt_data is not None:
         yield Problem("both name data sets", "--eval-config and --eval-prompt-data", "give one of the two")
 
 
-def datasets(args: Args, given: set[str]) -> Iterator[Problem]:
+def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Values and files of the data sets."""
     names = [d.name for d in args.eval_datasets]
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
@@ -235,7 +234,7 @@ def datasets(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 
-def interval(args: Args, given: set[str]) -> Iterator[Problem]:
+def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     named = args.eval_config is not None or args.eval_prompt_data is not None
     if args.command in OFFLINE or (args.eval_config is not None and args.eval_prompt_data is not None):
         return

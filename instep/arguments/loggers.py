@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import HARDENING, INDEX, Flag, FlagGroup, later, refused, switch
 
 LOGGERS = FlagGroup(
@@ -37,7 +36,7 @@ LOGGERS = FlagGroup(
 )
 
 
-def wandb(args: Args, given: set[str]) -> Iterator[Problem]:
+def wandb(args: Settings, given: set[str]) -> Iterator[Problem]:
     extra = sorted(f.name for f in LOGGERS.flags if f.attribute in given and f.attribute.startswith("wandb_"))
     if extra and not args.use_wandb:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")

@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
@@ -270,7 +269,7 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
+def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model:
         yield Problem(
@@ -289,12 +288,12 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
 
 
-def recomputation(args: Args, given: set[str]) -> Iterator[Problem]:
+def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
         yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
 
 
-def only_megatron(args: Args, given: set[str]) -> Iterator[Problem]:
+def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.use_distributed_optimizer and args.train_backend == "hf":
         yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
     if args.megatron_overrides and args.train_backend == "hf":
@@ -302,7 +301,7 @@ def only_megatron(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
 
 
-def shape(args: Args, given: set[str]) -> Iterator[Problem]:
+def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Flags of the model's shape against config.json."""
     flags = {flag.name: getattr(args, flag.attribute) for flag in SHAPE.flags if flag.attribute in given}
     for flag, mine, actual in shape_conflicts(flags, known_config(args)) if flags else ():

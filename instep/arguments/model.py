@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem, Rule
+from instep.arguments.concern import Given, Problem, Rule, Settings
 from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -78,7 +77,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def known_config(args: Args) -> dict[str, Any]:
+def known_config(args: Settings) -> dict[str, Any]:
     """The config.json of `--hf-checkpoint`; empty where the rule `checkpoint` finds something wrong with it."""
     try:
         return read_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
@@ -89,11 +88,11 @@ def known_config(args: Args) -> dict[str, Any]:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def train_backend(args: Args, given: Given) -> str:
+def train_backend(args: Settings, given: Given) -> str:
     return "hf" if args.train_backend == "fsdp" else args.train_backend
 
 
-def run_dir(args: Args, given: Given) -> str:
+def run_dir(args: Settings, given: Given) -> str:
     return args.run_dir or f"runs/{args.command}"
 
 
@@ -102,12 +101,12 @@ RESOLVERS = (train_backend, run_dir)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def missing_checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.hf_checkpoint is None:
         yield Problem("is required", "--hf-checkpoint", "the Hugging Face folder of the model")
 
 
-def checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
+def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The folder of `--hf-checkpoint`."""
     if args.hf_checkpoint is None:
         return
@@ -137,7 +136,7 @@ def checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
 def folder_to_load(name: str) -> Rule:
     """The rule that an attribute names a folder, if it names anything."""
 
-    def exists(args: Args, given: set[str]) -> Iterator[Problem]:
+    def exists(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = getattr(args, name)
         if path is not None and not os.path.isdir(path):
             yield Problem(f"no folder {path}", "--" + name.replace("_", "-"), "give a checkpoint's folder")
@@ -145,7 +144,7 @@ def folder_to_load(name: str) -> Rule:
     return exists
 
 
-def load(args: Args, given: set[str]) -> Iterator[Problem]:
+def load(args: Settings, given: set[str]) -> Iterator[Problem]:
     """`--load` may name a folder that does not exist yet: that of `--save`, before the first checkpoint."""
     if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
@@ -155,19 +154,19 @@ def load(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("says which step of --load", "--ckpt-step", "give --load")
 
 
-def reference(args: Args, given: set[str]) -> Iterator[Problem]:
+def reference(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ref_ckpt_step is not None and args.ref_load is None:
         yield Problem("says which step of --ref-load", "--ref-ckpt-step", "give --ref-load")
 
 
-def saving(args: Args, given: set[str]) -> Iterator[Problem]:
+def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.save_interval is not None and not (args.save or args.save_hf or args.critic_save):
         yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
     if args.no_save_optim and args.save is None:
         yield Problem("has no effect without --save", "--no-save-optim", "give both")
 
 
-def export(args: Args, given: set[str]) -> Iterator[Problem]:
+def export(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.save_hf is not None:
         try:
             args.save_hf.format(rollout_id=0)
@@ -180,7 +179,7 @@ def export(args: Args, given: set[str]) -> Iterator[Problem]:
 def writable(name: str) -> Rule:
     """The rule that the folder of an attribute can be made, or written to."""
 
-    def can_be_written(args: Args, given: set[str]) -> Iterator[Problem]:
+    def can_be_written(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
         existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK):

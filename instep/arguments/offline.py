@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
 _NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", "rollout_temperature")
@@ -20,7 +19,7 @@ _ONLY_RL = (
 )
 
 
-def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
+def not_yet(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Values of flags that act, but not with every value."""
     if args.command in OFFLINE:
         return
@@ -30,7 +29,7 @@ def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"is what `instep {name}` sets", f"--loss-type {args.loss_type}", remedy)
 
 
-def only_dpo(args: Args, given: set[str]) -> Iterator[Problem]:
+def only_dpo(args: Settings, given: set[str]) -> Iterator[Problem]:
     """DPO's flags belong to it, and it has no use for some others."""
     for name in _ONLY_DPO if args.command != "dpo" else _NOT_IN_DPO:
         if name in given:
@@ -39,7 +38,7 @@ def only_dpo(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, flag, "leave it out")
 
 
-def sampling(args: Args, given: set[str]) -> Iterator[Problem]:
+def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
     """What makes no sense where nothing is sampled."""
     if args.command not in OFFLINE:
         return
@@ -57,7 +56,7 @@ def sampling(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
 
 
-def loss(args: Args, given: set[str]) -> Iterator[Problem]:
+def loss(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.command not in OFFLINE:
         return
     loss_type = OFFLINE[args.command].loss.type

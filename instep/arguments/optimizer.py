@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
 
 BETA = Number(float, 0, 1)
@@ -45,14 +44,14 @@ OPTIMIZER = FlagGroup(
 )
 
 
-def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
+def learning_rate(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.min_lr > args.lr:
         yield Problem(f"{args.min_lr} is above --lr {args.lr}", "--min-lr", "lower it")
     if args.lr_warmup_init > args.lr:
         yield Problem(f"{args.lr_warmup_init} is above --lr {args.lr}", "--lr-warmup-init", "lower it")
 
 
-def schedule(args: Args, given: set[str]) -> Iterator[Problem]:
+def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         yield Problem("both are given", "--lr-warmup-iters and --lr-warmup-fraction", "give one of the two")
     if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
@@ -65,7 +64,7 @@ def schedule(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 
 
-def betas(args: Args, given: set[str]) -> Iterator[Problem]:
+def betas(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(args, name) == 1:
             yield Problem("must be below 1", "--" + name.replace("_", "-"), "0.9 and 0.999 are usual")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.data import split_slice
 from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, FlagGroup, hook, switch
 
@@ -57,7 +56,7 @@ REWARD = FlagGroup(
 )
 
 
-def row_names_reward(args: Args) -> bool:
+def row_names_reward(args: Settings) -> bool:
     """Whether the first row of the prompts names its reward itself (metadata.rm_type), or cannot be looked at here."""
     if args.prompt_data is None:
         return False
@@ -72,7 +71,7 @@ def row_names_reward(args: Args) -> bool:
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
-def named(args: Args, given: set[str]) -> Iterator[Problem]:
+def named(args: Settings, given: set[str]) -> Iterator[Problem]:
     """That something says what a response is worth, unless the run has a rollout of its own."""
     own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
     if args.command == "train" and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
@@ -80,12 +79,12 @@ def named(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
 
 
-def remote(args: Args, given: set[str]) -> Iterator[Problem]:
+def remote(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rm_type is not None and args.rm_type.endswith("remote_rm") and args.rm_url is None:
         yield Problem("needs the address of a server", "--rm-type remote_rm", "give --rm-url")
 
 
-def of_groups(args: Args, given: set[str]) -> Iterator[Problem]:
+def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.group_rm and args.custom_rm_path is None:
         yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import Flag
 from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
@@ -51,7 +51,7 @@ def overridable() -> dict[str, Flag]:
     return {flag.attribute: flag for flag in (*OPTIMIZER.flags, *more) if flag.status == "acts"}
 
 
-def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
+def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     """Lay the file over `args` and `given`. What has no flag of the critic's own goes to `args.megatron_config`."""
     args.megatron_config = {}
     path = args.megatron_config_path
@@ -89,7 +89,7 @@ def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
                 yield from _override(args, given, role, str(name), value, f"{place}.overrides.{name}")
 
 
-def _override(args: Args, given: dict[str, Any], role: str, name: str, value: Any, where: str) -> Iterator[Problem]:
+def _override(args: Settings, given: dict[str, Any], role: str, name: str, value: Any, where: str) -> Iterator[Problem]:
     flags, attribute = overridable(), name.lstrip("-").replace("-", "_")
     if attribute not in flags:
         flag, near = find("--" + attribute.replace("_", "-")), difflib.get_close_matches(attribute, flags, n=1)

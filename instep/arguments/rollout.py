@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import (
     ALGORITHMS,
     COUNT,
@@ -98,7 +97,7 @@ ROLLOUT = FlagGroup(
 )
 
 
-def context_of_model(args: Args) -> int | None:
+def context_of_model(args: Settings) -> int | None:
     """How many tokens an engine takes, as far as flags and config.json say."""
     most = args.vllm_max_model_len or known_config(args).get("max_position_embeddings")
     return most if isinstance(most, int) else None
@@ -107,11 +106,11 @@ def context_of_model(args: Args) -> int | None:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def over_sampling_batch_size(args: Args, given: Given) -> int | None:
+def over_sampling_batch_size(args: Settings, given: Given) -> int | None:
     return args.over_sampling_batch_size or args.rollout_batch_size
 
 
-def rollout_max_prompt_len(args: Args, given: Given) -> int | None:
+def rollout_max_prompt_len(args: Settings, given: Given) -> int | None:
     """Prompts that are rendered here leave room for one token of a response; those that do not are skipped, counted."""
     known = [n for n in (context_of_model(args), args.rollout_max_context_len) if n is not None]
     if args.rollout_max_prompt_len is None and known and args.apply_chat_template:
@@ -124,12 +123,12 @@ RESOLVERS = (over_sampling_batch_size, rollout_max_prompt_len)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
+def partial_rollouts(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
 
 
-def prompt_length(args: Args, given: set[str]) -> Iterator[Problem]:
+def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
     if longest is not None and whole is not None and longest >= whole:
         yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
@@ -138,7 +137,7 @@ def prompt_length(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
 
 
-def response_length(args: Args, given: set[str]) -> Iterator[Problem]:
+def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     response, whole = args.rollout_max_response_len, args.vllm_max_model_len
     if whole is not None and response is not None and response >= whole:
         yield Problem(
@@ -148,12 +147,12 @@ def response_length(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def top_k(args: Args, given: set[str]) -> Iterator[Problem]:
+def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_top_k == 0 or args.rollout_top_k < -1:
         yield Problem(f"{args.rollout_top_k} keeps no token", "--rollout-top-k", "use -1 (off) or at least 1")
 
 
-def over_sampling(args: Args, given: set[str]) -> Iterator[Problem]:
+def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
     asked, needed = args.over_sampling_batch_size, args.rollout_batch_size
     if asked is not None and needed is not None and asked < needed:
         what = f"{asked} is less than --rollout-batch-size {needed}"

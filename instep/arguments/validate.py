@@ -5,7 +5,7 @@ A step that reads what could not be read, or follows from it, is skipped: one mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from instep.arguments import (
@@ -25,10 +25,13 @@ from instep.arguments import (
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import resolve as algorithm
 from instep.arguments.algorithm.rules import COMBINATIONS
-from instep.arguments.concern import Draft, Given, Problem, Resolver, Rule, Unreadable
+from instep.arguments.args import Draft, Unreadable
+from instep.arguments.concern import Given, Problem, Resolver
 from instep.arguments.engine_rules import read_topology, rollout_backend, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
+
+Rules = tuple[Callable[[Draft, set[str]], Iterator[Problem]], ...]
 
 # In this order: each may read what those before it have set.
 RESOLVERS: tuple[Resolver, ...] = (
@@ -44,9 +47,9 @@ RESOLVERS: tuple[Resolver, ...] = (
     *evaluation.RESOLVERS,
 )
 # `instep plan` asks only where things go.
-PLAN_RULES: tuple[Rule, ...] = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: tuple[Rule, ...] = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
-RULES: tuple[Rule, ...] = (
+PLAN_RULES: Rules = (topology, critic_rules.size, *cluster.PLANNED_RULES)
+SERVE_RULES: Rules = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
+RULES: Rules = (
     *model.RULES,
     serving.only_served,
     *data.RULES,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instep.algorithms.catalog import algorithm_of
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 
-When = Callable[[Args, set[str]], bool]
+When = Callable[[Settings, set[str]], bool]
 
 
 def attribute(flag: str) -> str:
@@ -44,7 +43,7 @@ class Combination:
     remedy: str
     refused: bool = True
 
-    def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
+    def __call__(self, args: Settings, given: set[str]) -> Iterator[Problem]:
         """The combination as a rule of the validator: it yields one problem, or nothing."""
         name = algorithm_of(args).name
         if (self.algorithms and name not in self.algorithms) or not self.when(args, given):
