@@ -1,4 +1,4 @@
-"""The command line: `parse(argv) -> Args`. Nothing here imports torch or transformers."""
+"""The command line: `parse(argv)` makes `Args` of it. This package imports neither torch nor transformers."""
 
 from __future__ import annotations
 

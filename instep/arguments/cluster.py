@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
@@ -21,11 +21,11 @@ OFFLOAD = "comes with the memory work; trainer and engines keep their memory tod
 CLUSTER = FlagGroup(
     "Cluster and device",
     (
-        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", seeds="VSC"),
-        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", seeds="VSC"),
-        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", seeds="VSC"),
-        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", seeds="VSRC"),
-        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", seeds="C"),
+        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
+        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", whose="VSC"),
+        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
+        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", whose="VSRC"),
+        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"),
         switch("--colocate", "engines use the trainer's GPUs, --rollout-num-gpus is ignored", "VSC"),
         Flag(
             "--cluster",
@@ -45,7 +45,7 @@ CLUSTER = FlagGroup(
             choices=("auto", "fp32", "bf16"),
             help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
         ),
-        Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
+        Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
         Flag(
             "--controller-memory-limit",
@@ -60,7 +60,7 @@ CLUSTER = FlagGroup(
             "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
             "M",
         ),
-        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
+        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
         *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
         *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
@@ -100,7 +100,7 @@ def world_size(args: Settings, given: Given) -> int:
 
 
 def dp_size(args: Settings, given: Given) -> int:
-    """Its data-parallel ranks; that the division leaves no rest is a rule's to say."""
+    """Data-parallel ranks of the actor. A rule reports ranks that TP x PP does not divide."""
     return max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
 
 
@@ -118,7 +118,7 @@ def rollout_num_gpus(args: Settings, given: Given) -> int:
 
 
 def topology_num_gpus(args: Settings, given: Given) -> int:
-    """GPUs of all engines and placeholders."""
+    """GPUs of all engines and placeholders that `--vllm-config` or the flags name."""
     return 0 if args.command in OFFLINE else _served_gpus(args)
 
 
@@ -132,7 +132,7 @@ def _served_gpus(args: Settings) -> int:
 
 
 def notes(args: Settings, given: Given) -> list[str]:
-    """What the user is told: here that engines share the trainer's GPUs; rules add more."""
+    """Notes to the user, here that the engines share the trainer's GPUs; rules add more."""
     shares = args.colocate and not args.rollout_external_engine_addrs and args.command not in OFFLINE
     trainer, asked = args.world_size + num_critic_gpus(args), given.get("rollout_num_gpus")
     if not shares or asked in (None, trainer):
@@ -167,7 +167,7 @@ def engine_size(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The engines that run already."""
+    """The addresses of engines that run already."""
     if args.command in OFFLINE:
         return
     addresses = args.rollout_external_engine_addrs or ()
@@ -191,14 +191,14 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
     for name in ("ray_address", "num_gpus_per_node"):
         if local and name in given:
-            yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+            yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
     if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray", remedy)
 
 
 def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Where everything goes."""
+    """The plan of ranks and engines must be possible, and weights must reach every engine."""
     try:
         plan, planned = make_plan(args), plan_engines(args)
     except ConfigError as error:

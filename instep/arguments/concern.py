@@ -33,3 +33,8 @@ class Problem:
 Given = Mapping[str, Any]  # the values of the flags that were given, by attribute
 Resolver = Callable[[Settings, Given], Any]
 Rule = Callable[[Settings, set[str]], Iterator[Problem]]  # the set: the attributes of the flags that were given
+
+
+def flag_name(attribute: str) -> str:
+    """The flag of an attribute that is named after its flag."""
+    return "--" + attribute.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Prompts, batches and how long a run is."""
+"""Prompts, batches and the length of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_obje
 DATA = FlagGroup(
     "Data and batches",
     (
-        Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", seeds="C"),
-        Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", seeds="VSC"),
-        Flag("--label-key", help="column of the label", seeds="VSC"),
+        Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", whose="VSC"),
+        Flag("--label-key", help="column of the label", whose="VSC"),
         Flag("--chosen-key", default="chosen", help="instep dpo: column of the better response (as the prompt's kind)"),
         Flag("--rejected-key", default="rejected", help="instep dpo: column of the worse response"),
-        Flag("--metadata-key", default="metadata", help="column of the metadata", seeds="VSC"),
-        Flag("--tool-key", default="tools", help="column of the tools", seeds="C"),
+        Flag("--metadata-key", default="metadata", help="column of the metadata", whose="VSC"),
+        Flag("--tool-key", default="tools", help="column of the tools", whose="C"),
         switch("--apply-chat-template", "render messages with the tokenizer's chat template", "VSC"),
-        Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", seeds="C"),
+        Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", whose="C"),
         switch("--rollout-shuffle", "shuffle the prompts in each epoch", "C"),
-        Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", seeds="C"),
+        Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", whose="C"),
         switch("--skip-bad-rows", "skip and count rows that cannot be used, instead of stopping"),
         negation("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set", "C"),
         Flag(
@@ -30,30 +30,30 @@ DATA = FlagGroup(
             hook,
             "instep.data.source.RolloutDataSourceWithBuffer",
             "class(args) that hands out prompts",
-            seeds="C",
+            whose="C",
         ),
-        Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", seeds="C"),
-        Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", seeds="C"),
-        Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", seeds="C"),
-        Flag("--n-samples-per-prompt", COUNT, 8, "responses per prompt (slime: 1)", seeds="VSC"),
+        Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", whose="C"),
+        Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", whose="C"),
+        Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", whose="C"),
+        Flag("--n-samples-per-prompt", COUNT, 8, "responses per prompt (slime: 1)", whose="VSC"),
         Flag(
             "--global-batch-size",
             COUNT,
             None,
             "samples per optimizer step; default: all samples of a rollout / --num-steps-per-rollout",
-            seeds="CM",
+            whose="CM",
         ),
-        Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", seeds="C"),
-        Flag("--micro-batch-size", COUNT, 1, "samples per micro-batch, unless --use-dynamic-batch-size", seeds="CM"),
+        Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", whose="C"),
+        Flag("--micro-batch-size", COUNT, 1, "samples per micro-batch, unless --use-dynamic-batch-size", whose="CM"),
         switch("--use-dynamic-batch-size", "fill micro-batches up to --max-tokens-per-gpu", "C"),
-        Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", seeds="C"),
+        Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", whose="C"),
         switch("--balance-data", "give each data-parallel rank about the same number of tokens", "C"),
         Flag(
             "--loss-mask-type",
             default="qwen",
             choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
             help="how sft finds the assistant's turns in the chat template",
-            seeds="C",
+            whose="C",
         ),
         *later("images and audio come later", "C", "--multimodal-keys"),
         *later("packing by FLOPs comes later", "C", "--balance-by-flops", instead="--balance-data"),
@@ -98,31 +98,26 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
         yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
         return
     try:
-        with open(file, "rb"):
-            pass
+        open(file, "rb").close()
     except FileNotFoundError:
         yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
-        return
     except IsADirectoryError:
         yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
-        return
     except OSError as error:
-        yield Problem(
-            f"{file} cannot be read: {error.strerror}", where, "change its permissions, or those of its folder"
-        )
-        return
-    if file.stat().st_size == 0:
-        yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
-    elif file.suffix not in (".jsonl", ".parquet"):
-        yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
+        remedy = "change its permissions, or those of its folder"
+        yield Problem(f"{file} cannot be read: {error.strerror}", where, remedy)
+    else:
+        if file.stat().st_size == 0:
+            yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
+        elif file.suffix not in (".jsonl", ".parquet"):
+            yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
 def global_batch_size(args: Settings, given: Given) -> int | None:
-    """All samples of a rollout, divided among its steps; None where the rule `batches` finds that they do not divide,
-    and without a `--rollout-batch-size`."""
+    """Samples of a rollout / its optimizer steps; None where this leaves a rest, and without `--rollout-batch-size`."""
     if args.global_batch_size is not None or args.rollout_batch_size is None:
         return args.global_batch_size
     size, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout or 1)
@@ -130,7 +125,7 @@ def global_batch_size(args: Settings, given: Given) -> int | None:
 
 
 def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
-    """What `--global-batch-size` makes of a rollout; None as above."""
+    """Samples of a rollout / `--global-batch-size`; None where this leaves a rest, and where one of them is None."""
     if args.num_steps_per_rollout is not None or None in (args.rollout_batch_size, args.global_batch_size):
         return args.num_steps_per_rollout
     steps, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.global_batch_size)
@@ -165,7 +160,7 @@ def length(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """samples of a rollout = global_batch_size * num_steps_per_rollout; each step is shared by all ranks."""
+    """Samples of a rollout = global_batch_size * num_steps_per_rollout; all data-parallel ranks share each step."""
     if args.rollout_batch_size is None:
         return
     total = args.rollout_batch_size * args.n_samples_per_prompt

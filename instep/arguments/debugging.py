@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import (
     FRACTION,
     HARDENING,
@@ -30,30 +30,30 @@ DEBUGGING = FlagGroup(
         Flag(
             "--save-debug-rollout-data",
             help="FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--load-debug-rollout-data",
             help="FILE with {rollout_id}: train on what the former saved, without an engine",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--load-debug-rollout-data-subsample",
             Number(float, 0, 1, above=True),
             None,
             "share of its groups, the first ones (at least one)",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--save-debug-train-data",
             help="FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
             "0: one file holds all ranks' samples",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--dump-details",
             help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer",
-            seeds="C",
+            whose="C",
         ),
         negation(
             "--no-hook-trial",
@@ -111,7 +111,7 @@ def debug_train_only(args: Settings, given: Given) -> bool:
 
 
 def _inside(folder: str | None, name: str) -> str | None:
-    """A template of `--dump-details`, which stands for both dumps."""
+    """The template of a dump below the folder of `--dump-details`, whose own braces are kept."""
     return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
 
 
@@ -121,7 +121,7 @@ RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
 
 
 def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Parts of a run alone."""
+    """Either the trainer or the engine can be left out, with the flags that need it."""
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield Problem("nothing would be left to run", f"--debug-rollout-only and {other}", "give one of the two")
@@ -130,7 +130,7 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
             if name in given:
                 yield Problem(
                     "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint",
-                    "--" + name.replace("_", "-"),
+                    flag_name(name),
                     "leave it out",
                 )
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
@@ -143,7 +143,7 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The files that are written and replayed."""
+    """Names of the files that rollouts are written to, and replayed from."""
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         yield Problem(
             "has no effect without --load-debug-rollout-data", "--load-debug-rollout-data-subsample", "give both"

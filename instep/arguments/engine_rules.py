@@ -1,4 +1,4 @@
-"""Which engines there are: `--vllm-config`, and what goes together with it."""
+"""The kind and the topology of the engines: `--vllm-config`, and the flags that contradict it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.errors import ConfigError
 
 
 def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
-    """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
+    """Set `args.vllm_topology` from the file of `--vllm-config`. Rules that read it are skipped if it is wrong."""
     args.vllm_topology = None
     if args.vllm_config is None:
         return
@@ -31,13 +31,13 @@ def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
 
 
 def rollout_backend(args: Settings, given: Given) -> str:
-    """`auto` is the kind of which a flag is given that no other has."""
+    """`auto` becomes the kind of engine that a given flag belongs to, if there is one."""
     meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.is_meant(args))
     return next(meant, args.rollout_backend)
 
 
 def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The flags that say how many engines there are, and of which model."""
+    """Flags that name the engines, their number, their models and their router."""
     if args.command in OFFLINE:
         return
     if (kind := named_kind(args)) is not None:
@@ -99,7 +99,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def _served_reference(args: Settings) -> Iterator[Problem]:
-    """That the reference is a model which is served, and stays as it is."""
+    """The reference must be a served model whose weights stay as they are."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
     flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""Logging: Weights & Biases, TensorBoard and the samples that are shown."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LOGGERS = FlagGroup(
     (
         switch("--use-wandb", "log to Weights & Biases", "CA"),
         Flag(
-            "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", seeds="C"
+            "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", whose="C"
         ),
-        Flag("--wandb-dir", help="folder of its files; default: the run's", seeds="C"),
-        Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", seeds="C", secret=True),
-        Flag("--wandb-host", help="its server", seeds="C"),
-        Flag("--wandb-team", help="entity", seeds="C"),
-        Flag("--wandb-group", help="group, and stem of the run's name", seeds="C"),
-        Flag("--wandb-project", help="project", seeds="CM"),
-        Flag("--wandb-run-id", help="the run to continue", seeds="C"),
+        Flag("--wandb-dir", help="folder of its files; default: the run's", whose="C"),
+        Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", whose="C", secret=True),
+        Flag("--wandb-host", help="its server", whose="C"),
+        Flag("--wandb-team", help="entity", whose="C"),
+        Flag("--wandb-group", help="group, and stem of the run's name", whose="C"),
+        Flag("--wandb-project", help="project", whose="CM"),
+        Flag("--wandb-run-id", help="the run to continue", whose="C"),
         *later(HARDENING, "C", "--disable-wandb-random-suffix", "--wandb-always-use-train-step"),
         switch("--use-tensorboard", "write TensorBoard events", "C"),
         *refused(

@@ -1,6 +1,6 @@
-"""Which model, its checkpoints, and where they are saved.
+"""The model, its checkpoints, and where they are saved.
 
-`os.path` says no where `pathlib` raises a PermissionError: below a folder that this user may not enter.
+Rules look at folders with `os.path`: `pathlib` raises a PermissionError below a folder that this user may not enter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.concern import Given, Problem, Rule, Settings
+from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -18,31 +18,31 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 MODEL = FlagGroup(
     "Model and checkpoints",
     (
-        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", seeds="VSC"),
+        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", whose="VSC"),
         Flag(
             "--train-backend",
             default="megatron",
             choices=("megatron", "hf", "fsdp"),
             help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
-            seeds="VC",
+            whose="VC",
         ),
-        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", seeds="VSC"),
-        Flag("--save", help="folder for checkpoints", seeds="VSC"),
-        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", seeds="CM"),
-        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", seeds="VSC"),
-        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", seeds="VSM"),
-        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", seeds="C"),
+        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", whose="VSC"),
+        Flag("--save", help="folder for checkpoints", whose="VSC"),
+        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
+        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
+        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
+        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", whose="C"),
         switch("--no-save-optim", "save no optimizer state", "CM"),
         switch("--no-load-optim", "load no optimizer state", "M"),
         switch("--finetune", "take only the weights of --load, and begin at rollout 0", "M"),
-        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", seeds="C"),
-        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", seeds="C"),
+        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", whose="C"),
+        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", whose="C"),
         Flag(
             "--ckpt-format",
             default="torch_dist",
             choices=("torch_dist",),
             help="instep's checkpoints can be loaded under another parallel layout, as torch_dist ones",
-            seeds="VSM",
+            whose="VSM",
         ),
         *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
         *refused("follows from the vocabulary", "CM", "--padded-vocab-size", instead="--make-vocab-size-divisible-by"),
@@ -72,13 +72,13 @@ MODEL = FlagGroup(
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder. Raises: OSError, ValueError."""
+    """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return {**config, **(config.get("text_config") or {})}
 
 
 def known_config(args: Settings) -> dict[str, Any]:
-    """The config.json of `--hf-checkpoint`; empty where the rule `checkpoint` finds something wrong with it."""
+    """The config.json of `--hf-checkpoint`; empty where it cannot be read, which the rule `checkpoint` reports."""
     try:
         return read_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def folder_to_load(name: str) -> Rule:
     def exists(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = getattr(args, name)
         if path is not None and not os.path.isdir(path):
-            yield Problem(f"no folder {path}", "--" + name.replace("_", "-"), "give a checkpoint's folder")
+            yield Problem(f"no folder {path}", flag_name(name), "give a checkpoint's folder")
 
     return exists
 
@@ -183,8 +183,7 @@ def writable(name: str) -> Rule:
         path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
         existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
-            flag = "--" + name.replace("_", "-")
-            yield Problem(f"cannot write to {existing}", flag, "give a folder that can be written")
+            yield Problem(f"cannot write to {existing}", flag_name(name), "give a folder that can be written")
 
     return can_be_written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.concern import Problem, Settings
+from instep.arguments.concern import Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
 
 BETA = Number(float, 0, 1)
@@ -12,33 +12,33 @@ BETA = Number(float, 0, 1)
 OPTIMIZER = FlagGroup(
     "Optimizer",
     (
-        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", seeds="M"),
-        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", seeds="CM"),
-        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", seeds="M"),
+        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", whose="M"),
+        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", whose="CM"),
+        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", whose="M"),
         Flag(
             "--lr-decay-style",
             default="linear",
             choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
             help="shape of the decay",
-            seeds="M",
+            whose="M",
         ),
-        Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", seeds="M"),
-        Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", seeds="M"),
-        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", seeds="M"),
-        Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", seeds="M"),
+        Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", whose="M"),
+        Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", whose="M"),
+        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", whose="M"),
+        Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", whose="M"),
         Flag(
             "--lr-wsd-decay-style",
             default="exponential",
             choices=("linear", "cosine", "exponential", "minus_sqrt"),
             help="its shape",
-            seeds="M",
+            whose="M",
         ),
-        Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", seeds="M"),
-        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", seeds="M"),
-        Flag("--adam-beta1", BETA, 0.9, "first-moment decay", seeds="M"),
-        Flag("--adam-beta2", BETA, 0.999, "second-moment decay", seeds="M"),
-        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", seeds="M"),
-        Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", seeds="CM"),
+        Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", whose="M"),
+        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", whose="M"),
+        Flag("--adam-beta1", BETA, 0.9, "first-moment decay", whose="M"),
+        Flag("--adam-beta2", BETA, 0.999, "second-moment decay", whose="M"),
+        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", whose="M"),
+        Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", whose="CM"),
         *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
     ),
 )
@@ -67,7 +67,7 @@ def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
 def betas(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(args, name) == 1:
-            yield Problem("must be below 1", "--" + name.replace("_", "-"), "0.9 and 0.999 are usual")
+            yield Problem("must be below 1", flag_name(name), "0.9 and 0.999 are usual")
 
 
 RULES = (learning_rate, schedule, betas)

@@ -5,40 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Given, Problem, Settings
-from instep.arguments.flag import (
-    ALGORITHMS,
-    COUNT,
-    INDEX,
-    INT,
-    Flag,
-    FlagGroup,
-    Number,
-    hook,
-    later,
-    switch,
-)
+from instep.arguments.flag import COUNT, INDEX, INT, Flag, FlagGroup, Number, hook, later, switch
 from instep.arguments.model import known_config
 
 ROLLOUT = FlagGroup(
     "Rollout",
     (
-        Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", seeds="C"),
-        Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", seeds="C"),
-        Flag("--rollout-top-k", INT, -1, "top-k sampling; -1: off", seeds="C"),
-        Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", seeds="C"),
+        Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", whose="C"),
+        Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", whose="C"),
+        Flag("--rollout-top-k", INT, -1, "top-k sampling; -1: off", whose="C"),
+        Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", whose="C"),
         Flag(
             "--rollout-max-prompt-len",
             COUNT,
             None,
             "longer prompts are left out, and counted; default with --apply-chat-template: the model's context less 1",
-            seeds="C",
+            whose="C",
         ),
-        Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", seeds="C"),
-        Flag("--rollout-stop", help="stop strings", nargs="+", seeds="C"),
-        Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", seeds="C"),
+        Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", whose="C"),
+        Flag("--rollout-stop", help="stop strings", nargs="+", whose="C"),
+        Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", whose="C"),
         switch("--rollout-skip-special-tokens", "leave special tokens out of the response's text", "C"),
-        Flag("--over-sampling-batch-size", COUNT, None, "prompts asked for at a time; default: one batch", seeds="C"),
-        Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", seeds="C"),
+        Flag("--over-sampling-batch-size", COUNT, None, "prompts asked for at a time; default: one batch", whose="C"),
+        Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", whose="C"),
         switch("--partial-rollout", "keep unfinished groups and continue them in the next rollout", "C"),
         switch("--mask-offpolicy-in-partial-rollout", "train only on the tokens since a group was continued", "C"),
         Flag(
@@ -46,14 +35,14 @@ ROLLOUT = FlagGroup(
             hook,
             "instep.rollout.vllm_rollout.generate_rollout",
             "f(args, rollout_id, data_source, evaluation=False): a whole rollout",
-            seeds="VSC",
+            whose="VSC",
         ),
         Flag(
             "--custom-generate-function-path",
             hook,
             None,
             "async f(args, sample, sampling_params): one sample",
-            seeds="VSC",
+            whose="VSC",
         ),
         Flag(
             "--rollout-sample-hook-path",
@@ -61,19 +50,19 @@ ROLLOUT = FlagGroup(
             [],
             "f(args, sample), after generation and before the reward; may be given several times",
             append=True,
-            seeds="C",
+            whose="C",
         ),
-        Flag("--buffer-filter-path", hook, None, "f(args, rollout_id, buffer, n): groups from the buffer", seeds="C"),
-        Flag("--rollout-sample-filter-path", hook, None, "f(args, groups): marks samples remove_sample", seeds="C"),
+        Flag("--buffer-filter-path", hook, None, "f(args, rollout_id, buffer, n): groups from the buffer", whose="C"),
+        Flag("--rollout-sample-filter-path", hook, None, "f(args, groups): marks samples remove_sample", whose="C"),
         Flag(
             "--rollout-all-samples-process-path",
             hook,
             None,
             "f(args, all_groups, data_source): sees dropped groups, too",
-            seeds="C",
+            whose="C",
         ),
         *later(
-            ALGORITHMS,
+            "hooks inside the trainer come later",
             "C",
             "--custom-convert-samples-to-train-data-path",
             instead="sample.train_metadata and fields of your own, which reach the trainer",
@@ -83,14 +72,14 @@ ROLLOUT = FlagGroup(
             hook,
             None,
             "f(rollout_id, args, samples, extra_metrics, rollout_time); True: log nothing else",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--custom-eval-rollout-log-function-path",
             hook,
             None,
             "f(rollout_id, args, data, extra_metrics); True: log nothing else",
-            seeds="C",
+            whose="C",
         ),
         *later("hooks inside the trainer come later", "C", "--rollout-data-postprocess-path"),
     ),
@@ -98,7 +87,7 @@ ROLLOUT = FlagGroup(
 
 
 def context_of_model(args: Settings) -> int | None:
-    """How many tokens an engine takes, as far as flags and config.json say."""
+    """The most tokens of a prompt and its response in an engine, as flags or config.json say; None: neither does."""
     most = args.vllm_max_model_len or known_config(args).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
@@ -111,7 +100,7 @@ def over_sampling_batch_size(args: Settings, given: Given) -> int | None:
 
 
 def rollout_max_prompt_len(args: Settings, given: Given) -> int | None:
-    """Prompts that are rendered here leave room for one token of a response; those that do not are skipped, counted."""
+    """By default, a prompt rendered by instep leaves room for one token of the response."""
     known = [n for n in (context_of_model(args), args.rollout_max_context_len) if n is not None]
     if args.rollout_max_prompt_len is None and known and args.apply_chat_template:
         return min(known) - 1

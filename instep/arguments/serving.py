@@ -1,4 +1,4 @@
-"""`instep serve`: the flags of a run's engines, and where the front answers."""
+"""`instep serve`: the flags of `instep train` that act in it, and its port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVED = frozenset(
 
 
 def debug_rollout_only(args: Settings, given: Given) -> bool:
-    """No trainer takes a place in the plan of a served checkpoint."""
+    """`instep serve` has no trainer, so the plan must keep no place for one."""
     return args.debug_rollout_only or args.command == "serve"
 
 
@@ -31,7 +31,7 @@ RESOLVERS = (debug_rollout_only, port)
 
 
 def only_served(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags that have no meaning for the command."""
+    """Flags that have no meaning for `instep serve`, and `--port`, which acts there only."""
     if args.command != "serve":
         if "port" in given:
             yield Problem("acts in `instep serve` only", "--port", "leave it out, or give --engine-port")

@@ -1,6 +1,6 @@
-"""From what the command line holds to arguments that are complete and right: resolvers first, rules then.
+"""Resolvers complete the arguments of a command line, then rules check them.
 
-A step that reads what could not be read, or follows from it, is skipped: one mistake is reported once.
+A resolver or rule is skipped if it needs a value that could not be read: each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ RULES: Rules = (
 
 
 def complete(args: Draft, scan: Scan) -> list[Problem]:
-    """Set every attribute that follows from others, and those that files say; returns what is wrong with the files."""
+    """Set every attribute that follows from others or from files; returns what is wrong with the files."""
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
@@ -84,7 +84,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
-    """What the rules of the command say."""
+    """The problems that the rules of the command find."""
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
@@ -99,7 +99,7 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 
 
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
-    """The problems that a step finds. The attributes that it sets cannot be read where it cannot read what it needs."""
+    """The problems that a step finds. Where it reads what is unreadable, the attributes `names` become unreadable."""
     problems = list[Problem]()
     try:
         for problem in step() or ():

@@ -269,7 +269,7 @@ def markdown() -> str:
 
 
 def _slime_and_vime() -> Iterator[str]:
-    flags = [f for f in dict.fromkeys(own_flags().values()) if set(f.seeds) & set("VRSC")]
+    flags = [f for f in dict.fromkeys(own_flags().values()) if set(f.whose) & set("VRSC")]
     other = [f for f in flags if f.status != "acts"]
     yield "## slime and vime"
     yield ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem, Settings
+from instep.arguments.concern import Problem, Settings, flag_name
 from instep.arguments.model import folder_to_load
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
@@ -19,11 +19,7 @@ _ADD_CRITIC = (
 )
 RULES = tuple(
     Combination(
-        names_where(lambda estimator, loss: not estimator.has_critic),
-        flag,
-        given(flag),
-        _NO_CRITIC,
-        _ADD_CRITIC,
+        names_where(lambda estimator, loss: not estimator.has_critic), flag, given(flag), _NO_CRITIC, _ADD_CRITIC
     )
     for flag in (
         "--critic-load",
@@ -40,7 +36,7 @@ RULES = tuple(
 def size(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
         if name in given and not algorithm_of(args).has_critic:
-            yield Problem(_NO_CRITIC, "--" + name.replace("_", "-"), _ADD_CRITIC)
+            yield Problem(_NO_CRITIC, flag_name(name), _ADD_CRITIC)
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""On-policy distillation: what is not said about the teacher follows from what is."""
+"""On-policy distillation: defaults of the teacher's flags, and of the reward of a run that has none."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from instep.arguments.flag import http_address
 from instep.arguments.model import folder_to_load
 from instep.arguments.reward import row_names_reward
 
-# What a run without a reward gets.
+# The hooks of a run without a reward.
 NO_REWARD, NO_REWARDS = "instep.rollout.teacher.no_reward", "instep.rollout.teacher.no_rewards"
 _NAME_A_REWARD = ("rm_type", "custom_rm_path", "rollout_function_path", "custom_generate_function_path")
 
 
 def opd_type(args: Settings, given: Given) -> str | None:
-    """Our name of the kind of teacher, of which slime has others."""
+    """The kind of teacher, `engine` (slime: sglang) or `model` (slime: megatron)."""
     kind = args.opd_type
     kind = "engine" if kind == "sglang" else "model" if kind == "megatron" else kind
     return kind or (("engine" if args.opd_teacher_load is None else "model") if args.use_opd else None)
 
 
 def opd_teacher_url(args: Settings, given: Given) -> str | None:
-    """That of `--rm-url`, where it is no reward's."""
+    """The teacher's address: that of `--rm-url`, unless a reward is asked there."""
     if args.use_opd and args.opd_type == "engine" and args.opd_teacher_url is None and args.rm_url is not None:
         return None if (args.rm_type or "").endswith("remote_rm") else http_address(args.rm_url)
     return args.opd_teacher_url
@@ -35,7 +35,7 @@ def custom_reward_post_process_path(args: Settings, given: Given) -> str | None:
 
 
 def _teacher_is_enough(args: Settings, given: Given) -> bool:
-    """Whether no reward is named beside the teacher: then there is none."""
+    """Whether the run has no reward: none is named beside the teacher."""
     return args.use_opd and not any(name in given for name in _NAME_A_REWARD) and not row_names_reward(args)
 
 

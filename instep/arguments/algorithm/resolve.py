@@ -1,4 +1,4 @@
-"""What follows for the algorithm's flags from those that are given: its own defaults, and bounds that are not given."""
+"""Defaults of the algorithm's flags: those that the algorithm has of its own, and bounds that follow from others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.arguments.concern import Given, Settings
 
 
 def own_defaults(args: Settings, given: Given) -> dict[str, Any]:
-    """The values of flags that are not given and for which the algorithm has a default of its own, by attribute."""
+    """The algorithm's own defaults of flags that are not given, by attribute."""
     algorithm = algorithm_of(args)
     defaults = {"loss_type": algorithm.loss.type, **algorithm.defaults}
     kept = {*given, "eps_clip_high"} if "eps_clip" in given else given
@@ -28,7 +28,7 @@ def rs_upper_bound(args: Settings, given: Given) -> float:
     return args.tis_clip if args.rs_upper_bound is None else args.rs_upper_bound
 
 
-# ---- names under which slime's examples read ours --------------------------------------------------------------------
+# ---- names under which slime's examples read these attributes --------------------------------------------------------
 
 
 def tis_lower_bound(args: Settings, given: Given) -> float:
