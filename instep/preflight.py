@@ -1,7 +1,6 @@
-"""The files and modules that a command line names, looked into before anything heavy loads. Free of torch.
+"""The check of the files and modules that a command line names, before anything heavy is loaded; without torch.
 
-`instep.arguments` checks what can be said about values alone; here the named things are opened. Whatever they are used
-for later checks them again: this is only sooner.
+`instep.arguments` checks values; this module opens the files. Their users check them again: here an error comes sooner.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ ROLLOUT = FlagGroup(
             whose="C",
         ),
         *later(
-            "hooks inside the trainer come later",
+            "this hook comes later",
             "C",
             "--custom-convert-samples-to-train-data-path",
             instead="sample.train_metadata and fields of your own, which reach the trainer",
