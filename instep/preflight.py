@@ -38,7 +38,9 @@ def check_inputs(args: Settings) -> None:
             _check_eval_file(args, dataset)
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
-    _check_load(args)
+    if args.load and (found := find_checkpoint(Path(args.load), args.ckpt_step)) is not None:
+        check_whole(found[0])
+        read_state(found[0])
     if args.ref_load:
         reference_folder(args)
     if args.use_opd and args.opd_type == "model":
@@ -51,13 +53,6 @@ def check_inputs(args: Settings) -> None:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
-
-
-def _check_load(args: Settings) -> None:
-    found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
-    if found is not None:
-        check_whole(found[0])
-        read_state(found[0])
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

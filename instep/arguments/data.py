@@ -184,9 +184,8 @@ def _shares(args: Settings) -> Iterator[Problem]:
     size, ranks = args.global_batch_size, args.dp_size
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
-        yield Problem(
-            f"{size} samples a step for {ranks} data-parallel ranks", "--global-batch-size", f"at least {ranks}"
-        )
+        what = f"{size} samples a step for {ranks} data-parallel ranks"
+        yield Problem(what, "--global-batch-size", f"at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         yield Problem(
             f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "

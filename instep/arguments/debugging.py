@@ -51,9 +51,7 @@ DEBUGGING = FlagGroup(
             whose="C",
         ),
         Flag(
-            "--dump-details",
-            help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer",
-            whose="C",
+            "--dump-details", help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer", whose="C"
         ),
         negation(
             "--no-hook-trial",
@@ -126,13 +124,10 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield Problem("nothing would be left to run", f"--debug-rollout-only and {other}", "give one of the two")
     elif args.debug_rollout_only:
+        what = "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint"
         for name in _NEED_A_TRAINER:
             if name in given:
-                yield Problem(
-                    "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint",
-                    flag_name(name),
-                    "leave it out",
-                )
+                yield Problem(what, flag_name(name), "leave it out")
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
         yield Problem(
@@ -145,9 +140,8 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
 def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Names of the files that rollouts are written to, and replayed from."""
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        yield Problem(
-            "has no effect without --load-debug-rollout-data", "--load-debug-rollout-data-subsample", "give both"
-        )
+        what = "has no effect without --load-debug-rollout-data"
+        yield Problem(what, "--load-debug-rollout-data-subsample", "give both")
     fields = {"rollout_id": args.start_rollout_id or 0}
     yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
     yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})

@@ -112,25 +112,23 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     folder, where = Path(args.hf_checkpoint), "--hf-checkpoint"
     if not os.path.isdir(folder):
-        yield Problem(
-            f"no folder {folder}", where, "give a local folder (`hf download NAME --local-dir DIR` makes one)"
-        )
+        remedy = "give a local folder (`hf download NAME --local-dir DIR` makes one)"
+        yield Problem(f"no folder {folder}", where, remedy)
         return
     try:
         config = read_config(folder)
     except FileNotFoundError:
         yield Problem(f"{folder} has no config.json", where, "give the folder of a Hugging Face checkpoint")
-        return
     except (OSError, ValueError) as error:
         yield Problem(f"{folder / 'config.json'} cannot be read: {error}", where, "copy the checkpoint again")
-        return
-    if config.get("is_encoder_decoder"):
-        yield Problem("is an encoder-decoder model", where, "give a causal language model")
-    names = [str(n) for n in config.get("architectures") or []]
-    if names and all(n.endswith(_NOT_CAUSAL) for n in names):
-        yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+    else:
+        if config.get("is_encoder_decoder"):
+            yield Problem("is an encoder-decoder model", where, "give a causal language model")
+        names = [str(n) for n in config.get("architectures") or []]
+        if names and all(n.endswith(_NOT_CAUSAL) for n in names):
+            yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 
 def folder_to_load(name: str) -> Rule:
@@ -171,9 +169,8 @@ def export(args: Settings, given: set[str]) -> Iterator[Problem]:
         try:
             args.save_hf.format(rollout_id=0)
         except (KeyError, IndexError, ValueError, AttributeError):
-            yield Problem(
-                f"'{args.save_hf}' holds another field than {{rollout_id}}", "--save-hf", "OUT/hf-{rollout_id}"
-            )
+            what = f"'{args.save_hf}' holds another field than {{rollout_id}}"
+            yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
 
 
 def writable(name: str) -> Rule:

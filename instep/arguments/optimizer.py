@@ -55,11 +55,8 @@ def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         yield Problem("both are given", "--lr-warmup-iters and --lr-warmup-fraction", "give one of the two")
     if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
-        yield Problem(
-            f"{args.lr_warmup_iters} is not below --lr-decay-iters",
-            "--lr-warmup-iters",
-            f"use less than {args.lr_decay_iters}",
-        )
+        what = f"{args.lr_warmup_iters} is not below --lr-decay-iters"
+        yield Problem(what, "--lr-warmup-iters", f"use less than {args.lr_decay_iters}")
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 

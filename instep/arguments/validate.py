@@ -26,7 +26,7 @@ from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import resolve as algorithm
 from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.args import Draft, Unreadable
-from instep.arguments.concern import Given, Problem, Resolver
+from instep.arguments.concern import Problem, Resolver
 from instep.arguments.engine_rules import read_topology, rollout_backend, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
@@ -76,7 +76,9 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
-        *_step(scan, "loss_type eps_clip eps_clip_high", partial(_take_defaults, args, given)),
+        *_step(
+            scan, "loss_type eps_clip eps_clip_high", lambda: vars(args).update(algorithm.own_defaults(args, given))
+        ),
     ]
     for resolver in RESOLVERS:
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
@@ -88,10 +90,6 @@ def check(args: Draft, scan: Scan) -> list[Problem]:
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
-
-
-def _take_defaults(args: Draft, given: Given) -> None:
-    vars(args).update(algorithm.own_defaults(args, given))
 
 
 def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
