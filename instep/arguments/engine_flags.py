@@ -27,11 +27,6 @@ def find_engine_flag(name: str) -> Flag | None:
     return None if found is None else as_flag(package, name, *found)
 
 
-def all_engine_flags(table: FlagTable) -> list[Flag]:
-    """A record for each flag of a table, by its first spelling."""
-    return [as_flag(table.package, _prefixed(table.package, flag.name), flag, "") for flag in table.flags]
-
-
 def nearest_engine_flag(name: str, own: list[str]) -> str:
     """The flag most like `name` among a package's and those of `own` that have its prefix; "" if none is like it."""
     package = family(name)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
 
-WAYS = ("shm", "disk")  # choices of --sync-way
 ON_ONE_HOST = frozenset({"shm"})  # trainer and engines share what they carry the weights through
 GOLDEN = "disk"  # the slow twin that every other way is compared with
 
@@ -96,6 +95,6 @@ class Way(Protocol):
 
 
 def way_named(name: str) -> Way:
-    """The way `name`, one of WAYS."""
+    """The way `name`, a choice of --sync-way."""
     way: Way = importlib.import_module(f"instep.weights.{name}").WAY
     return way
