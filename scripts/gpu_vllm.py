@@ -30,7 +30,8 @@ REWARD = 0.9  # that the quickstart must reach, held out
 GAP_RATIO = 1.2
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
-CONFORMANCE = [f"tests/engines/test_{name}.py" for name in ("conformance", "weights", "teacher")]
+SUITES = ("conformance", "conformance_control", "conformance_routes", "weights", "teacher")
+CONFORMANCE = [f"tests/engines/test_{name}.py" for name in SUITES]
 
 
 def quickstart(out: Path, precision: str) -> list[str]:
