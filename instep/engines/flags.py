@@ -222,11 +222,6 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
-def vllm_arguments(args: Settings) -> list[str]:
-    """Flags for `vllm serve` that the command line gives as `--vllm-*`, values unchanged."""
-    return [word for words in engine_words(args).values() for word in words]
-
-
 def router_arguments(args: Settings) -> list[str]:
     """Flags for `vllm-router` that the command line gives as `--router-*`, values unchanged."""
     return [word for words in args.router_overrides.values() for word in words]

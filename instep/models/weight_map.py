@@ -23,7 +23,6 @@ class Kind(StrEnum):
 
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows, padded with zeros to the padded vocabulary
-    ROWS = "rows"  # split on dim 0
     COLUMNS = "columns"  # split on dim 1
     QKV = "qkv"  # per group of key/value heads: its query heads, k, v
     GATE_UP = "gate_up"  # a rank's gate rows, then its up rows
