@@ -143,7 +143,7 @@ class RayCluster:
                     raise ConfigError(
                         f"rank 0 of the trainer, the engines and this process share memory in this way of a sync, but "
                         f"node {host.info.address} is another host than this one",
-                        where="--sync-way shm with --cluster ray",
+                        where=f"--sync-way {args.sync_way} with --cluster ray",
                         remedy="use --sync-way disk (through --run-dir, on a folder that all hosts share), or start "
                         "from a node that has the CPUs and GPUs; nccl comes later",
                     )

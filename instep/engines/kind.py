@@ -15,12 +15,24 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 
-if TYPE_CHECKING:  # the one needs the kinds to run, the other loads what a command line does not need
+if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.engines.engine import Engine
-    from instep.engines.wire import WireFormat
+    from instep.engines.wire import WireFormat  # a command line does not need it
 
 AUTO = "auto"  # the value of --rollout-backend that stands for a kind
+
+
+class RunningEngine(Protocol):
+    """What a kind needs of a running engine; `engine.Engine` is one."""
+
+    name: str
+    url: str
+    update_weights: bool
+    num_replicas: int
+
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any
+    ) -> dict[str, Any]: ...
 
 
 class EngineKind(Protocol):
@@ -104,7 +116,7 @@ class EngineKind(Protocol):
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
-    def identify(self, engine: Engine) -> EngineKind | None:
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
         """What an engine that somebody else runs is, if it is of this kind; sets its number of replicas.
 
         Raises:
@@ -121,33 +133,33 @@ class EngineKind(Protocol):
         """Seconds for which what computes may leave `core_route` without an answer; None: it need not be asked."""
         return None
 
-    def pause(self, engine: Engine, mode: str, *, timeout: float) -> None:
+    def pause(self, engine: RunningEngine, mode: str, *, timeout: float) -> None:
         """Stop computing; `mode` is that of `--pause-mode`."""
         engine.post("/pause", timeout=timeout, mode=mode)
 
-    def reset_cache(self, engine: Engine, *, timeout: float) -> None:
+    def reset_cache(self, engine: RunningEngine, *, timeout: float) -> None:
         """Forget the keys and values that former weights have made."""
         engine.post("/reset_prefix_cache", timeout=timeout)
 
-    def resume(self, engine: Engine, *, timeout: float) -> None:
+    def resume(self, engine: RunningEngine, *, timeout: float) -> None:
         engine.post("/resume", timeout=timeout)
 
-    def weight_digests(self, engine: Engine, *, timeout: float) -> dict[str, str]:
+    def weight_digests(self, engine: RunningEngine, *, timeout: float) -> dict[str, str]:
         """Digest by Hugging Face name of each weight that it holds; for those with the capability `digests`."""
         checksums: dict[str, str] = engine.post("/weight_checker", {"action": "checksum"}, timeout=timeout)["checksums"]
         return checksums
 
     # ---- a weight session (docs/architecture.md): start, any number of updates, finish -------------------------------
 
-    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         """Announce a session; a former one that never ended is abandoned."""
         engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)
 
-    def update(self, engine: Engine, info: dict[str, Any], *, timeout: float) -> None:
+    def update(self, engine: RunningEngine, info: dict[str, Any], *, timeout: float) -> None:
         """One bucket, or a checkpoint on disk: checked, then loaded."""
         engine.post("/update_weights", {"update_info": info}, timeout=timeout)
 
-    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
         """End the session; refused if one of `names`, or another weight of the model, was not delivered."""
         engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 

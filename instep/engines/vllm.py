@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
-from instep.engines.engine import Engine, EngineRefusal
+from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, installed_version
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -146,7 +146,7 @@ class VllmKind(EngineKind):
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
-    def identify(self, engine: Engine) -> EngineKind | None:
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:
             version = get_json(engine.url + "/version", 10.0)["version"]
         except urllib.error.HTTPError:
@@ -180,7 +180,7 @@ class VllmKind(EngineKind):
         theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
         return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
 
-    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
         try:
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
@@ -192,7 +192,7 @@ class VllmKind(EngineKind):
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         engine.post("/start_weight_update", timeout=timeout)
 
-    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
         self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
         super().finish_update(engine, version, names, timeout=timeout)
 

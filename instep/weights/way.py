@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
 
-WAYS = ("shm", "disk")  # choices of --sync-way
+WAYS = ("shm", "disk")  # choices of --sync-way; the first is the default
 ON_ONE_HOST = frozenset({"shm"})  # trainer and engines share what they carry the weights through
 GOLDEN = "disk"  # the slow twin that every other way is compared with
 

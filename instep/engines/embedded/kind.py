@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from instep.engines.capabilities import Capabilities
-from instep.engines.engine import Engine
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
@@ -73,7 +72,7 @@ class EmbeddedKind(EngineKind):
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
-    def identify(self, engine: Engine) -> EngineKind | None:
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:
             models = get_json(engine.url + "/v1/models", 10.0).get("data", ())
         except urllib.error.HTTPError:
