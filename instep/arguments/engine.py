@@ -2,6 +2,7 @@
 
 from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
 from instep.engines.kind import AUTO, kind_names
+from instep.weights.way import WAYS
 
 PREFIX = "engine flags carry a prefix"
 
@@ -30,7 +31,7 @@ ENGINE = FlagGroup(
             choices=("auto", "float32", "bfloat16"),
             help="of the engine's weights; auto: the trainer's",
         ),
-        Flag("--sync-way", default="shm", choices=("shm", "disk"), help="how weights reach the engines"),
+        Flag("--sync-way", default=WAYS[0], choices=WAYS, help="how weights reach the engines"),
         Flag(
             "--pause-mode",
             default="abort",

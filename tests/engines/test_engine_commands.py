@@ -18,11 +18,11 @@ from instep.engines.flags import (
     TABLES,
     EngineFlag,
     Package,
+    engine_words,
     flag_table,
     installed_version,
     read_table,
     router_arguments,
-    vllm_arguments,
 )
 from instep.engines.reserved_flags import reserved
 from instep.engines.spec import Addresses
@@ -169,7 +169,7 @@ def test_vllms_table_and_commands(tmp_path, monkeypatch):
     known = [flag for flag in flag_table(package).flags if flag.field not in refused]
     given = [["--vllm-" + flag.name.removeprefix("--"), *example(flag)] for flag in known if flag.field != "dtype"]
     given += [["--vllm-" + flag.negations[0].removeprefix("--")] for flag in known if flag.negations]
-    argvs = [vllm_arguments(parse(words, "plan")) for words in given]
+    argvs = [[w for ws in engine_words(parse(words, "plan")).values() for w in ws] for words in given]
     two_nodes = (
         "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-data-parallel-size 8 "
         "--vllm-pipeline-parallel-size 2 --vllm-enable-expert-parallel --vllm-gpu-memory-utilization 0.7 "

@@ -16,7 +16,7 @@ from instep.arguments.help import format_help
 from instep.arguments.sglang import SGLANG
 from instep.cli import main
 from instep.engines import flags
-from instep.engines.flags import PREFIXES, TABLES, flag_table, merge, read_table, router_arguments
+from instep.engines.flags import PREFIXES, TABLES, engine_words, flag_table, merge, read_table, router_arguments
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 from scripts.docs.engines_flags import engine_flags_markdown
@@ -36,6 +36,10 @@ def committed(monkeypatch):
 
 def arguments(*words: str):
     return parse(words, "plan")
+
+
+def vllm_arguments(args) -> list[str]:
+    return [word for words in engine_words(args).values() for word in words]
 
 
 def refusal(*words: str) -> str:
