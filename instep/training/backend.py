@@ -90,8 +90,8 @@ class TrainBackend(Protocol):
 
     Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; the worker relies on it to know
     which samples a call is about. `hf` loops over them. Megatron's schedules (0.16: no pipelining, and 1F1B without
-    interleaving) pull them from one iterator and run the forward passes of a stage in that order, however they order the
-    backward passes; the loss runs in the forward pass of the last stage alone, on each of its tensor-parallel ranks.
+    interleaving) take them from one iterator and run the forward passes of a stage in that order, whatever the order of
+    the backward passes; the loss belongs to the forward pass of the last stage, on each of its tensor-parallel ranks.
     Activation recomputation repeats layers and the output layer, never the loss.
 
     A critic has an output layer of one row, without bias, and gives `TokenOutputs.values` instead of log-probs.

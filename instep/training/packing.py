@@ -18,7 +18,7 @@ class SharedPrefixes:
     """A packed stream in which a common prefix of several samples is computed once; a causal model gives the same.
 
     Attributes:
-        kept: int64 `[num_kept]`, ascending: the positions of the stream that are computed, the last ones of each sample.
+        kept: int64 `[num_kept]`, ascending: positions of the stream that are computed, the last ones of each sample.
         copies: int64 `[num_tokens]`: which entry of `kept` stands for each token of the stream.
         cu_kept: int32 `[num_samples + 1]`, where the entries of each sample begin in `kept` (and the last ones end).
         max_kept: the most entries of one sample.
@@ -59,7 +59,7 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
 
 
 def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> int:
-    """How many tokens from `one` on equal those from `other` on."""
+    """The number of equal tokens from `one` on and from `other` on, at most `longest`."""
     differs = tokens[one : one + longest] != tokens[other : other + longest]
     return int(differs.argmax()) if differs.any() else longest
 
@@ -93,6 +93,7 @@ def position_ids(batch: TokenBatch) -> Tensor:
     return within(batch.total_lengths)
 
 
-def expand_to_tokens(batch: TokenBatch, per_sample: Tensor) -> Tensor:
-    """`[num_samples]` -> `[num_response_tokens]`: each sample's value at each of its response tokens."""
+def response_temperatures(batch: TokenBatch) -> Tensor:
+    """float32 `[num_response_tokens]`: the temperature that the sample of each response token was sampled with."""
+    per_sample = torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device)
     return per_sample.repeat_interleave(batch.response_lengths)
