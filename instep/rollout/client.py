@@ -91,7 +91,7 @@ async def complete(
     Args:
         sampling_params: with vLLM's names.
         max_retries: as in `post`.
-        session: a router that can do so sends the requests of one session (a group, the turns of a sample) to one engine.
+        session: the requests of one session (those of a group) go to one engine, if the router can do so.
 
     Raises:
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.
