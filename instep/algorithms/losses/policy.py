@@ -145,8 +145,8 @@ def policy_loss(
     and off-policy sequence masking (`use_opsm`), which do not change the denominators in w. The ratio's base is
     `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Values at
     tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
-    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and `training.losses.finish_metrics`
-    divides their sums by `log_prob_gap_coverage`.
+    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and
+    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`.
 
     Args:
         log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
