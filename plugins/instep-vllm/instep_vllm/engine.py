@@ -10,9 +10,9 @@ A session uses vLLM's own routes:
 
 Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all do:
 they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at the
-first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had arrived
-completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later session
-has succeeded.
+first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
+arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
+session has succeeded.
 
 vLLM regards a session as active on the workers that did not raise. So a session that is announced while one is active
 is refused with ACTIVE, and POST /finish_weight_update ends the active one.
