@@ -34,6 +34,7 @@ from instep.arguments import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402
+from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.engines.engine import Engine  # noqa: E402
 from instep.engines.wire import GENERATE, Completion  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
@@ -98,7 +99,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             controller.sync_weights()
             controller.finish_step(rollout, trained)
         synced = [s for group in controller.generate(options.num_steps).groups for s in group]
-        controller.export_hf(scratch / "exported")
+        trainer_of(controller).export_hf(scratch / "exported")
         with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
@@ -137,9 +138,14 @@ def mean_gap(controller: Controller, samples: list[Sample]) -> float:
         response_lengths=torch.tensor([s.response_length for s in samples]),
         sample_columns={"temperature": torch.ones(len(samples))},
     )
-    results = controller._require_workers().call("score", batch, timeout=300)
+    ours = torch.tensor(trainer_of(controller).probe_log_probs(batch, timeout=300))
     engine = torch.tensor([x for s in samples for x in s.rollout_log_probs or ()])
-    return float((next(r for r in results if r is not None) - engine).abs().mean())
+    return float((ours - engine).abs().mean())
+
+
+def trainer_of(controller: Controller) -> RoleTrainer:
+    assert controller.deployment.trainer is not None
+    return controller.deployment.trainer.actor
 
 
 @contextlib.contextmanager
@@ -176,7 +182,7 @@ def largest_difference(controller: Controller, fresh: Engine, samples: list[Samp
     for sample in samples[:: len(samples) // 16]:
         body = {"token_ids": sample.tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
         scores = []
-        for engine in (controller._engines[0], fresh):
+        for engine in (controller.deployment.engines[0], fresh):
             entries = engine.post(GENERATE, body, timeout=60)["prompt_logprobs"][1:]
             scores.append([e[str(t)]["logprob"] for e, t in zip(entries, sample.tokens[1:], strict=True)])
         largest = max(largest, *(abs(a - b) for a, b in zip(*scores, strict=True)))

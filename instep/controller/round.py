@@ -93,6 +93,13 @@ class TrainedBatch:
     num_critic_steps: int = 0
 
 
+def uses_reference(args: Settings) -> bool:
+    """Whether the workers of the actor score with the reference model."""
+    algorithm = algorithm_of(args)
+    kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)
+    return (kl or algorithm.loss.reads_reference) and args.ref_served_model is None
+
+
 class TrainingRound:
     """Drives the workers of the actor, and of PPO's critic, through the optimizer steps of one rollout.
 
@@ -103,11 +110,9 @@ class TrainingRound:
     def __init__(self, args: Settings, hook_args: HookSettings, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
-        algorithm = algorithm_of(args)
-        self._has_rewards = algorithm.has_rewards
-        kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
+        self._has_rewards = algorithm_of(args).has_rewards
         self._teacher = served_teacher(args)
-        self.uses_reference = (kl or algorithm.loss.reads_reference) and args.ref_served_model is None  # in the workers
+        self.uses_reference = uses_reference(args)
 
     def run(
         self,

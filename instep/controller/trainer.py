@@ -19,6 +19,8 @@ from instep.checkpoints.folders import (
 )
 from instep.cluster.launch import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
+from instep.controller.round import uses_reference
+from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
 from instep.training import lr_schedule
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """The actor, and the critic if there is one, with their weights loaded.
+    """The actor, and the critic if there is one, with all their models loaded.
 
     Args:
         cluster: its processes are started, and have done nothing yet.
-        checkpoint: that `--load` holds.
+        beginning: the checkpoint that `--load` holds, and whether the run goes on with its state.
         num_rollout: the learning-rate schedules end after so many.
         scratch: a folder that the refreshed reference is kept in.
         tell: gets what the user may want to know.
@@ -43,7 +45,7 @@ class Trainer:
         self,
         args: Args,
         cluster: Cluster,
-        checkpoint: Path | None,
+        beginning: Beginning,
         *,
         num_rollout: int,
         scratch: Path,
@@ -60,9 +62,13 @@ class Trainer:
             schedule = lr_schedule.from_args(own, _num_steps(args, rollouts))
             self.roles.append(RoleTrainer(own, group, layout, schedule))
         self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
-        self._load_actor(checkpoint)
+        self._load_actor(beginning.checkpoint)
         if self.critic is not None:
-            tell(self._load_critic(self.critic, checkpoint))
+            tell(self._load_critic(self.critic, beginning.checkpoint))
+        if uses_reference(args):
+            self._load_reference(beginning.checkpoint if beginning.state is not None else None)
+        if args.use_opd and args.opd_type == "model":
+            self._load_teacher()
 
     # ---- which weights they begin with ---------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Trainer:
     def _refreshed(self) -> Path:
         return self._scratch / "reference"
 
-    def load_reference(self, resumed: Path | None) -> None:
+    def _load_reference(self, resumed: Path | None) -> None:
         """The reference that `--ref-update-interval` has refreshed, else `--ref-load`, else `--hf-checkpoint`.
 
         Args:
@@ -122,7 +128,7 @@ class Trainer:
         """The reference becomes a copy of the actor as it is now."""
         self.actor.refresh_reference(self._refreshed)
 
-    def load_teacher(self) -> None:
+    def _load_teacher(self) -> None:
         """The model of `--opd-teacher-load`.
 
         Raises:
