@@ -153,14 +153,14 @@ class Controller:
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """One proven session from the workers to every engine; none where one of the two is missing."""
+        """Bring a new version of the policy to every engine; nothing happens without workers or without engines."""
         result = self.deployment.sync_weights()
         if result is not None:
             self.last_sync = result
             self._max_probe_diff = max(self._max_probe_diff, result.probe_max_abs_diff)
 
     def generate(self, rollout_id: int) -> Rollout:
-        """One rollout: groups with rewards, each entered in the ledger as finished."""
+        """Generate the groups of one round, with rewards; they are finished in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
         with self.log.phase("rollout", rollout_id) as phase:
@@ -174,11 +174,11 @@ class Controller:
         return rollout
 
     def _call(self, work: Callable[[], Any], what: str) -> Any:
-        """What a rollout function returns, whose thread is watched."""
+        """Call a rollout function in a thread that is watched."""
         return self._watch.run(work, timeout=self.args.rollout_timeout, what=what)
 
     def train(self, rollout: Rollout) -> TrainedRollout | None:
-        """The optimizer steps of one rollout, which consume its groups; None with `--debug-rollout-only`."""
+        """Train on one rollout, which consumes its groups in the ledger; None with `--debug-rollout-only`."""
         args, rollout_id, groups = self.args, rollout.rollout_id, rollout.groups
         if args.debug_rollout_only:
             return None
@@ -205,7 +205,7 @@ class Controller:
         return trained
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
+        """Evaluate the policy on every evaluation data set; the metrics are kept for the summary."""
         if not self.deployment.engines:
             self.log.progress.line("there is no engine: the evaluation is left out")
             return {}
@@ -221,7 +221,7 @@ class Controller:
         return metrics
 
     def save(self, rollout_id: int) -> None:
-        """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
+        """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
         args, trainer = self.args, self._require_trainer()
         with self.log.phase("save", rollout_id) as phase:
             saved = None
@@ -244,7 +244,7 @@ class Controller:
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
-        """Close the books and the line of metrics of one round; groups that nothing trains on are consumed here."""
+        """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""
         if trained is None:
             self.ledger.consume(rollout.groups)
             trained = TrainedRollout({}, {}, 0, 0)
@@ -261,7 +261,7 @@ class Controller:
         self.log.log(rollout.rollout_id, metrics)
 
     def finish(self) -> dict[str, Any]:
-        """summary.json, report.html and the table at the end."""
+        """Write summary.json and report.html, and print the table at the end."""
         summary: dict[str, Any] = {
             "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
             "num_steps": self.num_steps,
