@@ -1,4 +1,4 @@
-"""Do weights that came by sync serve as well as those loaded from disk? In bf16, where trainer and engine round apart.
+"""Do synced weights serve as well as weights loaded from disk, in bf16, where trainer and engine round differently?
 
     python benchmarks/bf16_gap.py [--device cpu|cuda] [--quickstart DIR] [--out FILE]
 
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def mean_gap(controller: Controller, samples: list[Sample]) -> float:
-    """Mean |trainer - engine| of the log-probs of all response tokens."""
+    """Return the mean |trainer - engine| of the log-probs of all response tokens."""
     batch = TokenBatch(
         tokens=torch.tensor([t for s in samples for t in s.tokens]),
         total_lengths=torch.tensor([len(s.tokens) for s in samples]),
@@ -150,7 +150,7 @@ def trainer_of(controller: Controller) -> RoleTrainer:
 
 @contextlib.contextmanager
 def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
-    """One that serves `scratch/exported`, on the devices of the first."""
+    """Start an engine that serves `scratch/exported`, on the devices of the first one."""
     own = args.replace(hf_checkpoint=str(scratch / "exported"))
     spec = dataclasses.replace(plan_engines(own)[0], index=1)
     engine = start_engine(own, spec, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
@@ -162,7 +162,7 @@ def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
 
 
 async def generate_again(engine: Engine, model: Path, samples: list[Sample]) -> list[Sample]:
-    """Responses to the same prompts, drawn with the same seeds."""
+    """Generate responses to the same prompts, with the same seeds."""
 
     async def one(sample: Sample) -> Completion:
         prompt = sample.tokens[: -sample.response_length]
@@ -177,7 +177,7 @@ async def generate_again(engine: Engine, model: Path, samples: list[Sample]) -> 
 
 
 def largest_difference(controller: Controller, fresh: Engine, samples: list[Sample]) -> float:
-    """Between the two engines' log-probs of the same tokens, as prompts."""
+    """Return the largest difference of the two engines' log-probs of the same tokens, as prompts."""
     largest = 0.0
     for sample in samples[:: len(samples) // 16]:
         body = {"token_ids": sample.tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}

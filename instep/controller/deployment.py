@@ -86,12 +86,7 @@ class Deployment:
         self._fleet = fleet = Fleet(args, self.engines, restart=restart, log_dir=logs, status=line)
         if self._cluster.workers.num_ranks:
             self.trainer = Trainer(
-                args,
-                self._cluster,
-                self._beginning,
-                num_rollout=self._num_rollout,
-                scratch=self._scratch,
-                tell=line,
+                args, self._cluster, self._beginning, num_rollout=self._num_rollout, scratch=self._scratch, tell=line
             )
             if (checkpoint := self._beginning.checkpoint) is not None:
                 status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
