@@ -1,4 +1,4 @@
-"""Do weights that came by sync serve as well as those loaded from disk? In bf16, where trainer and engine round apart.
+"""Do synced weights serve as well as weights loaded from disk, in bf16, where trainer and engine round differently?
 
     python benchmarks/bf16_gap.py [--device cpu|cuda] [--quickstart DIR] [--out FILE]
 
@@ -34,6 +34,7 @@ from instep.arguments import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402
+from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.engines.engine import Engine  # noqa: E402
 from instep.engines.wire import GENERATE, Completion  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
@@ -98,7 +99,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             controller.sync_weights()
             controller.finish_step(rollout, trained)
         synced = [s for group in controller.generate(options.num_steps).groups for s in group]
-        controller.export_hf(scratch / "exported")
+        trainer_of(controller).export_hf(scratch / "exported")
         with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
@@ -130,21 +131,26 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def mean_gap(controller: Controller, samples: list[Sample]) -> float:
-    """Mean |trainer - engine| of the log-probs of all response tokens."""
+    """Return the mean |trainer - engine| of the log-probs of all response tokens."""
     batch = TokenBatch(
         tokens=torch.tensor([t for s in samples for t in s.tokens]),
         total_lengths=torch.tensor([len(s.tokens) for s in samples]),
         response_lengths=torch.tensor([s.response_length for s in samples]),
         sample_columns={"temperature": torch.ones(len(samples))},
     )
-    scored = torch.tensor(controller._require_trainer().actor.probe_log_probs(batch, 300))
+    ours = torch.tensor(trainer_of(controller).probe_log_probs(batch, timeout=300))
     engine = torch.tensor([x for s in samples for x in s.rollout_log_probs or ()])
-    return float((scored - engine).abs().mean())
+    return float((ours - engine).abs().mean())
+
+
+def trainer_of(controller: Controller) -> RoleTrainer:
+    assert controller.deployment.trainer is not None
+    return controller.deployment.trainer.actor
 
 
 @contextlib.contextmanager
 def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
-    """One that serves `scratch/exported`, on the devices of the first."""
+    """Start an engine that serves `scratch/exported`, on the devices of the first one."""
     own = args.replace(hf_checkpoint=str(scratch / "exported"))
     spec = dataclasses.replace(plan_engines(own)[0], index=1)
     engine = start_engine(own, spec, num_threads=args.num_threads, log_dir=Path(args.run_dir) / "logs")
@@ -156,7 +162,7 @@ def fresh_engine(args: Any, scratch: Path) -> Iterator[Engine]:
 
 
 async def generate_again(engine: Engine, model: Path, samples: list[Sample]) -> list[Sample]:
-    """Responses to the same prompts, drawn with the same seeds."""
+    """Generate responses to the same prompts, with the same seeds."""
 
     async def one(sample: Sample) -> Completion:
         prompt = sample.tokens[: -sample.response_length]
@@ -171,12 +177,12 @@ async def generate_again(engine: Engine, model: Path, samples: list[Sample]) -> 
 
 
 def largest_difference(controller: Controller, fresh: Engine, samples: list[Sample]) -> float:
-    """Between the two engines' log-probs of the same tokens, as prompts."""
+    """Return the largest difference of the two engines' log-probs of the same tokens, as prompts."""
     largest = 0.0
     for sample in samples[:: len(samples) // 16]:
         body = {"token_ids": sample.tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
         scores = []
-        for engine in (controller._engines[0], fresh):
+        for engine in (controller.deployment.engines[0], fresh):
             entries = engine.post(GENERATE, body, timeout=60)["prompt_logprobs"][1:]
             scores.append([e[str(t)]["logprob"] for e, t in zip(entries, sample.tokens[1:], strict=True)])
         largest = max(largest, *(abs(a - b) for a, b in zip(*scores, strict=True)))

@@ -43,7 +43,7 @@ PHASES = {"generation and rewards": "rollout", "forward, backward, optimizer": "
 
 
 async def generate_fixed(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """instep's own generate function (as --custom-generate-function-path), with an EOS that ends nothing."""
+    """Generate as instep does (for --custom-generate-function-path), but beyond EOS."""
     return await generate(args, sample, {**sampling_params, "ignore_eos": True})
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def trl_python(env: Path) -> Path:
-    """The interpreter of TRL's environment, which is made here the first time."""
+    """Return the interpreter of TRL's environment, which is made the first time."""
     python, stamp, pins = env / "bin" / "python", env / "installed.txt", HERE / "trl" / "requirements.txt"
     if not (stamp.exists() and stamp.read_text() == pins.read_text()):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(env)], check=True)
@@ -119,7 +119,7 @@ def exclusive(path: Path | None) -> Iterator[None]:
 
 
 def execute(command: list[str], cores: list[int], scratch: Path) -> None:
-    """Run on `cores` only, 10 minutes at most."""
+    """Run a command on `cores` only, for 10 minutes at most."""
     pinned = ["taskset", "-c", ",".join(map(str, cores)), *command]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(cores)), "PYTHONPATH": f"{ROOT}:{HERE}"}
@@ -132,7 +132,7 @@ def execute(command: list[str], cores: list[int], scratch: Path) -> None:
 def run_instep(
     args: argparse.Namespace, cores: list[int], scratch: Path, fixed: bool, _: Path
 ) -> list[dict[str, float]]:
-    """One run of `instep train`: seconds, tokens and parts of each step."""
+    """Run `instep train` once, and return seconds, tokens and parts of each step."""
     out, source = Path(tempfile.mkdtemp(dir=scratch)), args.quickstart
     command = [sys.executable, "-m", "instep.cli", "train", "--hf-checkpoint", source / "sft" / "hf"]
     command += ["--prompt-data", source / "task" / "train.jsonl", "--input-key", "prompt", "--label-key", "label"]
@@ -166,7 +166,7 @@ def run_instep(
 
 
 def grpo_settings() -> list[str]:
-    """The quickstart's, without its evaluation, and with prompts in the order of the file, as TRL has them."""
+    """Return the quickstart's flags without its evaluation, and with prompts in the order of the file, as TRL's."""
     settings = list(quickstart.GRPO)
     for name in ("--eval-interval", "--num-rollout", "--rollout-max-response-len"):
         del settings[settings.index(name) : settings.index(name) + 2]
@@ -186,7 +186,7 @@ def run_trl(
 
 
 def summary(steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Of the measured steps of one run."""
+    """Return the figures of one run, from its measured steps."""
     tokens, seconds = sum(s["num_response_tokens"] for s in steps), sum(s["seconds"] for s in steps)
     counted = ("seconds", "num_response_tokens", "longest_response", "reward")
     return {
@@ -202,7 +202,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, Any]:
 def report(
     args: argparse.Namespace, cores: list[int], runs: list[dict[str, Any]], trl_versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Medians over the repeats, and all that they were made from."""
+    """Return the result file: medians over the repeats, and all steps that they come from."""
     rows = []
     for lengths in LENGTHS:
         for framework in FRAMEWORKS:

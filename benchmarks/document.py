@@ -15,7 +15,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def table(*rows: list[str]) -> str:
-    """Of Markdown; the first row is the head."""
+    """Return a Markdown table, whose head is the first row."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
@@ -92,7 +92,7 @@ SECTIONS: dict[str, list[Callable[[], str]]] = {
 
 
 def documented(path: str) -> str:
-    """The document with fresh tables."""
+    """Return the document with fresh tables."""
     text = (ROOT / path).read_text()
     for make in SECTIONS[path]:
         name = make.__name__.replace("_", "-")

@@ -3,7 +3,7 @@
     python benchmarks/embedded_engine.py [--device cpu] [--threads 2] [--out FILE]
 
 Same model (a random Qwen3 of the quickstart's shape), threads, prompts and sampling (temperature 1, no truncation, EOS
-ignored); `generate` also gets away without log-probs. At lengths that vary, `generate` runs until its longest response
+ignored); `generate` computes no log-probs. At lengths that vary, `generate` runs until its longest response
 ends, and only the tokens that were asked for count. The two are measured in turn, five times; medians.
 """
 
@@ -85,7 +85,7 @@ def make_model(path: Path) -> Qwen3ForCausalLM:
 
 @contextlib.contextmanager
 def engine(path: Path, device: str, threads: int) -> Iterator[str]:
-    """The URL of a running engine."""
+    """Run an engine; the value is its URL."""
     command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(path), "--port", "0", "--device", device]
     command += ["--max-num-seqs", "256"]
     environment = (
@@ -101,7 +101,7 @@ def engine(path: Path, device: str, threads: int) -> Iterator[str]:
 
 
 async def run_engine(session: aiohttp.ClientSession, url: str, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds from the first request sent to the last response read."""
+    """Return the seconds from the first request sent to the last response read."""
 
     async def one(prompt: list[int], length: int) -> int:
         params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
@@ -157,7 +157,7 @@ async def compare(
     lengths: list[int],
     repeats: int,
 ) -> dict:
-    """One row: both ways in turn, `repeats` times after a warm-up."""
+    """Measure one row: both ways in turn, `repeats` times after a warm-up."""
     rng = random.Random(0)
     distinct = [[rng.randrange(3, 317) for _ in range(PROMPT_LENGTH)] for _ in range(len(lengths) // group)]
     prompts = [prompt for prompt in distinct for _ in range(group)]

@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def stages(args: argparse.Namespace, seed: int, out: Path) -> list[list[str]]:
-    """The quickstart's three commands."""
+    """Return the quickstart's three commands."""
     words = ["--out", str(out), "--backend", args.backend, "--seed", str(seed), "--num-threads", str(args.threads)]
     return [command for _, command in quickstart.stages(quickstart.settings(words))]
 
@@ -114,7 +114,7 @@ def warm_up(args: argparse.Namespace, seed: int, folder: Path) -> None:
 
 
 def learn(args: argparse.Namespace, name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One run of `name` from the checkpoint in `folder`."""
+    """Run the algorithm `name` once from the checkpoint in `folder`."""
     out = folder / name.replace(" ", "-").replace(",", "")
     command = stages(args, seed, folder)[2]
     own = f"--run-dir {out} --save-hf {out}/hf {OFF_POLICY} {ALGORITHMS[name]}".split()

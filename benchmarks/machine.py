@@ -1,4 +1,4 @@
-"""What a CPU benchmark ran on."""
+"""The machine of a CPU benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """As /proc/cpuinfo has it, with the model's number, as a virtual machine's name says little."""
+    """Return the CPU's name from /proc/cpuinfo, with its numbers, as the name in a virtual machine says little."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     if "model name" not in found:
@@ -17,5 +17,5 @@ def cpu_name() -> str:
 
 
 def cores() -> str:
-    """The CPU, and how many of its cores this process may use."""
+    """Return the CPU's name, and how many of its cores this process may use."""
     return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def one_run(out: Path, backend: str, seed: int, device: str) -> dict[str, Any]:
-    """One quickstart and its control."""
+    """Run one quickstart and its control."""
     script = ROOT / "examples" / "quickstart" / "run.py"
     common = ["--backend", backend, "--device", device, "--seed", str(seed)]
     run([sys.executable, str(script), "--out", str(out), *common])
@@ -87,7 +87,7 @@ def one_run(out: Path, backend: str, seed: int, device: str) -> dict[str, Any]:
 
 
 def evaluate_more_sft(out: Path, backend: str, device: str, seed: int, num_rounds: int) -> float:
-    """Held-out reward after `num_rounds` more rounds of SFT (40 steps of 32 demonstrations each)."""
+    """Return the held-out reward after `num_rounds` more rounds of SFT (40 steps of 32 demonstrations each)."""
     task, hf = out / "task", out / "more-sft-hf"
     common = ["--train-backend", backend, "--device", device, "--seed", str(seed), "--actor-num-gpus-per-node", "1"]
     common += ["--rollout-seed", str(seed + 100), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]

@@ -1,4 +1,4 @@
-"""Training on responses that the data holds (SFT, DPO): the loop of `instep/train.py` without engines."""
+"""The schedule of training on responses from the data (SFT, DPO): the loop of `instep/train.py` without engines."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
                   -> Rollout        -> TrainedRollout  -> a version
 
 The workers wait for the whole rollout, which was made with the very weights that they hold. The engines wait for the
-training and the sync, so that no token is older than the last step. A checkpoint is one instant of the run: nothing
-goes on beside it.
+training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ def train(args: Args) -> dict[str, Any]:
 
 
 def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Before the first rollout, and after a resume where the run would have evaluated next."""
+    """Whether to evaluate before the first rollout of a session: at the start, or where a resume would have."""
     if not args.eval_interval or (rollout_id == 0 and args.skip_eval_before_train):
         return False
     return rollout_id % args.eval_interval == 0 or rollout_id == num_rollout
 
 
 def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Every `--eval-interval` rollouts, and after the last."""
+    """Whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
     if not args.eval_interval:
         return False
     return (rollout_id + 1) % args.eval_interval == 0 or rollout_id + 1 == num_rollout
 
 
 def saves_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Every `--save-interval` rollouts, and after the last."""
+    """Whether to save after a rollout: every `--save-interval` rollouts, and after the last."""
     if not (args.save or args.save_hf or args.critic_save):
         return False
     interval = args.save_interval or num_rollout

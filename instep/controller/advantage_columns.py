@@ -1,4 +1,4 @@
-"""From the rewards of a rollout to the column `advantages`: what depends on flags and hooks around `algorithms`.
+"""The column `advantages` of a rollout from its rewards, as flags and hooks ask for it.
 
 Statistics over groups and over the rollout belong to the controller, because the samples of a group may lie on several
 data-parallel ranks.
@@ -39,14 +39,14 @@ def add_advantages(
     within groups, advantages of tokens, distance to the teacher, whitening.
 
     Args:
-        samples: of the batch, in order; hooks see them.
-        hook_args: what hooks see of `args`.
+        samples: those of the batch, in its order; hooks get them.
+        hook_args: the view of `args` that hooks get.
 
     Returns:
-        Metrics of the rollout.
+        The metrics of the rollout that are known here, by full name.
 
     Raises:
-        RolloutError: rewards, or a hook's answer, that no advantages can be made from.
+        RolloutError: no advantages can be made from the rewards, or from what a hook returned.
     """
     metrics: dict[str, float] = {}
     columns, lengths, mask = batch.token_columns, batch.response_lengths, batch.token_columns["loss_mask"]
@@ -107,7 +107,7 @@ def _compared(
     args: Settings,
     hook_args: HookSettings,
 ) -> Tensor:
-    """Float64 `[num_samples]`: the rewards as the hook or the estimator compares them within groups."""
+    """Return the rewards, compared within groups by the hook or the estimator: float64 `[num_samples]`."""
     if args.custom_reward_post_process_path:
         return _processed(samples, args.custom_reward_post_process_path, hook_args)
     if kl is not None and not estimator.kl_on_tokens:
@@ -121,7 +121,7 @@ def _compared(
 
 
 def _processed(samples: list[Sample], path: str, hook_args: HookSettings) -> Tensor:
-    """`--custom-reward-post-process-path`: fn(args, samples) -> (raw, rewards)."""
+    """Call `--custom-reward-post-process-path`, which is fn(args, samples) -> (raw_rewards, rewards)."""
     where, remedy = f"--custom-reward-post-process-path {path}", "return (raw_rewards, rewards), one of each per sample"
     answer = _call(path, remedy, hook_args, samples)
     if not isinstance(answer, tuple) or len(answer) != 2:
@@ -148,7 +148,7 @@ def _call(path: str, remedy: str, *arguments: Any) -> Any:
 def _custom(
     batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Settings, hook_args: HookSettings
 ) -> Estimate:
-    """`--custom-advantage-function-path`: fn(args, rollout_data) sets rollout_data["advantages"] (and "returns").
+    """Call `--custom-advantage-function-path`: fn(args, rollout_data) sets "advantages" (and "returns") in the latter.
 
     `rollout_data` has lists with one entry per sample, under slime's names: token columns as tensors
     `[response_length]`, `tokens` as a tensor `[total_length]`; and `samples`.

@@ -1,16 +1,14 @@
-"""The controller: the one process that owns order. It starts everything, and ends everything that it has started.
+"""The controller: the one process that owns the order of a run.
 
-It holds the data source, the ledger, the versions of the policy and the run's state; the weights live in the workers
-and the engines. The schedule of a run is in `instep/train.py`, which hands each round from call to call as a value:
-what is kept here belongs to the run.
+It holds the data source, the ledger and the run's state, and keeps the records; the weights live in the workers and the
+engines of its deployment. The schedule of a run is in `instep/train.py`, which hands each round from call to call as a
+value: what is kept here belongs to the run.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,12 +19,9 @@ from typing import TYPE_CHECKING, Any
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
 from instep.checkpoints.hf_export import check_hf_checkpoint
-from instep.cluster.engine_plan import longest
-from instep.cluster.launch import Cluster, make_cluster
-from instep.cluster.local import WorkerGroup
 from instep.controller import dumps
+from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
-from instep.controller.fleet import Fleet
 from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
@@ -40,41 +35,39 @@ from instep.controller.round_metrics import (
 )
 from instep.controller.run_state import beginning, data_state, restore_data
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync.session import EngineGone
-from instep.controller.sync.weight_sync import SyncResult, WeightSync
+from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
-from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
-from instep.processes import Process, lock_folders
-from instep.rollout import admission, runtime
-from instep.rollout.client import get_model_url
+from instep.processes import lock_folders
+from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.scorer import served_reference
-from instep.rollout.teacher import served_teacher
-from instep.rollout.tokens import tokenizer_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 
 class Controller:
-    """A run. Use it as a context manager: leaving it ends every process it has started."""
+    """A run, as a context manager: leaving it ends every process that the run has started.
+
+    Args:
+        title: of the run, for people.
+        with_engines: whether anything generates.
+    """
 
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
-        self._with_engines = with_engines
         self.run_dir = Path(args.run_dir)
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         self.args = args = resolve_on_machine(args, with_engines=with_engines)
-        self._hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
-        self._runtime: Runtime = {}
-        self.hook_args = args.view(self._runtime)  # what hooks get: read-only, no secrets
+        hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
+        runtime_attributes: Runtime = {}
+        self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
         source = load_function(args.data_source_path)(self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
@@ -87,29 +80,33 @@ class Controller:
         self.num_steps = self.num_critic_steps = 0
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
-        self.max_probe_diff = 0.0
-        self._engines: list[Engine] = []
-        self._fleet: Fleet | None = None
-        self._trainer: Trainer | None = None  # none with --debug-rollout-only
-        self._cluster: Cluster | None = None
-        self._sync: WeightSync | None = None
-        self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
+        self._max_probe_diff = 0.0  # of all syncs
         self._memory = PssSampler()
-        hooks = ", ".join(path for _, path in own_hooks(args))
-        dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
-        self._watch = Watch(self._check_rollout, hooks, args.controller_memory_limit, dying)
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
-        self._resumed_state, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
-            wandb=wandb_settings(args, (self._resumed_state or {}).get("wandb_run_id")),
-            resume_from_step=self.start_rollout_id if self._resumed_state else None,
+            wandb=wandb_settings(args, (resumed or {}).get("wandb_run_id")),
+            resume_from_step=self.start_rollout_id if resumed else None,
         )
         self._records = Records(args, self.hook_args, self.log)
+        self.deployment = Deployment(
+            args,
+            self.hook_args,
+            runtime_attributes,
+            hf_config,
+            self._beginning,
+            self.log,
+            num_rollout=self.num_rollout,
+            with_engines=with_engines,
+        )
+        hooks = ", ".join(path for _, path in own_hooks(args))
+        dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
+        self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -131,124 +128,39 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         runtime.shutdown()
-        if self._fleet is not None:
-            self._fleet.close()
-        if self._cluster is not None:
-            self._cluster.close()
-        if self._sync is not None:
-            self._sync.close()
+        self.deployment.close()
         self._memory.stop()
         self._on_signal.__exit__(kind, error, traceback)
-        shutil.rmtree(self._scratch, ignore_errors=True)
         self.log.__exit__(kind, error, traceback)
         for lock in self._locks:
             lock.release()
 
-    def _processes(self) -> list[Process]:
-        engines = self._fleet.processes if self._fleet is not None else []
-        return [*engines, *(p for group in self._trainer_groups() for p in group.processes)]
-
-    def _trainer_groups(self) -> list[WorkerGroup]:
-        return [self._cluster.workers, self._cluster.critic] if self._cluster is not None else []
-
     def _start(self) -> None:
         args = self.args
         self._trial.before_start()
-        if self._resumed_state is not None:
-            self._restore(self._resumed_state)
+        if self._beginning.state is not None:
+            self._restore(self._beginning.state)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
             self.log.status(note)
-        if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
-            self._bound_context(teacher.check(tokenizer_of(args)))
-        self._cluster = make_cluster(
-            args,
-            log_dir=self.run_dir / "logs",
-            scratch=self._scratch,
-            with_engines=self._with_engines,
-            status=self.log.status,
-        )
-        self._cluster.start()
-        self._engines = self._cluster.engines
-        for group in self._trainer_groups():
-            group.watch = self._check_processes
-        for engine in self._engines:
-            engine.watch = self._check_processes
-        self._fleet = Fleet(
-            args,
-            self._engines,
-            restart=self._cluster.restart_engine,
-            log_dir=self.run_dir / "logs",
-            status=self.log.progress.line,
-        )
-        if self._cluster.workers.num_ranks:
-            self._trainer = self._start_trainer(self._cluster)
-        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
-            note = "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
-            self.log.status(note)
-        self._fleet.wait_ready(args.engine_start_timeout)
-        self._runtime.update(self._fleet.hook_attributes())
-        self._runtime["num_rollout"] = self.num_rollout
-        admission.guard(get_model_url(self.hook_args, endpoint="/"))
-        if self._engines and self._trainer is not None:
-            max_len = longest(args) or int(self._hf_config.get("max_position_embeddings", 128))
-            vocab_size = int(self._hf_config["vocab_size"])
-            self._sync = WeightSync(args, self._trainer.actor, vocab_size=vocab_size, max_len=max_len)
-            self._sync.version = int((self._resumed_state or {}).get("version", 0))  # versions go on, never back
-        self._fleet.admit(self._engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
-        if (name := args.ref_served_model) and (reference := served_reference(args, self.hook_args)) is not None:
-            self._bound_context(reference.check(tokenizer_of(args), self._fleet.of_model(name)[0].url))
-        if self._engines:
+        self.deployment.start()
+        if (trainer := self.deployment.trainer) is not None:
+            self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
+        if self.deployment.engines:
             self._trial.with_engine()
-
-    def _bound_context(self, most: int) -> None:
-        """Responses end where their tokens could not be scored any more."""
-        model = longest(self.args) or int(self._hf_config.get("max_position_embeddings", most))
-        own = self.hook_args.rollout_max_context_len or model
-        if own > most:
-            self._runtime["rollout_max_context_len"] = most
-            self.log.progress.line(
-                f"prompt and response end at {most} tokens: the model that scores them takes no more"
-            )
-
-    def _start_trainer(self, cluster: Cluster) -> Trainer:
-        args, checkpoint = self.args, self._beginning.checkpoint
-        trainer = Trainer(
-            args,
-            cluster,
-            checkpoint,
-            num_rollout=self.num_rollout,
-            scratch=self._scratch,
-            tell=self.log.progress.line,
-        )
-        if checkpoint is not None:
-            self.log.status(f"continuing from {checkpoint} at rollout {self.start_rollout_id}")
-        self._round = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
-        if self._round.uses_reference:
-            trainer.load_reference(checkpoint if self._resumed_state is not None else None)
-        if args.use_opd and args.opd_type == "model":
-            trainer.load_teacher()
-        return trainer
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """One proven session from the workers to every engine; none where one of the two is missing."""
-        if self._sync is None:
-            return
-        fleet = self._require_fleet()
-        with self.log.phase("sync"):
-            began = fleet.available()
-            self.last_sync = self._sync.run(began)
-            fleet.synced(began, self.last_sync.engines)
-        if self.last_sync.first_diff > self.last_sync.tolerance and self.args.precision == "fp32":
-            how = f"differed by {self.last_sync.first_diff:.3g} at first, and agreed when they were asked again"
-            self.log.progress.line(f"sync {self.last_sync.version}: trainer's and engine's scores of the probe {how}")
-        self.max_probe_diff = max(self.max_probe_diff, self.last_sync.probe_max_abs_diff)
+        """Bring a new version of the policy to every engine; nothing happens without workers or without engines."""
+        result = self.deployment.sync_weights()
+        if result is not None:
+            self.last_sync = result
+            self._max_probe_diff = max(self._max_probe_diff, result.probe_max_abs_diff)
 
     def generate(self, rollout_id: int) -> Rollout:
-        """One rollout: groups with rewards, each entered in the ledger as finished."""
+        """Generate the groups of one round, with rewards; they are finished in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
         with self.log.phase("rollout", rollout_id) as phase:
@@ -262,18 +174,18 @@ class Controller:
         return rollout
 
     def _call(self, work: Callable[[], Any], what: str) -> Any:
-        """What a rollout function returns, whose thread is watched."""
+        """Call a rollout function in a thread that is watched."""
         return self._watch.run(work, timeout=self.args.rollout_timeout, what=what)
 
     def train(self, rollout: Rollout) -> TrainedRollout | None:
-        """The optimizer steps of one rollout, which consume its groups; None with `--debug-rollout-only`."""
+        """Train on one rollout, which consumes its groups in the ledger; None with `--debug-rollout-only`."""
         args, rollout_id, groups = self.args, rollout.rollout_id, rollout.groups
         if args.debug_rollout_only:
             return None
         batch: TrainedBatch | None = None
         try:
             with self.log.phase("train", rollout_id) as phase:
-                batch = self._round.run(
+                batch = self._training.run(
                     groups,
                     self.num_steps,
                     self._records.wanted(groups),
@@ -288,13 +200,13 @@ class Controller:
         self.num_steps += trained.num_steps
         self.num_critic_steps += batch.num_critic_steps
         interval = args.ref_update_interval
-        if self._round.uses_reference and interval and (rollout_id + 1) % interval == 0:
+        if self._training.uses_reference and interval and (rollout_id + 1) % interval == 0:
             self._require_trainer().refresh_reference()
         return trained
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Mean reward and lengths on every evaluation data set; kept for the report and the summary."""
-        if not self._engines:
+        """Evaluate the policy on every evaluation data set; the metrics are kept for the summary."""
+        if not self.deployment.engines:
             self.log.progress.line("there is no engine: the evaluation is left out")
             return {}
         with self.log.phase("eval", rollout_id):
@@ -309,7 +221,7 @@ class Controller:
         return metrics
 
     def save(self, rollout_id: int) -> None:
-        """A complete checkpoint (--save), and a Hugging Face one (--save-hf)."""
+        """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
         args, trainer = self.args, self._require_trainer()
         with self.log.phase("save", rollout_id) as phase:
             saved = None
@@ -318,7 +230,7 @@ class Controller:
                     "rollout_id": rollout_id,
                     "num_steps": self.num_steps,
                     "num_critic_steps": self.num_critic_steps,
-                    "version": self._sync.version if self._sync is not None else 0,
+                    "version": self.deployment.version,
                     **data_state(self.data_source, rollout_id),
                     "evaluations": self.evaluations,
                     "wandb_run_id": self.log.wandb_run_id,
@@ -332,7 +244,7 @@ class Controller:
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
-        """Close the books and the line of metrics of one round; groups that nothing trains on are consumed here."""
+        """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""
         if trained is None:
             self.ledger.consume(rollout.groups)
             trained = TrainedRollout({}, {}, 0, 0)
@@ -342,14 +254,14 @@ class Controller:
         generated = None if self.args.load_debug_rollout_data else rollout.num_response_tokens
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        if self._trainer is not None:
-            metrics |= self._trainer.actor.peak_memory()
+        if self.deployment.trainer is not None:
+            metrics |= self.deployment.trainer.actor.peak_memory()
         if self.last_sync is not None:
             metrics |= self.last_sync.metrics()
         self.log.log(rollout.rollout_id, metrics)
 
     def finish(self) -> dict[str, Any]:
-        """summary.json, report.html and the table at the end."""
+        """Write summary.json and report.html, and print the table at the end."""
         summary: dict[str, Any] = {
             "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
             "num_steps": self.num_steps,
@@ -360,44 +272,21 @@ class Controller:
         }
         summary |= evaluation_summary(self.evaluations)
         if self.last_sync is not None:
-            summary["sync_probe_max_abs_diff"] = self.max_probe_diff
+            summary["sync_probe_max_abs_diff"] = self._max_probe_diff
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
         self.log.finish(summary)
         return summary
 
-    def _check_processes(self) -> None:
-        """Raise if a worker, the router or the last engine has died, or has been stopped."""
-        self._require_fleet().check()
-        for group in self._trainer_groups():
-            group.check_alive()
-
-    def _check_rollout(self) -> None:
-        """The same, while the workers have nothing to do: an engine that has been started anew gets its weights."""
-        self._check_processes()
-        fleet = self._require_fleet()
-        for engine in fleet.waiting():
-            if self._sync is not None and engine.update_weights:
-                try:
-                    self._sync.rejoin(engine)
-                except EngineGone:
-                    continue  # the fleet sees it, too
-            fleet.admit([engine])
-            self.log.progress.line(f"{engine.name} serves again")
-
     def _dump(self) -> None:
-        """What SIGUSR1 does: stacks and queues of all processes into a file."""
+        """Write stacks and queues of all processes into a file, as SIGUSR1 asks for."""
         step = f"{self.log.where()}; {self.num_steps} optimizer steps done"
-        queues = partial(describe_queues, step, self.ledger, self._trainer_groups())
-        path = write_dump(self.run_dir / "logs", queues, self._processes(), self._engines)
+        queues = partial(describe_queues, step, self.ledger, self.deployment.worker_groups)
+        path = write_dump(self.run_dir / "logs", queues, self.deployment.processes, self.deployment.engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
 
-    def _require_fleet(self) -> Fleet:
-        assert self._fleet is not None, "the controller is used as a context manager"
-        return self._fleet
-
     def _require_trainer(self) -> Trainer:
-        assert self._trainer is not None, "nothing is trained with --debug-rollout-only"
-        return self._trainer
+        assert self.deployment.trainer is not None, "nothing is trained with --debug-rollout-only"
+        return self.deployment.trainer
 
     def _restore(self, state: dict[str, Any]) -> None:
         for line in self._beginning.changed:

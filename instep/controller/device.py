@@ -1,4 +1,4 @@
-"""`auto` values of --device, --precision and --num-threads, resolved where torch is."""
+"""The values `auto` of --device, --precision and --num-threads, resolved on the machine that the run is on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from instep.processes import num_usable_cpus
 
 
 def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
-    """The arguments with what `auto` means on this machine, which on a Ray cluster may be one without GPUs: there
-    `--device cuda` is what its nodes have.
+    """Return the arguments with what `auto` means on this machine.
+
+    With `--cluster ray` it may have no GPU itself: `--device cuda` is then what the nodes of the cluster have.
 
     Raises:
-        ConfigError: there is no such device, or an engine is meant that is not installed.
+        ConfigError: this machine has no CUDA device, or the kind of engine is not installed.
     """
     device, precision, num_threads = args.device, args.precision, args.num_threads
     if device == "auto":

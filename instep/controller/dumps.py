@@ -1,4 +1,4 @@
-"""Dumps of rollouts and of what was trained on, and the replay of the former.
+"""Dumps of rollouts and of the data that was trained on, and the replay of a dumped rollout.
 
 Files are torch.save of plain data only, so that `torch.load(path, weights_only=True)` reads them:
 
@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
 _COLUMNS = (
-    "loss_mask",
-    "loss_weights",
-    "rollout_log_probs",
-    "log_probs",
-    "ref_log_probs",
-    "teacher_log_probs",
-    "values",
-    "advantages",
-    "returns",
+    *("loss_mask", "loss_weights", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs"),
+    *("values", "advantages", "returns"),
 )
 
 
@@ -56,17 +49,17 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metric
 
 
 def save_evaluation(template: str, rollout_id: int, output: RolloutFnEvalOutput) -> Path:
-    """The same of an evaluation, with `eval_` before the number."""
+    """Write one evaluation to `template`, whose {rollout_id} becomes `eval_` and the number. Errors: `save_rollout`."""
     pairs = [(name, _plain_sample(s)) for name, result in output.data.items() for s in result["samples"]]
     content = {"rollout_id": rollout_id, "samples": [s for _, s in pairs], "datasets": [name for name, _ in pairs]}
     return _save(Path(template.format(rollout_id=f"eval_{rollout_id}")), content)
 
 
 def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput:
-    """What `save_rollout` wrote; with `share` the first groups of it only, at least one.
+    """Read what `save_rollout` wrote; with `share` only this share of its groups, the first ones, at least one.
 
     Raises:
-        CheckpointError: no such file, or another content.
+        CheckpointError: there is no such file, or it holds something else.
     """
     try:
         content = torch.load(path, weights_only=True)
@@ -85,7 +78,7 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
 
 
 def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
-    """A rollout function that gives what --load-debug-rollout-data holds instead of generating."""
+    """Return a rollout function that reads `--load-debug-rollout-data` instead of generating."""
     template = str(args.load_debug_rollout_data)
 
     def replayed(
@@ -98,7 +91,7 @@ def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
 
 
 def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Path:
-    """Write what the trainer got and computed, sample by sample, in the order of the rollout.
+    """Write the batch that was trained on with its computed columns, sample by sample in the order of the rollout.
 
     Besides the batch's columns: `step` (of the optimizer, within the rollout; -1: left out) and `train_log_probs`, the
     trainer's log-probs under the weights that the round began with (None where they were not computed).
@@ -121,7 +114,7 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
 
 
 def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """The tokenizer's files of a Hugging Face checkpoint, so that a dump can be read without it."""
+    """Copy the tokenizer's files of a Hugging Face checkpoint, so that a dump can be read without the checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (*_TOKENIZER_FILES, *_TEMPLATES, "config.json"):
         for path in glob.glob(os.path.join(glob.escape(str(checkpoint)), pattern)):
@@ -140,10 +133,10 @@ def _plain_sample(sample: Sample) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value` as what `torch.load(weights_only=True)` accepts; numpy's numbers and arrays become Python's.
+    """Convert `value` to what `torch.load(weights_only=True)` accepts; numpy's numbers and arrays become Python's.
 
     Raises:
-        RolloutError: it is no such thing.
+        RolloutError: `value` holds an object of another type.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value

@@ -1,10 +1,10 @@
-"""The engines of a run and the routers before them, one for each model: who serves, who died, who comes back.
+"""The engines of a run and their routers, one router for each model: which engines serve, have died or come back.
 
-An engine serves while it holds proven weights and is well: its process lives, and it answers (`health.py`).
-When it dies it leaves its router at once, so that requests that were on it are made again elsewhere; it is started anew
-beside the run, and serves again after a session has brought it the current weights, or as soon as it is ready if its
-model keeps its weights. The death of the last engine of a model, or of the last one that prefills or decodes, ends the
-run.
+An engine serves while it holds proven weights and is healthy: its process lives, and it answers (`health.py`).
+When an engine dies, its router sends it no more requests, and those that it had are made again on other engines. It is
+started anew while the run goes on, and serves again after a session has brought it the current weights, or as soon as
+it is ready if its model keeps its weights. The death of the last engine of a model, or of its last engine that prefills
+or decodes, ends the run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Fleet:
     """All engines of a run.
 
     Args:
-        engines: started, not ready yet; without any the fleet does nothing.
-        restart: starts engine `index` anew at its address; None: a dead engine stays away.
-        last_comes_back: nobody but clients waits for an answer, so that the last engine is started anew, too.
+        engines: they are started, and may not be ready yet; without any the fleet does nothing.
+        restart: starts engine `index` anew at its address; with None a dead engine stays away.
         status: tells the user what happened.
+        last_comes_back: the last engine of a model is started anew, too (`instep serve`: only clients wait for it).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Fleet:
         return [engine for engine in self.engines if engine.model == model]
 
     def hook_attributes(self) -> Runtime:
-        """What hooks see of it, by attribute of `args`: where requests for each model go, and the engines."""
+        """Return the attributes of `args` that tell hooks the addresses of routers and engines."""
         addresses = {}
         for engine in self.engines:
             router = self.routers.get(engine.model)
@@ -99,12 +99,12 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        """Of the engines and routers that run here."""
+        """The processes of the engines and routers that this run has started."""
         owners: list[Engine | Router] = [*self.engines, *self.routers.values()]
         return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
-        """Until every engine and its router answer, or one fails; of several failures the first engine's is raised."""
+        """Wait until all engines and routers answer; of several that fail, the first engine's error is raised."""
         if not self.engines:
             return
         outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
@@ -128,7 +128,7 @@ class Fleet:
                 HealthWatch(engine, self._args.heartbeat_timeout, **options)
 
     def _check_theirs(self, router: Router) -> None:
-        """Of a router that somebody else runs: whoever is behind it gets requests, so it must be the run's."""
+        """Check that a router that somebody else runs has no engines but the run's: all of them would get requests."""
         self._found = router.listed()
         if others := sorted(self._found - self._states.keys()):
             raise EngineError(
@@ -138,15 +138,15 @@ class Fleet:
             )
 
     def available(self) -> list[Engine]:
-        """Those that take part in the next session: all that are well and get weights."""
+        """Return the engines that take part in the next sync: all that are healthy and get weights."""
         return [e for e in self.engines if e.update_weights and self._states[e.url] in ("serving", "ready")]
 
     def waiting(self) -> list[Engine]:
-        """Those that could serve, if they had the current weights."""
+        """Return the engines that are ready, but do not hold the current weights yet."""
         return [e for e in self.engines if self._states[e.url] == "ready"]
 
     def admit(self, engines: Iterable[Engine]) -> None:
-        """These hold the weights that they should: they serve from now on."""
+        """Let engines serve from now on: they hold the weights that they should."""
         with self._lock:
             for engine in engines:
                 if self._states[engine.url] == "ready":
@@ -155,7 +155,7 @@ class Fleet:
                 self._tell_router(model)
 
     def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
-        """A session began with some engines, and those of `held` have its weights: they serve, the others wait."""
+        """Take note of a sync: of the engines it `began` with, those that `held` its weights serve, the others wait."""
         with self._lock:
             for engine in began:
                 if engine not in held and self._states[engine.url] == "serving":
@@ -163,10 +163,10 @@ class Fleet:
             self.admit(held)
 
     def check(self) -> None:
-        """Notice who has died.
+        """Notice engines that have died.
 
         Raises:
-            EngineError: no engine of a model is left that serves, or a router has died.
+            EngineError: a router has died, or the last engine of a model (or of a role in it).
         """
         if self._closed.is_set():
             return
@@ -187,7 +187,16 @@ class Fleet:
                     what = f"no {engine.role} engine of model {engine.model} is left"
                     raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
+    def check_reachable(self, engine: Engine) -> None:
+        """Raise EngineError for an engine of somebody else's that has been given up for the time being.
+
+        The death of an engine of this run ends a call to it anyway; one of somebody else's may just stand still.
+        """
+        if self._ready and engine.process is None and self._states[engine.url] == "starting":
+            raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
+
     def close(self) -> None:
+        """Stop the routers, and take the run's engines out of a router that somebody else runs."""
         self._closed.set()
         for router in self.routers.values():
             if self._args.vllm_router_ip is not None and router.members:
@@ -198,11 +207,11 @@ class Fleet:
     # ---- death and return ----------------------------------------------------------------------------------------
 
     def _notice(self, engine: Engine, fault: str, silent: bool) -> None:
-        """A thread that watches it has found a fault.
+        """Lose an engine in which a thread that watches it has found a fault.
 
         Args:
-            silent: requests that are there may never be answered. Its end fails them; one of somebody else's is not
-                ended, so all that are on their way through the router are made again.
+            silent: requests to this engine may never be answered. They fail when its process is ended; one of somebody
+                else's is not ended, so that all requests on their way through the router are made again.
         """
         if self._states[engine.url] not in ("serving", "ready"):
             return
@@ -250,7 +259,7 @@ class Fleet:
             ).start()
 
     def _give_up(self, engine: Engine) -> None:
-        """It stays away, and nothing that is left of it keeps a GPU."""
+        """Do without an engine from now on; what is left of its process is ended, so that it keeps no GPU."""
         with self._lock:
             self._states[engine.url] = "lost"
         in_thread(engine.stop, f"stop {engine.name}")

@@ -1,7 +1,8 @@
-"""Engines seen over HTTP, for what no process tells: one of somebody else's that is away, a vLLM that computes nothing.
+"""The health of engines over HTTP: it shows what no process tells.
 
-vLLM's server answers `/health` with 503 when its core is dead (its own end follows seconds later), but it does not
-notice one that hangs. So the core is asked as well, by a question that the server cannot answer alone.
+That is an engine of somebody else's that does not answer, and a vLLM whose core hangs. vLLM's server answers `/health`
+with 503 when its core is dead (its own end follows seconds later), but does not notice a core that hangs. So the core
+is asked as well, by a question that the server cannot answer alone.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class HealthWatch:
     """Watches one engine until `closed`, in threads of its own.
 
     Args:
-        lost: told what is wrong, and whether requests may wait there for an answer that never comes.
-        back: told that an engine of somebody else's is well.
+        lost: called with the engine, what is wrong, and whether its requests may never be answered.
+        back: called when the engine answers that it is well.
     """
 
     def __init__(

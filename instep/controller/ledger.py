@@ -49,7 +49,7 @@ class Ledger:
         self.dropped: Counter[str] = Counter()
 
     def issue(self, groups: Iterable[Any], rollout_id: int | None = None, cursor: Any = None) -> None:
-        """Enter groups that a round takes; `cursor` is the data source's before it gave them."""
+        """Enter groups that a round takes; `cursor` is the state of the data source from before it gave them."""
         with self._lock:
             indices = group_indices(groups)
             read = {"cursor": cursor, "groups": [i for i in indices if self._is_new(i)]} if cursor is not None else None
@@ -67,14 +67,14 @@ class Ledger:
             self.issue(new, rollout_id)
 
     def finish(self, groups: Iterable[Any]) -> None:
-        """The rollout function has returned these groups: they wait to be trained on."""
+        """Mark groups that the rollout function has returned: they wait to be trained on."""
         self._set(groups, "finished", ("issued",))
 
     def buffer(self, groups: Iterable[Any]) -> None:
         self._set(groups, "buffered")
 
     def consume(self, groups: Iterable[Any]) -> None:
-        """These groups have been trained on."""
+        """Close groups that have been trained on."""
         with self._lock:
             self.num_consumed += self._set(groups, "consumed")
 
@@ -84,7 +84,7 @@ class Ledger:
                 self.dropped[reason] += num
 
     def drop_outstanding(self, reason: str, rollout_id: int | None = None) -> int:
-        """Close what was issued to a round and never came back; returns how many groups."""
+        """Drop the groups that were issued to a round and never came back; returns how many."""
         with self._lock:
             left = [g for g, e in self._open.items() if e.state == "issued" and e.rollout_id == rollout_id]
             for group in left:
@@ -114,14 +114,14 @@ class Ledger:
             return sum(self.dropped.values())
 
     def check(self) -> None:
-        """Raise if the books do not balance."""
+        """Raise RolloutError if a group is missing or counted twice."""
         with self._lock:
             accounted = self.num_consumed + self.num_dropped + self.num_buffered + self.num_outstanding
             if accounted != self.num_issued:
                 raise RolloutError(f"the ledger does not balance: {self.state_dict()}", remedy="please report this")
 
     def counts(self) -> dict[str, Any]:
-        """Groups that were issued, consumed, and dropped by reason."""
+        """Return how many groups were issued and consumed, and how many dropped by reason."""
         with self._lock:
             return {
                 "num_issued": self.num_issued,
@@ -130,7 +130,7 @@ class Ledger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON; `reads` tell how the data source gives the outstanding groups anew."""
+        """Return the whole ledger, ready for JSON; `reads` tell how the data source gives outstanding groups anew."""
         with self._lock:
             reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state in OUTSTANDING}
             return {
@@ -142,7 +142,7 @@ class Ledger:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a `state_dict()`. What was finished then is issued, to no round: its samples are not there."""
+        """Go back to a `state_dict()`. Groups that were finished become issued, to no round: their samples are gone."""
         reads = {group: read for read in state.get("reads", []) for group in read["groups"]}
         states = {int(k): "buffered" if v == "buffered" else "issued" for k, v in state["open"].items()}
         self._open = {group: _Entry(v, None, reads.get(group)) for group, v in states.items()}
@@ -161,7 +161,7 @@ class Ledger:
         return entry.state if entry is not None else "closed" if self._is_closed(group) else "never issued"
 
     def _set(self, groups: Iterable[Any], state: str, before: Collection[str] = OUTSTANDING) -> int:
-        """Move groups to another state, a closed one if it is none of an entry's; returns how many."""
+        """Move groups to another state, and close them if it is not a state of `_Entry`; returns how many."""
         with self._lock:
             indices = group_indices(groups)
             for group in indices:
@@ -195,7 +195,7 @@ class LedgeredDataSource:
         self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
 
     def of_round(self, rollout_id: int) -> LedgeredDataSource:
-        """The same data source, as the rollout function of one round gets it."""
+        """Return a view of this data source that issues its groups to one round."""
         view = LedgeredDataSource(self.source, self.ledger, rollout_id)
         view.books_lock = self.books_lock
         return view
@@ -218,7 +218,7 @@ class LedgeredDataSource:
         self.ledger.drop(groups, reason)
 
     def finish_rollout(self, groups: list[list[Sample]]) -> None:
-        """The round's rollout function has returned these groups: what else was issued to it is dropped."""
+        """Finish the groups that the round's rollout function has returned; what else it was given is dropped."""
         self.ledger.adopt(groups, self.rollout_id)
         self.ledger.finish(groups)
         self.ledger.drop_outstanding("not returned by the rollout function", self.rollout_id)

@@ -1,4 +1,4 @@
-"""What is kept of rounds and evaluations beside their metrics: lines of samples.jsonl, and dumps."""
+"""The records of rounds and evaluations beside their metrics: lines of samples.jsonl, and dumps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Writes them, as far as the arguments ask for it."""
+    """Writes samples.jsonl and the dumps that the arguments ask for."""
 
     def __init__(self, args: Settings, hook_args: HookSettings, log: RunLogger):
         self._args, self._log, self._texts = args, log, partial(token_texts, hook_args)
 
     def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
-        """A rollout; `metrics` are the rollout function's own."""
+        """Record a rollout that was generated; `metrics` are those of the rollout function."""
         if self._args.save_debug_rollout_data:
             dumps.save_rollout(self._args.save_debug_rollout_data, rollout.rollout_id, rollout.groups, metrics)
         if self._args.debug_rollout_only:  # else with the trainer's log-probs
             self._samples(rollout.rollout_id, rollout.groups, "train")
 
     def wanted(self, groups: list[Group]) -> set[int]:
-        """The numbers of the samples whose log-probs `trained` needs."""
+        """Return the numbers of the samples (counted through all groups) whose log-probs `trained` needs."""
         logged = {id(s) for s in spread(groups, self._args.num_logged_samples)}
         samples = [s for group in groups for s in group]
         return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
 
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
-        """A rollout that was trained on; None if that has failed."""
+        """Record a rollout that was trained on; `trained` is None if the training has failed."""
         samples = [s for group in rollout.groups for s in group]
         log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()} if trained else {}
         self._samples(rollout.rollout_id, rollout.groups, "train", log_probs)
@@ -45,6 +45,7 @@ class Records:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
 
     def evaluated(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
+        """Record an evaluation."""
         for name, result in output.data.items():
             self._samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
         if self._args.save_debug_rollout_data:

@@ -1,7 +1,7 @@
 """The typed facade of the workers of one role, actor or critic: every call that the controller makes to them.
 
-A batch is divided among the data-parallel ranks. Calls whose name begins with `begin_`, and `score` and `train`, return
-at once with the way to wait, so that actor and critic compute at the same time.
+A batch is divided among the data-parallel ranks. `score`, `train` and the methods named `begin_...` return at
+once, each with a function that waits for the result, so that actor and critic compute at the same time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Metrics = dict[str, float]
 
 
 class _Share(NamedTuple):
-    """What one data-parallel rank gets of a batch.
+    """The part of a batch that one data-parallel rank gets.
 
     Attributes:
         order: the numbers of its samples in the whole batch.
-        batch: these samples.
-        steps: step -> micro-batch -> places in `batch`.
+        batch: these samples, in this order.
+        steps: places in `batch`, by step and micro-batch.
     """
 
     order: list[int]
@@ -46,16 +46,16 @@ class _Share(NamedTuple):
 
 
 def begin_setup(workers: WorkerGroup, requests: Sequence[tuple[Any, ...]], timeout: float) -> Callable[[], Any]:
-    """Let all ranks join their process group and build the model; the call that is returned waits for their layout."""
+    """Let all ranks join their process group and build the model; returns a function that waits for their layout."""
     return workers.start("setup", timeout=timeout, per_rank=requests)
 
 
 class RoleTrainer:
-    """Scores and trains one rollout after another on the workers of one role, and moves their weights.
+    """The workers of one role: scores rollouts, trains on them, and loads, saves and publishes the weights.
 
     Args:
-        args: those of the role.
-        layout: where each rank stands, as the workers reported it.
+        args: the arguments of the role.
+        layout: the place of each rank, as the workers reported it.
     """
 
     def __init__(self, args: Settings, workers: WorkerGroup, layout: list[ParallelInfo], schedule: LRSchedule):
@@ -72,7 +72,7 @@ class RoleTrainer:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def plan(self, batch: TokenBatch) -> Schedule:
-        """Steps, which are the same for every role, and their micro-batches on the ranks of this one."""
+        """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks."""
         args = self.args
         plan = plan_whole_executions if algorithm_of(args).loss.of_pairs else plan_steps
         return plan(
@@ -86,7 +86,6 @@ class RoleTrainer:
         )
 
     def _shares(self, batch: TokenBatch, schedule: Schedule) -> list[_Share]:
-        """What each data-parallel rank gets of it."""
         shares = []
         for dp_rank in range(self._dp_size):
             order = [i for step in schedule for m in step[dp_rank] for i in m]
@@ -96,7 +95,7 @@ class RoleTrainer:
         return shares
 
     def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
-        """Begin to compute the token columns `names`; the call that is returned waits and puts them into `batch`."""
+        """Begin to compute the token columns `names`; returns a function that waits and puts them into `batch`."""
         shares = self._shares(batch, schedule)
         per_rank = [
             (shares[p.dp_rank].batch, [m for step in shares[p.dp_rank].steps for m in step], names)
@@ -125,9 +124,9 @@ class RoleTrainer:
             keep_log_probs: the numbers of the samples whose log-probs are wanted.
 
         Returns:
-            A call that waits. It returns the metrics of each step, and by number of the sample the log-probs
-            `[response_length]` that the first step's forward pass has seen, which is before the policy moves; it
-            raises TrainingError when steps keep being skipped.
+            A function that waits. It returns the metrics of each step, and by number of the sample the log-probs
+            `[response_length]` of the first step's forward pass, which is made before the policy moves; it raises
+            TrainingError when steps keep being skipped.
         """
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
@@ -146,7 +145,7 @@ class RoleTrainer:
         return finish
 
     def _check_steps(self, steps: list[Metrics]) -> None:
-        """A step whose gradients are not finite was skipped, which may happen now and then; more must not."""
+        """Raise if too many steps in a row were skipped, as their gradients were not finite; a few do no harm."""
         for step in steps:
             self._num_skipped = self._num_skipped + 1 if step["skipped_steps"] else 0
         if not self._num_skipped:
@@ -169,11 +168,11 @@ class RoleTrainer:
     # ---- models and weights --------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Path, *, optimizer: bool) -> None:
-        """Go on from what `begin_save` wrote."""
+        """Load a checkpoint that `begin_save` wrote."""
         self.workers.call("load", checkpoint, optimizer, timeout=self.args.worker_start_timeout)
 
     def load_weights(self, path: Path, *, fresh_head: bool = False) -> None:
-        """Take weights only, of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic from an actor's."""
+        """Load the weights of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic's from an actor's."""
         self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
 
     def load_reference(self, path: Path) -> None:
@@ -183,19 +182,19 @@ class RoleTrainer:
         self.workers.call("load_teacher", path, timeout=self.args.worker_start_timeout)
 
     def refresh_reference(self, scratch: Path) -> None:
-        """The reference becomes a copy of the actor as it is now; `scratch` holds it afterwards."""
+        """Make the reference a copy of the actor as it is now, and save it in the folder `scratch`."""
         self.workers.call("refresh_reference", scratch, timeout=self.args.train_timeout)
 
     def begin_save(self, folder: Path) -> Callable[[], Any]:
-        """Let every rank write its part of a checkpoint; the call that is returned waits for all."""
+        """Let every rank write its part of a checkpoint; returns a function that waits for all."""
         return self.workers.start("save", folder, timeout=self.args.train_timeout)
 
     def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint of the weights as they are."""
+        """Write the weights as a Hugging Face checkpoint."""
         self.workers.call("export_hf", path, timeout=self.args.train_timeout)
 
     def check_weights(self, timeout: float) -> None:
-        """Raise TrainingError, by name, if weights of the role are not finite."""
+        """Raise TrainingError with the names of weights that are not finite, if there are any."""
         names = [name for names in self.workers.call("broken_weights", timeout=timeout) for name in names]
         if names:
             raise TrainingError(

@@ -1,4 +1,4 @@
-"""A round, as values that the loop hands on: Rollout, then TrainedRollout; and how the workers train on one.
+"""A round as values that the loop hands on, first Rollout, then TrainedRollout; and the training on one rollout.
 
 Nothing of a round lives in the controller, so that a rollout may run ahead of the training.
 """
@@ -35,7 +35,7 @@ class Rollout:
     Attributes:
         groups: with rewards, in the order of training; they are finished in the ledger.
         metrics: `rollout/*` and those of the rollout function.
-        seconds: by the name of each phase that it took.
+        seconds: the duration of each phase of the rollout, by name.
     """
 
     rollout_id: int
@@ -49,7 +49,7 @@ class Rollout:
 
     @property
     def weight_versions(self) -> set[str]:
-        """Those that its tokens were made under, as far as known."""
+        """The versions of the policy that made the tokens, as far as they are known."""
         return {span.version for group in self.groups for s in group for span in s.weight_versions}
 
 
@@ -59,9 +59,9 @@ class TrainedRollout:
 
     Attributes:
         metrics: `train/*` and `critic/*`.
-        seconds: by the name of each phase that it took.
+        seconds: the duration of each phase of the training, by name.
         num_steps: optimizer steps of the actor.
-        num_tokens: of prompts and responses.
+        num_tokens: tokens of prompts and responses.
     """
 
     metrics: Metrics
@@ -72,16 +72,16 @@ class TrainedRollout:
 
 @dataclass
 class TrainedBatch:
-    """What the workers have trained on, and what came of it.
+    """A batch that the workers have trained on, and what they computed.
 
     Attributes:
         steps: the metrics of each optimizer step of the actor; none when only the critic was trained.
-        metrics: of the rollout as a whole, with their full names; `critic/*` among them.
+        metrics: of the rollout as a whole, by full name; `critic/*` among them.
         batch: all samples as the workers got them.
         step_of_sample: the optimizer step of each sample.
-        log_probs: by number of the sample, float32 `[response_length]`: the trainer's log-probs under the weights that
-            the round began with. Of the samples that were wanted; a sample of a later step has them only if the
-            rollout was scored first.
+        log_probs: the trainer's log-probs, float32 `[response_length]`, under the weights that the round began with, by
+            number of each sample that was wanted; a sample of a later step has them only if the rollout was scored
+            first.
         num_critic_steps: optimizer steps of the critic.
     """
 
@@ -93,21 +93,26 @@ class TrainedBatch:
     num_critic_steps: int = 0
 
 
+def uses_reference(args: Settings) -> bool:
+    """Whether the workers of the actor score with the reference model."""
+    algorithm = algorithm_of(args)
+    kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)
+    return (kl or algorithm.loss.reads_reference) and args.ref_served_model is None
+
+
 class TrainingRound:
     """Drives the workers of the actor, and of PPO's critic, through the optimizer steps of one rollout.
 
     Args:
-        hook_args: what hooks see of `args`.
+        hook_args: the view of `args` that hooks get.
     """
 
     def __init__(self, args: Settings, hook_args: HookSettings, actor: RoleTrainer, critic: RoleTrainer | None = None):
         self._args, self._hook_args = args, hook_args
         self._actor, self._critic = actor, critic
-        algorithm = algorithm_of(args)
-        self._has_rewards = algorithm.has_rewards
-        kl = self._has_rewards and bool(args.use_kl_loss or args.kl_coef)
+        self._has_rewards = algorithm_of(args).has_rewards
         self._teacher = served_teacher(args)
-        self.uses_reference = (kl or algorithm.loss.reads_reference) and args.ref_served_model is None  # in the workers
+        self.uses_reference = uses_reference(args)
 
     def run(
         self,
@@ -121,9 +126,9 @@ class TrainingRound:
         """Train on one rollout.
 
         Args:
-            num_steps_before: of the actor, in the whole run.
+            num_steps_before: optimizer steps of the actor so far, in the whole run.
             keep: numbers of the samples (counted through all groups) whose log-probs are wanted.
-            critic_only: the actor stays as it is.
+            critic_only: the actor is not trained.
         """
         args = self._args
         batch = build_batch(
@@ -177,11 +182,11 @@ class TrainingRound:
         return out
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
-        """Its log-probs, while the processes of the run are watched: of an engine that dies its name is told."""
+        """Get the log-probs of a served model; a process of the run that dies meanwhile is named in the error."""
         return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.watch)
 
     def _scored_names(self, num_steps: int) -> list[str]:
-        """Which log-probs are needed. With one on-policy step the old policy is the current one."""
+        """Return the log-probs that are needed. With one on-policy step the old policy is the current one."""
         args = self._args
         if not self._has_rewards:
             return ["ref_log_probs"] if self.uses_reference else []

@@ -1,4 +1,4 @@
-"""Numbers of a round, from what workers and rollout functions return. Names are listed in docs/metrics.md."""
+"""The metrics of a round, from what workers and rollout functions return. docs/metrics.md lists their names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
-# Of the steps of one rollout: those that are no means. The gap to the engine is that of the first step, before the
-# policy has moved away from the one that sampled.
+# Metrics that are not averaged over the steps of a rollout: the gap to the engine is that of the first step, before
+# the policy has moved away from the one that sampled.
 _FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage")
 
 
 def metrics_of_rollout(
     hook_args: HookSettings, rollout_id: int, output: RolloutFnTrainOutput, seconds: float
 ) -> dict[str, float]:
-    """`rollout/*` and those of the rollout function; none if `--custom-rollout-log-function-path` has logged them."""
+    """Return `rollout/*` and the rollout function's metrics; none if the user's log function has logged them."""
     groups = output.samples
     if hook_args.custom_rollout_log_function_path:
         samples = [s for group in groups for s in flatten(group)]
@@ -40,7 +40,7 @@ def metrics_of_rollout(
 
 
 def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """`train/*` of one rollout from the metrics of its optimizer steps; none if there were none."""
+    """Return `train/*` of one rollout from the metrics of its optimizer steps; none without steps."""
     if not steps:
         return {}
     names = dict.fromkeys(name for step in steps for name in step)
@@ -52,7 +52,7 @@ def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str, float]:
-    """`critic/*` of one rollout: of its optimizer steps, and of the values that its advantages were made from."""
+    """Return `critic/*` of one rollout, from its optimizer steps and the values that its advantages were made from."""
     out = {
         "value_loss": fmean(step["loss"] for step in steps),
         "value_clipfrac": fmean(step["value_clipfrac"] for step in steps),
@@ -70,7 +70,7 @@ def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str
 
 
 def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
-    """`perf/*` of one rollout from the seconds of its phases; no tokens were generated where they are None."""
+    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None for a replay."""
     out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
     out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
     if seconds.get("rollout") and num_response_tokens is not None:
@@ -81,7 +81,7 @@ def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, nu
 
 
 def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
-    """`eval/*` of every data set."""
+    """Return `eval/*` of every data set."""
     out = dict(output.metrics)
     for name, result in output.data.items():
         out[f"eval/{name}/reward_mean"] = fmean(result["rewards"])
@@ -93,7 +93,7 @@ def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
 
 
 def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
-    """`summary.json`'s part of them: the first data set's reward before and after, and all of them."""
+    """Return the evaluations' part of summary.json: the first data set's reward before and after, and all metrics."""
     if not evaluations:
         return {}
     first, last = evaluations[0], evaluations[-1]
@@ -103,7 +103,7 @@ def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def wandb_settings(args: Settings, run_id: str | None) -> dict[str, Any] | None:
-    """The options of a W&B run, or None. Key and host go through the environment, and nowhere else."""
+    """Return the options of a W&B run, or None without W&B. Key and host are handed on in the environment only."""
     if not args.use_wandb:
         return None
     for name, value in (("WANDB_BASE_URL", args.wandb_host), ("WANDB_API_KEY", args.wandb_key)):

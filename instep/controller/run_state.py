@@ -1,4 +1,4 @@
-"""What a run goes on with: counters, the data source's state, and arguments that must be those of before."""
+"""The state that a resume goes on with: counters, ledger, data source, and the arguments that must be as before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLACES = frozenset(
 
 
 class Beginning(NamedTuple):
-    """What a session begins with."""
+    """The checkpoint and state that a session begins with."""
 
     checkpoint: Path | None  # in `--load`
     state: dict[str, Any] | None  # the controller's of the run that goes on, if one does
@@ -37,10 +37,10 @@ class Beginning(NamedTuple):
 
 
 def beginning(args: Args) -> Beginning:
-    """By `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
+    """Find where the session begins, by `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
 
     Raises:
-        CheckpointError: there is none, or no whole one.
+        CheckpointError: the checkpoint is not there, or not complete.
         ConfigError: the run cannot go on with other arguments.
     """
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
@@ -50,7 +50,7 @@ def beginning(args: Args) -> Beginning:
 
 
 def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
-    """The first rollout of this session: as given, after that of the resumed `state`, or after the checkpoint's."""
+    """Return the number of the first rollout: as given, or the one after the resumed `state` or the checkpoint."""
     if args.start_rollout_id is not None:
         return int(args.start_rollout_id)
     if state is not None:
@@ -59,10 +59,10 @@ def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state:
 
 
 def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
-    """What is set otherwise than when the checkpoint was written, one line each.
+    """Return a line for each argument that has another value than when the checkpoint was written.
 
     Raises:
-        ConfigError: the run cannot go on with it.
+        ConfigError: one of them cannot change during a run.
     """
     now = json.loads(json.dumps(args.to_dict()))
     changed = {
@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 def source_state(source: Any, rollout_id: int) -> Any:
-    """The data source's state as JSON; one in the seeds' style keeps it itself, by `save(rollout_id)`."""
+    """Return the data source's state as JSON, or None if the source saves it itself (slime's `save(rollout_id)`)."""
     if hasattr(source, "state_dict"):
         return source.state_dict()
     source.save(rollout_id)
@@ -96,7 +96,7 @@ def source_state(source: Any, rollout_id: int) -> Any:
 
 
 def restore_source(source: Any, state: Any, rollout_id: int) -> None:
-    """The other way round: `load_state_dict(state)`, or `load(rollout_id)`."""
+    """Put the data source back to what `source_state` returned, or let it load its own state (`load(rollout_id)`)."""
     if hasattr(source, "load_state_dict"):
         source.load_state_dict(state)
     else:
@@ -104,7 +104,7 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
 
 
 def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
-    """A checkpoint's part of ledger and data source, as they are now: rollouts may go on meanwhile."""
+    """Return the state of ledger and data source for a checkpoint, taken at one instant: a rollout may be running."""
     with data.books_lock:
         return {"ledger": data.ledger.state_dict(), "data_source": source_state(data.source, rollout_id)}
 
@@ -112,8 +112,8 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -> None:
     """Go back to `data_state`. Groups that were outstanding are read anew and stand in the source's buffer.
 
-    They are fresh, so that they draw the same random numbers again. Those that a data source without `cursor()` gave,
-    or that a rollout function had made, are dropped: they cannot be had again.
+    They are fresh, so that they draw the same random numbers again. Groups of a data source without `cursor()`, and
+    those that a rollout function has made, cannot be read again: they are dropped.
     """
     source, ledger = data.source, data.ledger
     ledger.load_state_dict(state["ledger"])

@@ -1,4 +1,4 @@
-"""SIGUSR1: what every process of a run does now, into RUN_DIR/logs/dump-<n>.txt. The run goes on.
+"""SIGUSR1 writes what every process of a run is doing into RUN_DIR/logs/dump-<n>.txt; the run goes on.
 
 The work is done in a thread that the signal only wakes, so that it is also done while the main thread is in C code.
 """
@@ -32,7 +32,7 @@ ENGINE_SECONDS = 2.0  # for an engine to say what it holds
 
 
 class DumpOnSignal:
-    """Context manager: while it is open, SIGUSR1 calls `dump` in a thread. Does nothing but in the main thread."""
+    """A context manager: while it is open, SIGUSR1 calls `dump` in a thread. It acts in the main thread only."""
 
     def __init__(self, dump: Callable[[], None]):
         self._dump = dump
@@ -74,7 +74,7 @@ def write_dump(
     """Write the next dump-<n>.txt: queues, stacks and tasks of this process, stacks of the children, engines' answers.
 
     Args:
-        facts: what the owner knows of its queues; called once.
+        facts: is called once, and returns what the controller knows of its queues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(n) for p in folder.glob("dump-*.txt") if (n := p.stem[5:]).isdigit()), default=-1)
@@ -100,7 +100,7 @@ def write_dump(
 
 
 def describe_queues(step: str, ledger: Ledger, groups: Sequence[WorkerGroup]) -> dict[str, Any]:
-    """What waits where: the ledger's counts, requests of the rollout, the call that the workers are busy with."""
+    """Return the ledger's counts, the requests of the rollout, and the calls that the workers are busy with."""
     return {
         "phase": step,
         "ledger": ledger.counts() | {"num_buffered": ledger.num_buffered, "num_outstanding": ledger.num_outstanding},
@@ -111,7 +111,7 @@ def describe_queues(step: str, ledger: Ledger, groups: Sequence[WorkerGroup]) ->
 
 
 def thread_stacks() -> Iterator[str]:
-    """Each thread's name and stack, the innermost call last."""
+    """Yield the name and stack of each thread, the innermost call last."""
     names = {t.ident: t.name for t in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield f"--- {names.get(ident, 'a thread of C code')} ({ident})"
@@ -119,7 +119,7 @@ def thread_stacks() -> Iterator[str]:
 
 
 def task_stacks(loop: asyncio.AbstractEventLoop | None) -> Iterator[str]:
-    """Each task of `loop` and the chain of coroutines down to what it waits for."""
+    """Yield each task of `loop` and its chain of coroutines, down to what it waits for."""
     for task in sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name()) if loop is not None else ():
         yield f"--- {task.get_name()}"
         yield from _awaits(task.get_coro())
@@ -175,7 +175,7 @@ def _size(path: Path) -> int:
 
 
 def _new_output(processes: Sequence[Process], before: Sequence[int]) -> list[str]:
-    """What each process has written into its log since it had `before` bytes: until nothing comes any more."""
+    """Return what each process has written into its log beyond `before` bytes, once nothing more comes."""
     deadline, sizes = time.monotonic() + CHILD_SECONDS, list(before)
     while time.monotonic() < deadline:
         time.sleep(0.3)

@@ -19,6 +19,8 @@ from instep.checkpoints.folders import (
 )
 from instep.cluster.launch import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
+from instep.controller.round import uses_reference
+from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
 from instep.training import lr_schedule
@@ -29,21 +31,21 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """The actor, and the critic if there is one, with their weights loaded.
+    """The actor, and the critic if there is one, with all their models loaded.
 
     Args:
         cluster: its processes are started, and have done nothing yet.
-        checkpoint: that `--load` holds.
-        num_rollout: the learning-rate schedules end after so many.
-        scratch: a folder that the refreshed reference is kept in.
-        tell: gets what the user may want to know.
+        beginning: the checkpoint that `--load` holds, and whether the run goes on with its state.
+        num_rollout: the number of rollouts after which the learning-rate schedules end.
+        scratch: the folder in which the refreshed reference is kept.
+        tell: shows a line to the user.
     """
 
     def __init__(
         self,
         args: Args,
         cluster: Cluster,
-        checkpoint: Path | None,
+        beginning: Beginning,
         *,
         num_rollout: int,
         scratch: Path,
@@ -60,24 +62,28 @@ class Trainer:
             schedule = lr_schedule.from_args(own, _num_steps(args, rollouts))
             self.roles.append(RoleTrainer(own, group, layout, schedule))
         self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
-        self._load_actor(checkpoint)
+        self._load_actor(beginning.checkpoint)
         if self.critic is not None:
-            tell(self._load_critic(self.critic, checkpoint))
+            tell(self._load_critic(self.critic, beginning.checkpoint))
+        if uses_reference(args):
+            self._load_reference(beginning.checkpoint if beginning.state is not None else None)
+        if args.use_opd and args.opd_type == "model":
+            self._load_teacher()
 
     # ---- which weights they begin with ---------------------------------------------------------------------------
 
     def _load_actor(self, checkpoint: Path | None) -> None:
-        """`checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule)."""
+        """Load `checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule)."""
         if checkpoint is not None:
             self.actor.load(checkpoint, optimizer=self._with_optimizer)
         else:
             self.actor.load_weights(self._first_weights())
 
     def _load_critic(self, critic: RoleTrainer, checkpoint: Path | None) -> str:
-        """The critic of `checkpoint`, else `--critic-load`, else the actor's weights with a new head.
+        """Load the critic of `checkpoint`, else `--critic-load`, else the actor's weights with a new head.
 
         Returns:
-            Where it begins, for the user.
+            A line for the user: where the critic begins.
         """
         if checkpoint is not None and (checkpoint / CRITIC).is_dir():
             critic.load(checkpoint / CRITIC, optimizer=self._with_optimizer)
@@ -96,7 +102,7 @@ class Trainer:
         return not (self._args.no_load_optim or self._args.finetune)
 
     def _first_weights(self) -> Path:
-        """What an actor without a checkpoint begins with."""
+        """Return the folder of the weights that an actor without a checkpoint begins with."""
         if self._args.load and (Path(self._args.load) / "config.json").exists():
             return weights_folder(Path(self._args.load), None, "--load")
         return reference_folder(self._args)
@@ -107,8 +113,8 @@ class Trainer:
     def _refreshed(self) -> Path:
         return self._scratch / "reference"
 
-    def load_reference(self, resumed: Path | None) -> None:
-        """The reference that `--ref-update-interval` has refreshed, else `--ref-load`, else `--hf-checkpoint`.
+    def _load_reference(self, resumed: Path | None) -> None:
+        """Load the reference that `--ref-update-interval` has refreshed, else `--ref-load`, else `--hf-checkpoint`.
 
         Args:
             resumed: the checkpoint of the run that goes on.
@@ -119,14 +125,14 @@ class Trainer:
         self.actor.load_reference(path)
 
     def refresh_reference(self) -> None:
-        """The reference becomes a copy of the actor as it is now."""
+        """Make the reference a copy of the actor as it is now."""
         self.actor.refresh_reference(self._refreshed)
 
-    def load_teacher(self) -> None:
-        """The model of `--opd-teacher-load`.
+    def _load_teacher(self) -> None:
+        """Load the model of `--opd-teacher-load`.
 
         Raises:
-            ConfigError: there is none, or its tokenizer is not the student's.
+            ConfigError: there is no such model, or its tokenizer is not the student's.
         """
         path = teacher_folder(self._args)
         if (path / "config.json").exists():
@@ -155,7 +161,7 @@ class Trainer:
         return save_checkpoint(root, iteration, write, state)
 
     def save_critic(self, root: Path, iteration: int, whole: Path | None) -> None:
-        """The critic's part of a checkpoint in `root` (--critic-save): that of `whole`, if it has just been saved."""
+        """Write a checkpoint of the critic alone (--critic-save), linked to `whole` if that has just been saved."""
 
         def write(folder: Path) -> None:
             if whole is not None:
@@ -166,7 +172,7 @@ class Trainer:
         save_checkpoint(root, iteration, write, None)
 
     def _save_roles(self, roles: list[RoleTrainer], folder: Path) -> None:
-        """The actor's files in `folder`, the critic's in `folder/critic`, written at the same time."""
+        """Write the actor's files into `folder` and the critic's into `folder/critic`, at the same time."""
         saves = []
         for role in roles:
             place = folder / CRITIC if role.is_critic else folder
@@ -177,14 +183,14 @@ class Trainer:
 
 
 def _num_steps(args: Settings, num_rollouts: int) -> int:
-    """Optimizer steps of so many rollouts, at least 1."""
+    """Return the number of optimizer steps of `num_rollouts` rollouts, at least 1."""
     if num_rollouts <= 0:
         return 1
     return max(1, num_rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """The same file under a second name, or a copy on another file system."""
+    """Link a file, or copy it to another file system."""
     try:
         os.link(source, target)
     except OSError:

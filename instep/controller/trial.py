@@ -58,8 +58,8 @@ class HookTrial:
     """The trial of one run.
 
     Args:
-        hook_args: what hooks get.
-        source: the run's data source, not in use yet.
+        hook_args: the view of `args` that hooks get.
+        source: the run's data source, which no rollout uses yet.
     """
 
     def __init__(self, args: Settings, hook_args: HookSettings, source: Any):
@@ -72,7 +72,7 @@ class HookTrial:
         """Try what needs no engine.
 
         Raises:
-            InstepError: naming hook, row and remedy.
+            InstepError: a hook failed; the error names hook, row and remedy.
         """
         if self._args.hook_trial and self._usual:
             self._check_source()
@@ -106,7 +106,7 @@ class HookTrial:
         self._rest(groups)
 
     async def _hooks_and_reward(self, group: Group) -> None:
-        """Of one sample, whose reward the others get, too; with --group-rm of all."""
+        """Try one sample of a group, whose reward the others get, too; with --group-rm all samples."""
         args = self._args
         num_tried = len(group) if args.group_rm else 1
         execution = Execution(self._hook_args, 0, evaluation=False, semaphore=asyncio.Semaphore(1))
@@ -189,7 +189,7 @@ class HookTrial:
                 trial(groups)
 
     def _rows(self) -> list[Group]:
-        """The first groups of the source, which is put back. Empty if it cannot be."""
+        """Return the first groups of the source, which is put back; none if it cannot be put back."""
         source = self._source
         if not hasattr(source, "state_dict") or not self._args.rollout_global_dataset:
             return []
@@ -214,7 +214,7 @@ class HookTrial:
 
 
 def _make_up_response(args: Settings, sample: Sample) -> None:
-    """A COMPLETED response that says the label."""
+    """Give a sample a completed response whose text is the label."""
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     text = label if isinstance(label, str) and label else json.dumps(label, default=str)
     ids = tokenizer_of(args)(text, add_special_tokens=False)["input_ids"]

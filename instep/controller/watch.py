@@ -1,4 +1,4 @@
-"""Run a rollout function in a thread of its own, while this one watches processes, memory and the clock.
+"""A rollout function runs in a thread of its own, while this one watches processes, memory and the clock.
 
 A user's rollout function may block for as long as it likes; the death of an engine, an expired bound or Ctrl-C must
 still end the run in seconds.
@@ -28,9 +28,9 @@ class Watch:
 
     Args:
         check: raises if a process of the run has died or was stopped.
-        hooks: the user's functions that run in this process, for messages.
-        limit_gb: growth of this process that ends the run; None: half of the memory that is available now.
-        dying_seconds: that an engine which does not answer may take to end, and so to be the cause.
+        hooks: the names of the user's functions that run in this process, for messages.
+        limit_gb: the growth of this process that ends the run; None: half of the memory that is available now.
+        dying_seconds: how long an engine that does not answer may take to end, and so to be named as the cause.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Watch:
         self._limit = limit_gb * 1e9 if limit_gb else LIMIT_RATIO * psutil.virtual_memory().available
 
     def run(self, work: Callable[[], T], *, timeout: float, what: str) -> T:
-        """The result of `work()`.
+        """Return the result of `work()`.
 
         Raises:
             EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.

@@ -1,7 +1,7 @@
-"""Alarms: figures of a run that mean trouble, from the metrics of its steps alone.
+"""Alarms find figures of a run that mean trouble, from the metrics of its steps alone.
 
-Each alarm is a pure function of the steps so far, the newest last: the text to show when it is raised, "" when it is
-not, None when its metrics are missing. `docs/metrics.md` lists them.
+Each alarm is a pure function of the steps so far, the newest last. It returns the text to show when it is raised, ""
+when it is not, and None when its metrics are missing. `docs/metrics.md` lists the alarms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Steps = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Limits:
-    """The flags `--alarm-*`."""
+    """The values of the flags `--alarm-*`."""
 
     entropy_fraction: float = 0.02
     gap: float = 0.1
@@ -149,11 +149,11 @@ class AlarmWatch:
     """The alarms of a run, step by step.
 
     Attributes:
-        first: alarm -> the step at which it was raised first.
+        first: by name of the alarm, the step at which it was raised first.
     """
 
     def __init__(self, limits: Limits, rows: Sequence[Mapping[str, Any]] = ()):
-        """Args: rows: the steps of earlier sessions, as metrics.jsonl has them (`step` and metrics, null for NaN)."""
+        """Take the limits, and the steps of earlier sessions as rows of metrics.jsonl (null for NaN)."""
         self._limits, self._steps = limits, [_of_interest(row) for row in rows]
         self.first: dict[str, int] = {}
         for row in rows:
@@ -162,7 +162,7 @@ class AlarmWatch:
                     self.first.setdefault(name, int(row["step"]))
 
     def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """`alarm/<name>` (0 or 1) of those that can be computed, and the texts of those raised for the first time."""
+        """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those that are new."""
         self._steps.append(_of_interest(metrics))
         del self._steps[START:-_KEEP]
         out, new = {}, []
@@ -178,7 +178,7 @@ class AlarmWatch:
 
 
 def describe(first: Mapping[str, int]) -> str:
-    """For tables: `truncation (step 3)`, or "none"."""
+    """Return a text for tables: `truncation (step 3)`, or "none"."""
     return ", ".join(f"{name} (step {step})" for name, step in first.items()) or "none"
 
 
@@ -191,7 +191,7 @@ def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:
 
 
 def _values(steps: Steps, name: str) -> list[float]:
-    """The finite values of a metric, in order."""
+    """Return the finite values of a metric, in order."""
     return [v for step in steps if (v := step.get(name)) is not None and abs(v) < float("inf")]
 
 

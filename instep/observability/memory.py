@@ -1,4 +1,4 @@
-"""Memory of the whole run: the proportional set size (PSS) summed over a process and all its descendants.
+"""The memory of a whole run: the proportional set size (PSS), summed over a process and all its descendants.
 
 PSS divides each shared page by the number of its users, so that weights in shared memory, which trainer and engine both
 map, count once. The resident set size (RSS) would count them in each process.
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_pss(pid: int) -> int | None:
-    """PSS of one process in bytes; None if the system does not tell (no Linux, or not our process).
+    """Return the PSS of one process in bytes; None if the system does not tell (no Linux, or not our process).
 
     Raises:
         ProcessLookupError: the process is gone.
@@ -35,7 +35,7 @@ def read_pss(pid: int) -> int | None:
 
 
 def tree_memory(pid: int) -> tuple[int, bool]:
-    """Bytes used by `pid` and all its descendants, and whether all of it is PSS (False: some of it is RSS)."""
+    """Return the bytes used by `pid` and its descendants, and whether all of it is PSS (False: some of it is RSS)."""
     total, all_pss = 0, True
     try:
         root = psutil.Process(pid)
@@ -74,12 +74,12 @@ class PssSampler:
         self._thread = threading.Thread(target=self._loop, name="pss-sampler", daemon=True)
 
     def start(self) -> None:
-        """Take a first sample and begin; once in its life."""
+        """Take a first sample and start the thread; this can be done once only."""
         self.sample()
         self._thread.start()
 
     def sample(self) -> int:
-        """Take a sample now; bytes."""
+        """Take a sample now, and return it in bytes."""
         with self._lock:
             self.current, all_pss = tree_memory(self.pid)
             self.peak = max(self.peak, self.current)
@@ -98,7 +98,7 @@ class PssSampler:
             wait = max(self.interval, 50 * (time.perf_counter() - start))
 
     def stop(self) -> None:
-        """Take a last sample and end the thread; nothing to do if it does not run."""
+        """Take a last sample and end the thread, if it runs."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)

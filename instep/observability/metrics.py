@@ -1,4 +1,4 @@
-"""Metrics of one rollout, from its samples. `docs/metrics.md` lists every metric name."""
+"""The metrics of one rollout, from its samples. `docs/metrics.md` lists every metric name."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from collections.abc import Sequence
 from instep.types import Group, Status, reward_of
 
 
-def rollout_metrics(
-    groups: Sequence[Group], *, reward_key: str | None = None, num_dropped_groups: int = 0
-) -> dict[str, float]:
-    """The `rollout/*` metrics of the groups that are trained on.
+def rollout_metrics(groups: Sequence[Group], *, reward_key: str | None = None) -> dict[str, float]:
+    """Return the `rollout/*` metrics of the groups that are trained on.
 
     Rewards are raw (before any normalization); `reward_std` is the population's, over all samples. The ratio of groups
-    with zero reward spread is over groups of two and more rewarded samples. Whatever cannot be computed (rewards in a
-    rollout without any, everything in an empty one) is left out, never made up.
+    with zero reward spread counts groups of two or more rewarded samples. A metric that cannot be computed is left out.
     """
     samples = [s for group in groups for s in group]
-    metrics = {"rollout/num_dropped_groups": float(num_dropped_groups)}
     if not samples:
-        return metrics
+        return {}
     lengths = [s.response_length for s in samples]
-    metrics["rollout/response_length_mean"] = sum(lengths) / len(lengths)
-    metrics["rollout/response_length_max"] = float(max(lengths))
-    metrics["rollout/truncated_ratio"] = sum(s.status is Status.TRUNCATED for s in samples) / len(samples)
+    metrics = {
+        "rollout/response_length_mean": sum(lengths) / len(lengths),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_ratio": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+    }
     by_group = [[reward_of(s, reward_key) for s in g if s.reward is not None] for g in groups]
     rewards = [r for group in by_group for r in group]
     if rewards:

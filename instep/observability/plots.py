@@ -1,4 +1,4 @@
-"""The plots of the report, each an SVG string (or None if the run has no such metrics). No pyplot, no global state."""
+"""The plots of the report. Each is an SVG string, or None if the run has no such metrics; pyplot is not used."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ NOT_A_PHASE = ("step", "peak")
 
 @dataclass
 class History:
-    """The rows of metrics.jsonl as columns. x is the number of training steps done *after* the row's step.
+    """The rows of metrics.jsonl as columns. x is the number of training steps that are done after the row's step.
 
     Attributes:
-        steps: the rows with `rollout/` or `train/` figures, those of one step merged: `[(x, row)]`.
-        evals: rows with `eval/` figures; x is 0 for an evaluation before the first step.
+        steps: `[(x, row)]` of the rows with `rollout/` or `train/` metrics; rows of one step are merged.
+        evals: `[(x, row)]` of the rows with `eval/` metrics; x is 0 for an evaluation before the first step.
     """
 
     steps: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     evals: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """x and values where the metric is known and finite."""
+        """Return x and values of a metric, where it is known and finite."""
         source = self.evals if name.startswith("eval/") else self.steps
         points = [(x, float(row[name])) for x, row in source if _finite(row.get(name))]
         return [x for x, _ in points], [y for _, y in points]
 
     def names(self, prefix: str, suffix: str = "") -> list[str]:
-        """Metrics of that shape, in order of appearance."""
+        """Return the names of metrics with this prefix and suffix, in order of appearance."""
         rows = self.evals if prefix == "eval/" else self.steps
         found = dict.fromkeys(name for _, row in rows for name in row)
         return [name for name in found if name.startswith(prefix) and name.endswith(suffix)]
@@ -44,7 +44,7 @@ def _finite(value: Any) -> bool:
 
 
 def read_history(rows: Sequence[dict[str, Any]]) -> History:
-    """Merge the rows of each step; order is that of the file."""
+    """Merge the rows of each step, in the order of the file."""
     history, x = History(), 0
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -127,7 +127,7 @@ def _line(axes: Any, x: list[int], y: list[float], label: str, color: str, **kwa
 
 
 def plot_reward(history: History) -> str | None:
-    """Mean reward of the training rollouts, and the evaluations."""
+    """Plot the mean reward of the training rollouts and of the evaluations."""
     x, mean = history.column("rollout/reward_mean")
     evals = history.names("eval/", "/reward_mean")
     if not x and not evals:
@@ -143,7 +143,7 @@ def plot_reward(history: History) -> str | None:
 
 
 def plot_length(history: History) -> str | None:
-    """Response length (mean, max) and the share of truncated responses on an axis of its own."""
+    """Plot the response length (mean, max), and the share of truncated responses on the right axis."""
     x, mean = history.column("rollout/response_length_mean")
     if not x:
         return None
@@ -163,7 +163,7 @@ def plot_length(history: History) -> str | None:
 
 
 def plot_gap(history: History) -> str | None:
-    """Distance of trainer and engine log-probs of the same tokens, on a log scale; zeros are drawn at 1e-10."""
+    """Plot how far trainer and engine differ in their log-probs, on a log scale; zeros are drawn at 1e-10."""
     labels = {"train/log_prob_gap_max": "max", "train/log_prob_gap_mean": "mean", "train/engine_kl": "KL (absolute)"}
     columns = {name: history.column(name) for name in labels}
     if not any(x for x, _ in columns.values()):
@@ -177,7 +177,7 @@ def plot_gap(history: History) -> str | None:
 
 
 def plot_entropy(history: History) -> str | None:
-    """Entropy, and the KL figures on the right axis."""
+    """Plot the entropy, and the KL divergences on the right axis."""
     x, entropy = history.column("train/entropy")
     kls = {"train/ppo_kl": "PPO KL (right axis)", "train/kl_loss": "KL to reference (right axis)"}
     columns = {name: column for name in kls if (column := history.column(name))[0]}
@@ -195,7 +195,7 @@ def plot_entropy(history: History) -> str | None:
 
 
 def phase_seconds(history: History) -> dict[str, list[float]]:
-    """Seconds of every step by phase (0 where it did not run), known phases first, "other" for the rest of the step."""
+    """Return the seconds of each step by phase, known phases first; 0 where one did not run, "other" for the rest."""
     names = [n.removeprefix("perf/").removesuffix("_seconds") for n in history.names("perf/", "_seconds")]
     names = [n for n in names if n not in NOT_A_PHASE]
     names.sort(key=lambda n: PHASE_ORDER.index(n) if n in PHASE_ORDER else len(PHASE_ORDER))
@@ -209,7 +209,7 @@ def phase_seconds(history: History) -> dict[str, list[float]]:
 
 
 def plot_phases(history: History) -> str | None:
-    """Stacked seconds by phase."""
+    """Plot the seconds of each step, stacked by phase."""
     phases = phase_seconds(history)
     if not phases:
         return None
@@ -229,7 +229,7 @@ def plot_phases(history: History) -> str | None:
 
 
 def plot_speed(history: History) -> str | None:
-    """Tokens per second of rollouts and training; memory (PSS) on the right axis."""
+    """Plot the tokens per second of rollouts and training, and the memory (PSS) on the right axis."""
     labels = {"perf/rollout_tokens_per_second": "rollout tok/s", "perf/train_tokens_per_second": "train tok/s"}
     columns = {name: column for name in labels if (column := history.column(name))[0]}
     mx, memory = history.column("perf/pss_bytes")
@@ -248,7 +248,7 @@ def plot_speed(history: History) -> str | None:
 
 
 def plot_critic(history: History) -> str | None:
-    """The critic's loss, and on the right axis how much of the returns its values explain."""
+    """Plot the critic's loss, and on the right axis how much of the returns its values explain."""
     x, loss = history.column("critic/value_loss")
     ex, explained = history.column("critic/explained_variance")
     if not x and not ex:

@@ -1,4 +1,4 @@
-"""Progress that a person can follow: a live panel on a terminal, plain lines anywhere else (CI, a log file)."""
+"""The progress of a run for people: a live panel on a terminal, plain lines anywhere else (CI, a log file)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASCII_BLOCKS = "_.-=+*%#"
 
 
 def sparkline(values: list[float], width: int = 40, blocks: str = BLOCKS) -> str:
-    """The last `width` finite values as bars between minimum and maximum; equal values at half height."""
+    """Draw the last `width` finite values as bars between minimum and maximum; equal values have half the height."""
     values = [v for v in values if math.isfinite(v)][-width:]
     if not values:
         return ""
@@ -35,7 +35,7 @@ def sparkline(values: list[float], width: int = 40, blocks: str = BLOCKS) -> str
 
 
 def duration(seconds: float | None) -> str:
-    """`h:mm:ss` or `mm:ss`; "-" for None."""
+    """Format seconds as `h:mm:ss` or `mm:ss`; "-" for None."""
     if seconds is None:
         return "-"
     minutes, secs = divmod(round(seconds), 60)
@@ -44,7 +44,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure for people: 1,234 or 0.412 or 1.2e-06; "-" for None, "n/a" for NaN."""
+    """Format a number for people: 1,234 or 0.412 or 1.2e-06; "-" for None, "n/a" for NaN."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -56,16 +56,16 @@ def number(value: float | None, digits: int = 3) -> str:
 
 @dataclass(eq=False)
 class Phase:
-    """A part of a run that goes on, or has ended; `rollout_id` names the round that it belongs to, if it is one's."""
+    """A part of a run that is going on, or has ended; `rollout_id` is the round that it belongs to, if any."""
 
     name: str
     rollout_id: int | None
-    began: float  # `time.monotonic()`, as is the next
+    began: float  # by `time.monotonic()`, as `ended` is
     ended: float | None = None
 
     @property
     def seconds(self) -> float:
-        """How long it took; while it goes on, how long it has been going on."""
+        """The duration of the phase, or its time so far."""
         return (time.monotonic() if self.ended is None else self.ended) - self.began
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Progress:
         self._seen: set[int] = set()
         self._announced: set[str] = set()
         self._start = self._last_line = now = time.monotonic()
-        self.phases = [Phase("starting", None, now, now)]  # that go on; between two the one that ended last
+        self.phases = [Phase("starting", None, now, now)]  # going on; between two phases the one that ended last
         self._step_end: float | None = None
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -116,14 +116,14 @@ class Progress:
         return self._live is not None
 
     def line(self, text: str) -> None:
-        """One plain line, above the panel if there is one."""
+        """Print a plain line, above the panel if there is one."""
         self._last_line = time.monotonic()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         if not self.live:
             self.console.file.flush()
 
     def begin_phase(self, name: str, rollout_id: int | None = None) -> Phase:
-        """Show one more phase. Phases may overlap, also from several threads."""
+        """Begin a phase and show it. Phases may overlap, also from several threads."""
         with self._lock:
             phase = Phase(name, rollout_id, time.monotonic())
             self.phases = [p for p in self.phases if p.ended is None] + [phase]
@@ -143,17 +143,17 @@ class Progress:
 
     @property
     def phase(self) -> str:
-        """The names of the phases that go on."""
+        """The names of the phases that are going on."""
         return " + ".join(phase.name for phase in self.phases)
 
     def set_status(self, text: str) -> None:
-        """A note; without a panel it is a line when nothing else was said for 15 s."""
+        """Show a note; without a panel it is printed only if nothing else was printed for 15 s."""
         self.status = text
         if text and not self.live and time.monotonic() - self._last_line >= 15:
             self.line(f"{duration(self.elapsed)} | {self.phase}: {text}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of metrics. Rows with `rollout/` or `train/` figures count as a step, once for each `step`."""
+        """Show a row of metrics. Rows with `rollout/` or `train/` metrics count as a step, once for each `step`."""
         with self._lock:
             self.last.update(metrics)
             if any(name.startswith(("rollout/", "train/")) for name in metrics):
@@ -201,7 +201,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds that remain, as far as known."""
+        """The seconds that remain, if they can be estimated."""
         if not self.num_steps or not self._step_seconds or self._step_end is None:
             return None
         recent = self._step_seconds[-20:]
@@ -211,7 +211,7 @@ class Progress:
         return max(remaining - (time.monotonic() - self._step_end), 0.0)
 
     def render(self) -> RenderableType:
-        """The panel as it stands now."""
+        """Draw the panel as it is now."""
         names = [((f" {p.name}", "bold cyan"), (f" {duration(p.seconds)}", "dim")) for p in self.phases]
         self._spinner.text = Text.assemble(*(part for pair in names for part in pair))
         top = Table.grid(padding=(0, 2), expand=True)
@@ -241,7 +241,7 @@ class Progress:
         return Panel(Group(*rows), title=Text(self.title, "bold"), border_style="blue", padding=(0, 1))
 
     def stop(self, *, keep_panel: bool = True) -> None:
-        """Take the panel down (or leave its last state standing) and give the terminal back."""
+        """Take the panel down, or leave its last state on the screen, and restore the terminal."""
         live, self._live = self._live, None
         if live is None:
             return

@@ -1,4 +1,4 @@
-"""One self-contained report.html of a run: headline figures, plots, samples, configuration. Nothing is fetched."""
+"""The report of a run: one self-contained report.html with headline figures, plots, samples and configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ summary { padding: 10px 16px; cursor: pointer; font-weight: 600; }
 def make_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html from config.json, metrics.jsonl, summary.json and samples.jsonl.
 
-    Each of them may be missing (a run that was stopped early): what is there is shown.
+    Files that are missing, because the run was stopped early, are left out.
     """
     run_dir = Path(run_dir)
     config, summary = _read_json(run_dir / "config.json"), _read_json(run_dir / "summary.json")
@@ -87,7 +87,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures that a reader looks for first: `[(label, value)]`, those known."""
+    """Return the figures that a reader looks for first, as far as they are known: `[(label, value)]`."""
     found: list[tuple[str, str]] = []
     before, after = summary.get("eval_reward_before"), summary.get("eval_reward_after")
     if before is not None or after is not None:
@@ -132,7 +132,7 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def raised_alarms(history: History, summary: Mapping[str, Any]) -> dict[str, int]:
-    """Alarm -> the step it was raised at first."""
+    """Return by name of the alarm the step at which it was raised first."""
     if "alarms" in summary:
         return summary["alarms"]
     names = history.names("alarm/", "")
@@ -170,7 +170,7 @@ def _image(svg: str) -> str:
 
 
 def _samples(rows: Sequence[Mapping[str, Any]], per_rollout: int = 2) -> list[str]:
-    """Cards of a few samples from the first and the last rollout of each split."""
+    """Return the cards of a few samples from the first and the last rollout of each split."""
     cards = []
     for split in dict.fromkeys(row["split"] for row in rows):
         rollouts = list(dict.fromkeys(row["rollout_id"] for row in rows if row["split"] == split))

@@ -1,4 +1,4 @@
-"""The one object through which a run tells what it does: files, TensorBoard, W&B, the progress display, the report."""
+"""The logger of a run: files, TensorBoard, W&B, the progress display and the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from instep.types import Group
 
 
 class RunLogger:
-    """Context manager around a whole run. Writes into `run_dir`:
+    """A context manager around a whole run, which writes into `run_dir`:
 
     `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
     `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` `summary.json` and `report.html`, and
@@ -93,13 +93,13 @@ class RunLogger:
 
     @property
     def wandb_run_id(self) -> str | None:
-        """To be saved with a checkpoint, so that a resume goes on with the same W&B run."""
+        """The id of the W&B run, which a checkpoint holds so that a resume goes on with the same one."""
         return next((sink.run_id for sink in self._sinks if isinstance(sink, WandB)), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One row of metrics of `step`; values that `float` accepts. NaN and infinities are null in metrics.jsonl.
+        """Log one row of metrics of `step`. NaN and infinities become null in metrics.jsonl.
 
-        The row of a whole step gets its `alarm/*`, and a line says what one means when it is raised first.
+        The row of a whole step gets its `alarm/*`; a line explains an alarm that is raised for the first time.
         """
         row = {name: float(value) for name, value in metrics.items()}
         if _is_step(row):
@@ -126,7 +126,7 @@ class RunLogger:
 
         Args:
             texts: token ids -> the text of each.
-            log_probs: by `id(sample)` the trainer's log-probs of the response tokens, where they are known.
+            log_probs: the trainer's log-probs of the response tokens by `id(sample)`, where they are known.
         """
         for sample in spread(groups, limit):
             row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
@@ -134,7 +134,7 @@ class RunLogger:
 
     @contextmanager
     def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
-        """Show the phase `name` (of a round) while the block runs; the value tells its seconds. Phases may overlap."""
+        """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""
         phase = self.progress.begin_phase(name, rollout_id)
         try:
             yield phase
@@ -147,21 +147,20 @@ class RunLogger:
                 self._seconds[name] = self._seconds.get(name, 0.0) + phase.seconds
 
     def take_seconds(self, *names: str) -> dict[str, float]:
-        """By name the seconds of those phases that have ended since they were taken last; none of a name without."""
+        """Return the seconds of those of these phases that have ended since the last call, by name."""
         with self._lock:
             return {name: self._seconds.pop(name) for name in names if name in self._seconds}
 
     def where(self) -> str:
-        """The phases that go on, of which round and for how long; between two the one that ended last."""
+        """Describe the phases that are going on, with round and duration; between two, the one that ended last."""
         return "; ".join(map(str, self.progress.phases))
 
     def status(self, text: str) -> None:
-        """A short note beside the phase, such as `groups 12/32`; empty takes it away."""
+        """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json (with `alarms`: name -> first step) and report.html, take the panel down and print the
-        final table."""
+        """Write summary.json (with the first step of each alarm) and report.html, and print the final table."""
         summary = {**summary, "alarms": self._alarms.first}
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"), writing(self.run_dir):
@@ -188,7 +187,7 @@ class RunLogger:
 
 
 def _process() -> dict[str, Any]:
-    """Enough to tell later whether this process still lives."""
+    """Identify this process, so that it can be told later whether it still lives."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
 
 
@@ -210,7 +209,7 @@ def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | N
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
-    """The scalars of a summary as a table, in readable units; `versions` and other nested values are left out."""
+    """Return a table of the scalars of a summary in readable units; nested values such as `versions` are left out."""
     from rich import box
 
     table = Table(title=title, box=box.ASCII if ascii_only else box.ROUNDED, show_header=False, title_style="bold")
@@ -225,7 +224,7 @@ def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = 
 
 
 def readable(name: str, value: Any) -> str:
-    """A value of a summary for people, by the unit that its name tells."""
+    """Format a value of a summary for people, in the unit that its name tells."""
     value = jsonable(value)
     if value is None:
         return "n/a"

@@ -1,4 +1,4 @@
-"""One row of samples.jsonl: a sample with its tokens, as far as anybody knows something about them."""
+"""The rows of samples.jsonl: a sample with what is known about each of its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS = ("group_index", "index", "prompt", "response", "response_length", "rewar
 
 
 def spread(groups: Sequence[Group], limit: int) -> list[Sample]:
-    """Up to `limit` samples: one of each group, then the second of each, and so on."""
+    """Return up to `limit` samples: the first one of each group, then the second one of each, and so on."""
     deepest = max((len(group) for group in groups), default=0)
     return [group[i] for i in range(deepest) for group in groups if i < len(group)][:limit]
 
@@ -23,10 +23,10 @@ def sample_row(
     texts: Callable[[list[int]], list[str]] | None = None,
     log_probs: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The sample as JSON. `tokens` holds, for the first `MAX_LOGGED_TOKENS` response tokens, equally long lists:
+    """Return the sample as JSON. `tokens` holds equally long lists for the first `MAX_LOGGED_TOKENS` response tokens:
 
-    `ids`, `texts`, `loss_mask` (as trained on: 0 throughout with `remove_sample`), `rollout_log_probs` (the engine's)
-    and `log_probs` (the trainer's under the weights that sampled). What nobody knows is null.
+    `ids`, `texts`, `loss_mask` (as trained on: all 0 with `remove_sample`), `rollout_log_probs` (the engine's) and
+    `log_probs` (the trainer's under the weights that sampled). What is not known is null.
 
     Args:
         texts: token ids -> the text of each.
@@ -50,8 +50,8 @@ def sample_row(
 
 
 def gaps(row: dict[str, Any]) -> list[float | None]:
-    """|trainer - engine| of each logged token; None where one of the two is unknown or the token is not trained on
-    (the log-prob of a tool's token is a place holder)."""
+    """Return |trainer - engine| of each logged token's log-prob; None where one of them is unknown, and for tokens that
+    are not trained on (a tool's token has a placeholder)."""
     tokens = row.get("tokens") or {}
     mask = tokens.get("loss_mask") or []
     columns = [tokens.get(name) or [None] * len(mask) for name in ("rollout_log_probs", "log_probs")]

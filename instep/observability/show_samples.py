@@ -1,4 +1,4 @@
-"""`instep samples`: a run's samples in the terminal, or as plain text in a pipe."""
+"""`instep samples` shows a run's samples in the terminal, or as plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `instep samples`."""
+    """Return the parser of the command line of `instep samples`."""
     out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
     out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
     out.add_argument("--step", type=int, metavar="N", help="of rollout N; default: the last one logged")
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str], console: Console | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command, and return its exit code."""
     options = parser().parse_args(words)
     rows = select(options.run, step=options.step, split=options.split, index=options.index)
     if options.worst is not None:
@@ -62,10 +62,10 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
 def select(
     run_dir: Path, *, step: int | None = None, split: str | None = None, index: int | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of `run_dir`/samples.jsonl of one split and one rollout (or one sample), in the order of the run.
+    """Return the rows of `run_dir`/samples.jsonl of one split and one rollout (or one sample), in their order.
 
     Raises:
-        ConfigError: there are none; says which there are.
+        ConfigError: there are no such rows; the error says which there are.
     """
     rows = read_json_lines(run_dir / "samples.jsonl")
     if not rows:
@@ -95,10 +95,10 @@ def select(
 
 
 def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[Text | Table]:
-    """One sample: what is known of it, prompt, response, and its tokens as a table.
+    """Yield one sample: its facts, prompt and response, and its tokens as a table.
 
     Args:
-        marks: write what else only colour tells: [masked: ...] around tokens that are not trained on.
+        marks: mark in the text what otherwise only colours show: [masked: ...] around tokens that are not trained on.
     """
     differences = gaps(row)
     known = [g for g in differences if g is not None]
@@ -124,7 +124,7 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
 
 
 def response(row: dict[str, Any], differences: Sequence[float | None], *, marks: bool) -> Text:
-    """The response, token by token: dim what is not trained on, the others by their gap (green, yellow, red)."""
+    """Return the response token by token: green, yellow or red by its gap, dim if it is not trained on."""
     tokens = row.get("tokens") or {}
     texts, mask = tokens.get("texts"), tokens.get("loss_mask") or []
     if not texts:
@@ -142,7 +142,7 @@ def response(row: dict[str, Any], differences: Sequence[float | None], *, marks:
 
 
 def token_table(row: dict[str, Any], differences: Sequence[float | None]) -> Table:
-    """A line per token: number, id, text, mask, both log-probs, gap, version."""
+    """Return a table with a line per token: number, id, text, mask, both log-probs, gap, version."""
     tokens = row["tokens"]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("#", "id", "text", "mask", "engine", "trainer", "gap", "version"):
@@ -168,7 +168,7 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
 
 
 def reward_key(run_dir: Path, split: str) -> str | None:
-    """Which entry of a reward counts, where rewards are dicts; from the run's config.json."""
+    """Return the entry that counts where rewards are dicts, from the run's config.json."""
     path = run_dir / "config.json"
     args = json.loads(path.read_text(encoding="utf-8"))["args"] if path.exists() else {}
     key = args.get("reward_key")
@@ -176,7 +176,7 @@ def reward_key(run_dir: Path, split: str) -> str | None:
 
 
 def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
-    """The larger, the worse; what is unknown comes last."""
+    """Return a number that is larger for worse samples; samples without the figure come last."""
     if by == "length":
         return float(row.get("response_length") or 0)
     if by == "gap":

@@ -1,4 +1,4 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases. Each has `log`, and `close` (also after an error)."""
+"""The sinks of metrics: JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of nested dicts and lists without the entries whose name tells a secret (`wandb_key`, ...)."""
+    """Copy nested dicts and lists without the entries that their names show to be secrets (`wandb_key`, ...)."""
     if isinstance(value, Mapping):
         return {str(k): without_secrets(v) for k, v in value.items() if not _SECRET.search(str(k))}
     if isinstance(value, (list, tuple)):
@@ -28,7 +28,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as plain JSON types: what is not finite becomes null, what JSON does not know becomes its `str`."""
+    """Convert `value` to plain JSON types: numbers that are not finite become null, other objects their `str`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -41,13 +41,13 @@ def jsonable(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: after a crash the file is the old one or the new one, never half of it."""
+    """Write JSON atomically: after a crash the file holds either the old or the new content."""
     with writing(path):
         write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", flush=True)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; none if there is no file. A last line that a crash cut short is left out."""
+    """Return the rows of a JSON-lines file, none without a file. A last line that a crash cut short is left out."""
     if not path.exists():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -62,10 +62,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """Appends rows to a JSON-lines file, each flushed at once.
-
-    With `keep` the rows of an earlier session for which it is false are cut off first (atomically).
-    Without it the file begins anew.
+    """Appends rows to a JSON-lines file and flushes each. With `keep` it goes on with an earlier session's file, of
+    which rows for which `keep(row)` is false are removed first (atomically); without it the file begins anew.
     """
 
     def __init__(self, path: Path, keep: Any = None):
@@ -90,7 +88,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard scalars, through tensorboard's own writer (which needs no torch).
+    """Writes TensorBoard scalars, by tensorboard's own writer (which needs no torch).
 
     On a resume TensorBoard is told to forget the events of an earlier session from `resume_from_step` on.
     """
@@ -122,11 +120,11 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or `wandb login`, from nowhere else.
+    """Logs to Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or `wandb login` only.
 
     Args:
-        options: `project`, `group`, `team` (entity), `mode` (online, offline, disabled; default online), `run_id` (to
-            go on with that run), `dir` (default: the run's folder).
+        options: `project`, `group`, `team` (entity), `mode` (online, offline, disabled; default online), `run_id` (of
+            the run to go on with), `dir` (default: the run's folder).
 
     Raises:
         ConfigError: wandb is not installed, an option is unknown, or the run cannot be opened.

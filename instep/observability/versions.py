@@ -1,4 +1,4 @@
-"""What a run ran on: versions of packages, git state, machine. Imports none of the packages it names."""
+"""The versions of packages, the git state and the machine of a run, without importing the packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "megatron-core
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution; None if it is absent."""
+    """Return the installed version of a distribution, None if it is absent."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -24,7 +24,7 @@ def package_version(name: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, None if it is absent, fails or takes more than 10 s."""
+    """Return what a command prints, None if it is absent, fails or takes more than 10 s."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -35,7 +35,7 @@ def _output(*command: str) -> str | None:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Commit of the checkout whose root is `folder`, and whether it has uncommitted changes; (None, None) if none."""
+    """Return the commit of the git checkout in `folder` and whether it has changes; (None, None) without a checkout."""
     if not (folder / ".git").exists():
         return None, None
     commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
@@ -44,7 +44,7 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of Python, instep and the packages a run depends on (those installed), git commit, machine."""
+    """Return the versions of Python, instep and the packages it runs with, the git commit and the machine."""
     commit, dirty = git_state(Path(instep.__file__).resolve().parent.parent)
     found = {name: package_version(name) for name in PACKAGES}
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")

@@ -37,18 +37,17 @@ def test_rollout_metrics_against_statistics() -> None:
         sample.reward = 0.25
     samples = [s for g in groups for s in g]
     rewards, lengths = [s.reward for s in samples], [s.response_length for s in samples]
-    metrics = rollout_metrics(groups, num_dropped_groups=3)
+    metrics = rollout_metrics(groups)
     assert metrics["rollout/reward_mean"] == pytest.approx(statistics.fmean(rewards), abs=1e-12)
     assert metrics["rollout/reward_std"] == pytest.approx(statistics.pstdev(rewards), abs=1e-12)
     assert metrics["rollout/response_length_mean"] == statistics.fmean(lengths)
     assert metrics["rollout/response_length_max"] == max(lengths)
     assert metrics["rollout/truncated_ratio"] == sum(s.truncated for s in samples) / 20
     assert metrics["rollout/zero_std_groups_ratio"] == 1 / 5
-    assert metrics["rollout/num_dropped_groups"] == 3
 
 
 def test_rollout_metrics_leave_out_what_is_unknown() -> None:
-    assert rollout_metrics([]) == {"rollout/num_dropped_groups": 0.0}
+    assert rollout_metrics([]) == {}
     no_reward = rollout_metrics([[Sample(response_length=4, status=Status.COMPLETED)]])
     assert not {name for name in no_reward if "reward" in name or "zero_std" in name}
     assert no_reward["rollout/response_length_mean"] == 4.0

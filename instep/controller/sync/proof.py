@@ -1,7 +1,7 @@
-"""The proof of a sync: engine and trainer score the same tokens, and must agree (docs/architecture.md).
+"""The proof of a sync: engine and trainer score the same tokens, the probe, and must agree (docs/architecture.md).
 
-What travelled is told by its digests (`Sent`), which the engines have compared before they loaded. Here each engine is
-shown to compute with it, and to have changed if the weights did.
+The engines have compared the digests of all tensors (`Sent`) before they loaded them. The proof shows that each engine
+computes with these weights, and that its scores have changed if the weights have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE_DIGESTS = "xxh3-128"  # the kind that `/weight_checker` gives
 
 
 class Proven(NamedTuple):
-    """The largest |trainer - engine| log-prob difference of the probe, at first and at last, and what it may be."""
+    """The largest |trainer - engine| log-prob difference of the probe, at first and at last, and the one allowed."""
 
     first: float
     last: float
@@ -38,7 +38,7 @@ class Proven(NamedTuple):
 
 
 class Proof:
-    """Proves one session after another; it remembers what the engines answered under the weights before.
+    """Proves one session after another, and remembers the scores of the engines under the previous weights.
 
     Args:
         args: `precision`, `sync_tolerance`.
@@ -56,13 +56,13 @@ class Proof:
         self._tolerance: float = BF16_TOLERANCE if args.sync_tolerance is None else args.sync_tolerance
 
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
-        """Show that each engine of the session holds what was sent.
+        """Show that each engine of the session holds the weights that were sent.
 
         On a CPU, one first forward pass of a process in about eighty was off by 2e-5 of its log-probs, and exact from
         then on (torch 2.13, reason unknown). So what differs in fp32 is scored once more: wrong weights stay wrong.
 
         Raises:
-            SyncError: an engine does not, with its name and the tensors that differ.
+            SyncError: an engine does not; the error names it and the tensors that differ.
         """
         expected = self._trainer_scores(session)
         scores = session.each(lambda engine: self.engine_scores(engine, session))
@@ -93,7 +93,7 @@ class Proof:
         return Proven(first, max(gaps.values()), self._tolerance)
 
     def _changed(self, sent: Sent) -> list[str]:
-        """Names of the tensors that are not what was last proven, as far as digests of one kind can tell."""
+        """Return the names of the tensors that differ from the last proven ones; none if the digests' kinds differ."""
         if self._sent is None or self._sent.digest_kind != sent.digest_kind:
             return []
         before = self._sent.digests
@@ -102,9 +102,10 @@ class Proof:
     def _compare_with_golden(
         self, session: Session, way: str, scores: dict[str, list[float]], expected: list[float], sent: Sent
     ) -> None:
-        """In bf16 trainer and engine round differently, by how much depends on the weights. So when they differ by more
-        than was seen so far, the same version goes to the engines once more through a checkpoint on disk: an engine
-        must score just the same then, and what is left is arithmetic, which becomes the measure from here on.
+        """Send the same version once more through a checkpoint on disk, and compare the scores before and after.
+
+        In bf16 trainer and engine round differently, by how much depends on the weights. An engine must score the same
+        after both ways; the difference to the trainer that remains is rounding, and sets the tolerance from now on.
         """
         session.transfer(GOLDEN)
         rescored = session.each(lambda engine: self.engine_scores(engine, session))
@@ -142,7 +143,7 @@ class Proof:
         return scores
 
     def engine_scores(self, engine: Engine, session: Session) -> list[float]:
-        """Of each replica, one after the other."""
+        """Return the scores of the probe by each replica of an engine, one after the other."""
         out: list[float] = []
         replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
         for replica, tokens in itertools.product(replicas, self._probe):
@@ -150,7 +151,7 @@ class Proof:
         return out
 
     def _name_culprits(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
-        """Compare three views of every weight: the trainer's now, what was sent, what the engine holds."""
+        """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
         ours = session.actor.weight_digests(way, session.seconds_left())
         wrong_sent = sorted(name for name, digest in sent.digests.items() if ours.get(name) != digest)
         if not engine.capabilities.digests or sent.digest_kind != ENGINE_DIGESTS:
@@ -165,11 +166,11 @@ class Proof:
 
 
 def largest_gap(expected: list[float], scores: list[float]) -> float:
-    """max |a - b| over all replicas; infinite where one is not a number."""
+    """Return max |a - b| over all replicas; it is infinite where a score is not a number."""
     gaps = [abs(x - y) for x, y in zip(itertools.cycle(expected), scores, strict=False)]
     return max(gap if gap == gap else float("inf") for gap in gaps)
 
 
 def any_equal(scores: list[float], before: list[float], num: int) -> bool:
-    """Whether a replica answers as before; each has `num` scores."""
+    """Whether a replica scores as before; each replica has `num` scores."""
     return any(scores[i : i + num] == before[i : i + num] for i in range(0, len(scores), num))

@@ -2,13 +2,13 @@
 
     drain -> pause -> workers publish while engines load -> finish (version) -> reset caches -> resume
 
-No request to the policy is sent before the proof that follows (`proof.py`, `rollout/admission.py`). What becomes of
-requests under way says `--pause-mode`:
+No request to the policy is sent before the proof that follows (`proof.py`, `rollout/admission.py`). `--pause-mode` says
+what becomes of requests that are under way:
 
-- abort: they end with what they have; who asked continues them under the new weights.
-- wait: they end first.
-- keep: the engine freezes them, and goes on with a cache that it makes anew. Their next tokens are made before the
-  proof; if that fails the run ends, so that none of them is trained on.
+- abort: they end with the tokens they have; the rollout continues them under the new weights.
+- wait: the session begins when they have ended.
+- keep: the engine freezes them, and continues them with a cache that it computes anew. Their next tokens are made
+  before the proof; if the proof fails the run ends, so that none of these tokens is trained on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Session:
 
     Args:
         args: `pause_mode`, `sync_timeout`, `update_weight_buffer_size`, `hf_checkpoint`, and where engines may run.
-        engines: those that it begins with; one that dies in it is taken out.
-        memory_folder: in shared memory of this host.
+        engines: the engines that the session begins with; one that dies meanwhile is taken out.
+        memory_folder: a folder in the shared memory of this host.
 
     Raises:
-        EngineGone: there is none, or none is left.
+        EngineGone: no engine takes part.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         """Seconds until the deadline.
 
         Raises:
-            SyncError: there are none.
+            SyncError: the deadline has passed.
         """
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -76,7 +76,7 @@ class Session:
         return left
 
     def drain(self) -> None:
-        """Wait until no request of this run is under way; with `keep` they stay, and engines tell the versions."""
+        """Wait until no request of this run is under way; with `keep` they stay, and the engines report versions."""
         while self.args.pause_mode != "keep" and admission.num_under_way():
             if self.args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
@@ -110,7 +110,7 @@ class Session:
         return sent
 
     def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
-        """`call` on all engines of the session at once; the answers by URL. One that has died leaves the session."""
+        """Call all engines at once; returns the answers by URL. An engine that has died leaves the session."""
         for engine in [e for e in self.engines if self._gone(e, 0.0)]:
             self._leave(engine, None)
         targets = list(self.engines)
@@ -129,10 +129,10 @@ class Session:
         return answers
 
     def _gone(self, engine: Engine, seconds: float) -> bool:
-        """Whether the process that the session began with is no more, or will not be in `seconds`.
+        """Whether the process that the session began with has ended, or ends within `seconds`.
 
-        Another one at the same address knows nothing of the session. Of an engine that somebody else runs its health
-        tells, if `seconds` are given.
+        A new process at the same address counts as another engine. An engine that somebody else runs has no process
+        here: with `seconds` its health decides.
         """
         process = self._began[engine.url]
         if process is None:

@@ -1,11 +1,11 @@
-"""Weight syncs: the versions of the policy, and the proven sessions that bring them to the engines.
+"""Weight syncs bring versions of the policy to the engines.
 
 A sync is a session (`session.py`) in which a way (`weights/way.py`) carries the weights, and then the proof
 (`proof.py`) that each engine holds them:
 
     close admission -> session -> proof -> open admission
 
-One deadline covers all of it. Which engines there are is the fleet's business.
+One deadline covers all of it. The fleet decides which engines take part.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class SyncResult:
-    """What a sync did: seconds, bytes, the largest |trainer - engine| log-prob difference of the probe.
+    """The outcome of a sync.
 
     Attributes:
-        engines: those that hold the version, proven.
-        first_diff: the difference of the first scoring: larger than the other where the probe was scored again.
+        engines: the engines that provably hold the version.
+        probe_max_abs_diff: the largest |trainer - engine| log-prob difference of the probe.
+        first_diff: the one of the first scoring, which differs from the other where the probe was scored again.
+        tolerance: the difference that is allowed.
     """
 
     version: int
@@ -50,7 +52,7 @@ class SyncResult:
     tolerance: float
 
     def metrics(self) -> dict[str, float]:
-        """`sync/*` of the rollout before it."""
+        """Return `sync/*`, which the round logs that the sync ends."""
         return {
             "sync/version": self.version,
             "sync/probe_max_abs_diff": self.probe_max_abs_diff,
@@ -65,7 +67,7 @@ class WeightSync:
     Args:
         args: `sync_way`, `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
         vocab_size: the probe's tokens are drawn below it.
-        max_len: most tokens of a sequence that trainer and engines take.
+        max_len: the most tokens of a sequence that trainer and engines take.
     """
 
     def __init__(self, args: Settings, actor: RoleTrainer, *, vocab_size: int, max_len: int):
@@ -82,7 +84,7 @@ class WeightSync:
         """Bring a new version to `engines`, by `way` (default: --sync-way).
 
         Raises:
-            SyncError: something does not add up; it names engine and tensor.
+            SyncError: the weights did not arrive, or the proof failed; the error names engine and tensor.
             EngineGone: no engine is left.
         """
         for engine in engines:
@@ -97,10 +99,10 @@ class WeightSync:
         return result
 
     def rejoin(self, engine: Engine) -> SyncResult:
-        """Bring the present version to one engine that has been started anew; the others serve on.
+        """Bring the current version to one engine that has been started anew, while the others serve.
 
         Raises:
-            EngineGone: it has died again.
+            EngineGone: the engine has died again.
         """
         return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder), None)
 
@@ -121,7 +123,7 @@ class WeightSync:
 
 
 def _scratch_folder() -> Path:
-    """A folder in shared memory, named after this process; those of processes that were killed are removed."""
+    """Make a folder in shared memory, named after this process; folders of processes that were killed are removed."""
     root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     for left in root.glob("instep-sync-*-*"):
         pid = left.name.split("-")[2]
