@@ -7,9 +7,12 @@ DEVICE ?= cpu
 CLUSTER ?= local
 SEED ?= 0
 OUT ?= runs/quickstart
-# One thread per process, as four tests share the cores; the folders of long tests first, so that no core waits at the end.
+# One thread per process, as one test more than there are cores runs at a time (many wait now and then); the folders of
+# long tests first, so that no core waits at the end.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q --durations=15
-PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder
+LEARNERS ?= 1
+JOBS ?= $(shell expr $$(nproc) + 1)
+PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/unit
 
 help:  ## print this
@@ -34,7 +37,7 @@ tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= E
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend $(or $(ENGINE),embedded)
 
-test: venv  ## the tests, some of vLLM's too if it is installed (a quarter of an hour on 4 cores)
+test: venv  ## the tests, some of vLLM's too if it is installed [JOBS=]
 	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and not slow and alone' $(TESTS)
 
@@ -49,8 +52,8 @@ test-peers: venv  ## our losses against TRL's and verl's own functions (makes .v
 	@scripts/setup_peers.sh
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
 
-test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [JOBS=1]
-	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(or $(JOBS),1)
+test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [LEARNERS=1]
+	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(LEARNERS)
 
 lint: venv  ## ruff (rules and format) and mypy
 	.venv/bin/ruff check .
