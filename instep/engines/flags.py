@@ -233,7 +233,9 @@ def _cache_path(package: Package, version: str) -> Path:
 
 def _read(package: Package, path: Path, installed: str) -> FlagTable:
     table = json.loads(path.read_text(encoding="utf-8"))
-    rows = ({key: tuple(v) if isinstance(v, list) else v for key, v in row.items()} for row in table["flags"])
+    rows: list[dict[str, Any]] = [
+        {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()} for row in table["flags"]
+    ]
     return FlagTable(package, table["version"], tuple(EngineFlag(**row) for row in rows), installed)
 
 

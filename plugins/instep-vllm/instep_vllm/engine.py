@@ -8,11 +8,11 @@ A session uses vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
-Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all refuse:
-they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at the first
-failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had arrived
-completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later session
-has succeeded.
+Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all
+refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
+the first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
+arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
+session has succeeded.
 
 vLLM regards a session as active on the workers that did not raise. So a session that is announced while one is active
 is refused with ACTIVE, and POST /finish_weight_update ends the active one.
@@ -252,7 +252,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a local checkpoint by its name, from the file headers; empty without a checkpoint."""
+    """The shapes of the tensors of a local checkpoint by name, from the file headers; empty without a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
