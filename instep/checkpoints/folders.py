@@ -34,7 +34,7 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path | None) -> int | None:
-    """The number in `latest_checkpointed_iteration.txt`; None without the file. CheckpointError for anything else."""
+    """The number in `latest_checkpointed_iteration.txt`; None without it. Raises CheckpointError for no number."""
     if root is None or not (root / TRACKER).exists():
         return None
     text = (root / TRACKER).read_text(errors="backslashreplace").strip()

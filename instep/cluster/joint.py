@@ -36,11 +36,9 @@ class JointProcess:
     def died_within(self, seconds: float) -> bool:
         """Whether a part has ended, or does so within `seconds`."""
         deadline = time.monotonic() + seconds
-        while self.alive():
-            if time.monotonic() > deadline:
-                return False
+        while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        return True
+        return not self.alive()
 
     def describe(self) -> str:
         return self._faulty().describe()

@@ -198,25 +198,10 @@ class Host:
 
     # ---- one process ---------------------------------------------------------------------------------------------
 
-    def log_tail(self, name: str, num_lines: int) -> str:
+    def call_process(self, name: str, method: str, *args: Any) -> Any:
+        """Call a method of the `SupervisedProcess` of this name; None if it has gone already."""
         child = self._children.get(name)
-        return child.process.log_tail(num_lines) if child is not None else ""
-
-    def dump_stacks(self, name: str) -> None:
-        if (child := self._children.get(name)) is not None:
-            child.process.dump_stacks()
-
-    def terminate(self, name: str) -> None:
-        if (child := self._children.get(name)) is not None:
-            child.process.terminate()
-
-    def wait(self, name: str, seconds: float) -> None:
-        if (child := self._children.get(name)) is not None:
-            child.process.wait(seconds)
-
-    def kill(self, name: str) -> None:
-        if (child := self._children.get(name)) is not None:
-            child.process.kill()
+        return getattr(child.process, method)(*args) if child is not None else None
 
 
 def _sleep() -> list[Any]:

@@ -88,7 +88,7 @@ class RemoteProcess:
     def log_tail(self, num_lines: int = 15) -> str:
         if self.told is not None and self.told.dead:
             return self.told.text
-        return str(self._host.ask("log_tail", self.name, num_lines))
+        return self._host.ask("call_process", self.name, "log_tail", num_lines) or ""
 
     def dump_stacks(self) -> None:
         self._tell("dump_stacks")
@@ -99,14 +99,14 @@ class RemoteProcess:
     def wait(self, seconds: float) -> None:
         if self.alive():
             with contextlib.suppress(WorkerError):  # its node is being lost, and the process with it
-                self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
+                self._host.ask("call_process", self.name, "wait", seconds, timeout=seconds + 5)
 
     def kill(self) -> None:
         self._tell("kill")
 
     def _tell(self, method: str) -> None:
         if self.alive():
-            self._host.tell(method, self.name)
+            self._host.tell("call_process", self.name, method)
 
 
 class HostHandle:

@@ -1,4 +1,4 @@
-"""Reads a bucket of weights from shared memory, and checks its bytes by its manifest (instep's weights/shm.py)."""
+"""Reads a bucket of weights from shared memory, and checks all bytes before it hands out a tensor."""
 
 from __future__ import annotations
 

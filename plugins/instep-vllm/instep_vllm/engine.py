@@ -8,9 +8,9 @@ A session uses vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
-Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all do:
-they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at the
-first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
+Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all
+refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
+the first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
 arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
 session has succeeded.
 
@@ -252,7 +252,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a local checkpoint by name, from the files' headers; empty if there is none."""
+    """The shapes of the tensors of a local checkpoint by name, from the file headers; empty without a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
