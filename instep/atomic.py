@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: written beside their place, then renamed into it."""
+"""Writing files and folders completely or not at all: beside their place, then renamed into it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A hidden path beside `path` for the block to write. It takes the place of `path` once the block has ended; after
-    an error it is removed, and what `path` held before stays."""
+    """A hidden path beside `path` for the block to write, renamed to `path` at the end of the block.
+
+    After an error it is removed, and `path` stays as it was.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -22,7 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, flush: bool = False) -> None:
-    """Write `text` as UTF-8. With `flush` its bytes are on the disk before the file takes its place."""
+    """Write `text` as UTF-8; with `flush`, its bytes are on the disk before the file takes its place."""
     with replacing(path) as part, part.open("w", encoding="utf-8") as file:
         file.write(text)
         if flush:
@@ -31,8 +33,10 @@ def write_text(path: Path, text: str, *, flush: bool = False) -> None:
 
 
 def replace_folder(new: Path, place: Path, old: Path) -> None:
-    """Rename the folder `new` to `place`. What stood there is `old` meanwhile, and goes once `new` stands in its place;
-    a process that is killed between the two renames leaves `old` alone."""
+    """Rename the folder `new` to `place`, and the folder that was there to `old`, which is then removed.
+
+    If the process is killed between the two renames, only `old` exists.
+    """
     shutil.rmtree(old, ignore_errors=True)
     if place.exists():
         os.rename(place, old)

@@ -1,7 +1,7 @@
 """Calls from one process to another over a pipe: asyncio on one side, a loop that computes on the other.
 
-A call is (number, name, arguments); answers go back as lists of (number, result or exception), whenever they are ready.
-Both processes are ours and of one program: what travels is pickled.
+A call is (number, name, arguments); answers are lists of (number, result or exception), sent when they are ready.
+Messages are pickled, because both processes belong to one program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Caller:
-    """The asyncio side. When the other process ends, this one does too."""
+    """The asyncio side, whose process ends when the other one does."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
@@ -27,7 +27,7 @@ class Caller:
         self._listening = False
 
     def expect(self) -> tuple[int, asyncio.Future[Any]]:
-        """A new number, and the future that its answer will resolve."""
+        """A new number, and the future that its answer resolves."""
         if not self._listening:
             asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
             self._listening = True
@@ -41,10 +41,10 @@ class Caller:
         return future
 
     async def call_each(self, name: str, items: Sequence[Any], *, cancel: str) -> list[Any]:
-        """One call with all `items`, each of which gets a `number` and an answer of its own, in their order.
+        """One call with all `items`, each of which gets a `number` and its own answer; the answers, in order.
 
         Args:
-            cancel: called with the numbers when nobody waits any more.
+            cancel: the function to call with the numbers if the caller is cancelled.
         """
         futures = []
         for item in items:
@@ -58,7 +58,7 @@ class Caller:
             raise
 
     def send(self, name: str, *given: Any) -> None:
-        """A call whose own answer does not matter."""
+        """A call without an answer."""
         self._pipe.send((-1, name, given))
 
     def _receive(self) -> None:
@@ -77,11 +77,11 @@ class Caller:
 
 
 class CallQueue:
-    """The computing side. When the other process ends, this one does too.
+    """The computing side, whose process ends when the other one does.
 
     Args:
-        expected: exceptions of the functions that are answers.
-        failed: names any other, which is a fault of ours, for the caller; its stack is printed here.
+        expected: exceptions of the functions that are answers as they are.
+        failed: makes the answer for any other exception, a fault of instep, whose stack is printed here.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CallQueue:
             os._exit(1)
 
     def work(self, idle: Callable[[], bool]) -> None:
-        """Do the calls that have come; wait for more while `idle()`."""
+        """Do the calls that have arrived; while `idle()`, wait for more."""
         while True:
             try:
                 number, name, given = self._queue.get(block=idle())

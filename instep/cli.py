@@ -1,4 +1,4 @@
-"""`instep train | sft | serve | plan ...`. Imports nothing heavy before a command line has been found right."""
+"""The command `instep`. Nothing heavy is imported before the command line is found to be right."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from typing import NoReturn
 from instep import __version__
 from instep.errors import ConfigError, InstepError
 
-LATER = {
-    "train-async": "asynchronous training",
-    "convert": "the conversion of checkpoints",
-}
+LATER = {"train-async": "asynchronous training", "convert": "the conversion of checkpoints"}
 
 HELP = """\
 usage: instep COMMAND ...
@@ -38,7 +35,7 @@ These come later: """ + ", ".join(LATER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, that of the error (2 for a wrong command line), or 130 when interrupted."""
+    """Run one command. Returns the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _terminate_like_interrupt()
@@ -105,7 +102,7 @@ def _train(command: str, words: list[str]) -> None:
 
 
 def _helps(command: str, words: list[str]) -> bool:
-    """Whether help was asked for; it is printed then."""
+    """Print the help of a command if `words` ask for it, and return whether they do."""
     if "-h" not in words and "--help" not in words:
         return False
     from instep.arguments.engine_help import TOPICS, format_engine_help
@@ -157,9 +154,8 @@ def _report(words: list[str]) -> None:
         print("usage: instep report RUN_DIR\n\nWrite RUN_DIR/report.html from the run's metrics.")
         return
     if len(words) != 1:
-        raise ConfigError(
-            f"takes one folder, got {len(words)}", where="instep report", remedy="instep report runs/train"
-        )
+        what = f"takes one folder, got {len(words)}"
+        raise ConfigError(what, where="instep report", remedy="instep report runs/train")
     folder = Path(words[0])
     if not folder.is_dir():
         raise ConfigError(f"no folder {folder}", where="instep report", remedy="give the --run-dir of a run")
@@ -169,7 +165,7 @@ def _report(words: list[str]) -> None:
 
 
 def _import_from_here() -> None:
-    """Let hooks be modules of the current folder, here and in all child processes, as `python train.py` would."""
+    """Let hooks be modules of the current folder, in this process and all children, as with `python train.py`."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -179,7 +175,7 @@ def _import_from_here() -> None:
 
 
 def _terminate_like_interrupt() -> None:
-    """SIGTERM takes the way of Ctrl-C, so that children end in order. Only the main thread may set a handler."""
+    """Handle SIGTERM like Ctrl-C, so that children end in order. Only the main thread may set a handler."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Every error a user can meet: what happened, where, and what to do about it.
+"""The errors that users can meet; each says what happened, where, and what to do about it.
 
-`InstepError.__str__` is the one message that the command line prints; a traceback is kept for the log only.
+The command line prints `str(error)`; tracebacks go to the log only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EngineError(InstepError):
 
 
 class NoAnswerError(EngineError):
-    """It did not answer, or with errors of its own: it may be about to end."""
+    """An engine did not answer, or answered with server errors: it may be about to end."""
 
 
 class SyncError(InstepError):
@@ -78,7 +78,7 @@ class RewardError(InstepError):
 
 
 class TrainingError(InstepError):
-    """The numbers of the training are no numbers any more: weights or gradients are not finite."""
+    """Weights or gradients are not finite any more."""
 
 
 class OutputError(InstepError):
@@ -91,7 +91,7 @@ class RolloutError(InstepError):
 
 @contextmanager
 def writing(path: Path, flag: str = "") -> Iterator[None]:
-    """Around a write: an OSError becomes an OutputError that names `path` (and the flag that it came from)."""
+    """Turn an OSError of the block into an OutputError that names `path`, or the flag that it came from."""
     try:
         yield
     except OSError as error:

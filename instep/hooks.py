@@ -1,4 +1,4 @@
-"""Users' functions, named by dotted path."""
+"""Loading of users' functions, which flags name by dotted path."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """`file:line in name`: the innermost line of the user's file (of `function`, if given) on the way to `error`."""
+    """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

@@ -1,4 +1,4 @@
-"""Ports for the servers of a run."""
+"""Choosing free ports for the servers of a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import time
 
 from instep.errors import ConfigError
 
-PORTS = range(20000, 30000)  # below those that systems give to connections, above Ray's workers
+PORTS = range(20000, 30000)  # below the ephemeral ports of connections, above Ray's workers
 TRIES = 1000
-_given: collections.deque[int] = collections.deque(maxlen=1000)  # by this process, the latest: never twice in a row
+_given: collections.deque[int] = collections.deque(maxlen=1000)  # the last ones of this process, not given again soon
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """The first of `free_ports(1)`."""
+    """A port that was free a moment ago; see `free_ports`."""
     return free_ports(1, host)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """The first of so many ports in a row that were free a moment ago, and that no connection out of this host gets.
+    """The first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
-    vLLM listens seconds after it was given its port. 0 for none.
+    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds.
 
     Raises:
-        ConfigError: after many tries.
+        ConfigError: none were found after many tries.
     """
     if not count:
         return 0
@@ -44,12 +44,12 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether somebody who says SO_REUSEADDR, as servers do, could listen there."""
+    """Whether a server, which sets SO_REUSEADDR, could listen on the port."""
     return _can_bind(port, host, reuse=True)
 
 
 def _can_bind(port: int, host: str, reuse: bool) -> bool:
-    """Without `reuse` also False for a port whose last connections are not forgotten, or that a server only holds."""
+    """Without `reuse` also False for a port with connections in TIME_WAIT, or bound without listening."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:
@@ -62,7 +62,7 @@ def _can_bind(port: int, host: str, reuse: bool) -> bool:
 
 
 def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:
-    """`port` if it is free within `patience` seconds, a free one for None. Raises ConfigError."""
+    """`port` if it is free within `patience` seconds, otherwise raise ConfigError; for None, a free port."""
     deadline = time.monotonic() + patience
     while port is not None and not port_is_free(port, host):
         if time.monotonic() > deadline:

@@ -1,7 +1,6 @@
-"""The files and modules that a command line names, looked into before anything heavy loads. Free of torch.
+"""The check of the files and modules that a command line names, before anything heavy is loaded; without torch.
 
-`instep.arguments` checks what can be said about values alone; here the named things are opened. Whatever they are used
-for later checks them again: this is only sooner.
+`instep.arguments` checks values; this module opens the files. Their users check them again: here an error comes sooner.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ def check_inputs(args: Settings) -> None:
             _check_eval_file(args, dataset)
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
-    _check_load(args)
+    if args.load and (found := find_checkpoint(Path(args.load), args.ckpt_step)) is not None:
+        check_whole(found[0])
+        read_state(found[0])
     if args.ref_load:
         reference_folder(args)
     if args.use_opd and args.opd_type == "model":
@@ -52,13 +53,6 @@ def check_inputs(args: Settings) -> None:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
-
-
-def _check_load(args: Settings) -> None:
-    found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
-    if found is not None:
-        check_whole(found[0])
-        read_state(found[0])
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

@@ -1,9 +1,9 @@
-"""One supervisor for every subprocess that instep starts: workers, engines, routers.
+"""The supervisor of every subprocess that instep starts: workers, engines, routers.
 
-A child keeps its output in a log file, its death is noticed and quoted, and it never outlives its parent: the parent
-holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel is told
-to kill the child with it. The other way the lifeline carries a heartbeat, so that a child that hangs is told from one
-that works; one that is stopped (SIGSTOP) is known sooner, by what the kernel says of it.
+The output of a child goes to a log file, its death is noticed and quoted, and it never outlives its parent: the parent
+holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel kills
+the child with it. In the other direction the lifeline carries a heartbeat, which tells a child that hangs from one that
+works; a child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a
 
 
 class Process(Protocol):
-    """What an owner can ask of a child, here or (`cluster/ray_remote.py`) on another host."""
+    """A child process as its owner sees it, on this host or (`cluster/ray_remote.py`) on another one."""
 
     name: str
     log_path: Path
@@ -65,12 +65,12 @@ class SupervisedProcess:
     """A running child with an owner.
 
     Args:
-        name: what errors call it, such as "engine 0".
+        name: its name in errors, such as "engine 0".
         argv: program and arguments.
-        log_path: file that gets its stdout and stderr.
+        log_path: the file for its stdout and stderr.
         env: variables added to the environment.
         pass_fds: further descriptors for the child.
-        heartbeat: a child that has called `follow_parent` and is silent for so many seconds is a fault; None: never.
+        heartbeat: a child that has called `follow_parent` and is silent for so many seconds is faulty; None: never.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class SupervisedProcess:
         return self._process.poll() is None
 
     def fault(self) -> str | None:
-        """What is wrong with it, as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
+        """The child's fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
-        Call it now and then: what has to last for a time is measured from call to call.
+        It must be called repeatedly, because the duration of a state is measured from call to call.
         """
         code = self._process.poll()
         if code is not None:
@@ -129,16 +129,14 @@ class SupervisedProcess:
         return None
 
     def _silent_seconds(self) -> float:
-        """Since its last heartbeat; 0 before the first."""
-        try:
+        """Seconds since its last heartbeat; 0 before the first."""
+        with contextlib.suppress(OSError):  # no beat since the last look
             if self._lifeline.recv(1 << 16):
                 self._last_beat = time.monotonic()
-        except OSError:  # no beat since the last look
-            pass
         return 0.0 if self._last_beat is None else time.monotonic() - self._last_beat
 
     def died_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so within `seconds`: its sockets close a moment before it can be reaped."""
+        """Whether it ends within `seconds`; the sockets of a dead child close a moment before it can be reaped."""
         deadline = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > deadline:
@@ -155,20 +153,20 @@ class SupervisedProcess:
         return "\n".join(lines[-num_lines:])
 
     def _last_words(self) -> str:
-        """The last line of its output that speaks of an error, else the last one."""
+        """The last line of its output that names an error, else the last line."""
         lines = self.log_tail().splitlines()
         return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
 
     def describe(self) -> str:
-        """How it ended or stands, and what it said last."""
+        """Its state, or how it ended, and the last lines of its output."""
         code, num_lines = self._process.poll(), 15
         if code is None and self._stopped is not None:
             how = "stands stopped: somebody sent it SIGSTOP (kill -CONT lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
-            self.dump_stacks()  # also of one that hangs with the interpreter's lock held
+            self.dump_stacks()  # also if it hangs with the interpreter's lock held
             time.sleep(0.3)
-            num_lines = 60  # so that they are in it
+            num_lines = 60  # enough for the stacks
         elif code < 0:
             how = f"was ended by {_signal_name(-code)}"
             if code == -signal.SIGKILL:
@@ -178,7 +176,7 @@ class SupervisedProcess:
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
     def remedy(self) -> str:
-        """What a user can do about a `fault`."""
+        """The remedy for a `fault`."""
         slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and self._stopped is None else ""
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
@@ -202,26 +200,19 @@ class SupervisedProcess:
             self._signal(signal.SIGCONT)  # one that is stopped would not hear of it
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or for `seconds`."""
-        try:
+        """Wait until it has ended, at most `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
 
     def kill(self) -> None:
-        """End it now, and also what it has started itself."""
+        """End it and its own children at once."""
         self._signal(signal.SIGKILL)
         self._process.wait(10)
-        self._close_lifeline()
+        self._lifeline.close()
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
-
-    def _close_lifeline(self) -> None:
-        self._lifeline.close()
 
 
 def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
@@ -239,7 +230,7 @@ def follow_parent(partner: socket.socket | None = None) -> None:
     """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
 
     Args:
-        partner: gets the heartbeats of a process without which this one is of no use: it is silent when that one is.
+        partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -253,7 +244,7 @@ def follow_parent(partner: socket.socket | None = None) -> None:
     if fd is not None:
         line = socket.socket(fileno=int(fd))
         if partner is None:
-            _beat(line)  # now: from the first one on silence is noticed, and it may hang at any time
+            _beat(line)  # at once, because silence is noticed from the first heartbeat on
         threading.Thread(target=_hold_lifeline, args=(line, partner), name="lifeline", daemon=True).start()
 
 
@@ -276,7 +267,7 @@ def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
 
 
 def _family_that_catches(pid: int, number: int) -> list[int]:
-    """`pid` and its descendants, those that handle a signal; the others would die of it."""
+    """Those of `pid` and its descendants that handle the signal; it would end the others."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
         threads = [tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -317,7 +308,7 @@ def _beat(line: socket.socket) -> None:
 
 
 class FolderLock:
-    """`folder` belongs to this process until `release`, or until it ends, however it ends (flock).
+    """A lock on `folder` that this process holds until `release` or its end, however it ends (flock).
 
     Args:
         flag: the flag that named the folder, for the error.
@@ -365,7 +356,7 @@ def lock_folders(folders: Mapping[str, str | None]) -> list[FolderLock]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start `work` in a daemon thread, which keeps no process alive; nobody has to wait for its outcome."""
+    """Start `work` in a daemon thread, which keeps no process alive, and return the future of its outcome."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -379,7 +370,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
-    """The outcome of `work`, whose waits are bounded; meanwhile `watch` is called again and again, and may raise."""
+    """The outcome of `work`, whose waits must be bounded; meanwhile `watch` is called repeatedly, and may raise."""
     outcome = in_thread(work, name)
     while not wait([outcome], LOOK_SECONDS).done:
         watch()

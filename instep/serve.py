@@ -1,4 +1,4 @@
-"""`instep serve`: the engines of a run, and the router before them, without a trainer."""
+"""`instep serve`: the engines of a run and their router, without a trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _console = Console(highlight=False)
 
 
 def serve(args: Args) -> None:
-    """Serve until SIGINT or SIGTERM; every process that was started has ended then.
+    """Serve until SIGINT or SIGTERM, then end every process that was started.
 
     Raises:
         ConfigError: the port or the folder is taken, or an engine is not installed.
@@ -79,7 +79,7 @@ def _watch(fleet: Fleet) -> None:
 
 
 def describe(args: Settings, fleet: Fleet, logs: Path) -> tuple[Table, str]:
-    """What is served where, and how to ask it."""
+    """A table of the served models, their addresses and engines, and examples of requests."""
     models = served_models(args)
     default, addresses = policy_model(models), fleet.hook_attributes()["vllm_model_routers"]
     table = Table(title="instep serve", show_header=False)

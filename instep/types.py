@@ -1,6 +1,6 @@
-"""Plain data that the rooms of instep hand to each other. Nothing here starts processes or knows a backend.
+"""Plain data that the parts of instep exchange, independent of processes and backends.
 
-`Sample` is what rollout functions see; `TokenBatch` is what trainers see: the same samples as flat columns.
+Rollout functions see a `Sample`; trainers see samples as the flat columns of a `TokenBatch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """Where a sample's generation ended."""
+    """How a sample's generation ended."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -45,8 +45,8 @@ _Status = Status  # `Sample.Status` below hides the name inside the class
 class Sample:
     """One prompt and one response.
 
-    `tokens` holds prompt + response ids; `response_length` counts the response's. Per-token lists (`loss_mask`,
-    `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
+    `tokens` holds the ids of prompt and response, `response_length` counts those of the response. Per-token lists
+    (`loss_mask`, `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -75,7 +75,7 @@ class Sample:
     non_generation_time: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
-    # The seeds' older spellings map to `status`.
+    # Older spellings of `status` in slime and vime.
     @property
     def truncated(self) -> bool:
         return self.status is Status.TRUNCATED
@@ -112,8 +112,8 @@ class Sample:
     ) -> None:
         """Append response tokens and keep ids, mask, log-probs and versions aligned.
 
-        Tokens of a tool or an environment are `trainable=False`: mask 0, log-prob 0. `weight_versions` count from the
-        first token of this call.
+        Tokens of a tool or an environment are `trainable=False`: their mask and their log-prob are 0. The positions in
+        `weight_versions` count from the first token of this call.
 
         Raises:
             ValueError: log-probs missing for one part and present for another, or lengths that differ.
@@ -168,7 +168,7 @@ class Sample:
         sample = cls(**kwargs)
         if all(isinstance(s, dict) for s in spans):
             sample.weight_versions = [VersionSpan(**s) for s in spans]
-        elif len(spans) == 1:  # the seeds keep names only; of several it is not known which tokens are whose
+        elif len(spans) == 1:  # slime and vime keep names only, which do not tell the tokens of several versions apart
             sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
         else:
             sample.extra["weight_versions"] = spans
@@ -184,7 +184,7 @@ Group = list[Sample]
 
 
 def name_of(sample: Sample) -> str:
-    """How errors call a sample."""
+    """The name of a sample in errors."""
     return f"group {sample.group_index}, sample {sample.index}"
 
 
@@ -200,10 +200,10 @@ def as_number(value: Any) -> float | None:
 
 
 def reward_of(sample: Sample, key: str | None = None) -> float:
-    """The sample's reward as one number; of a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
+    """The sample's reward as one number; for a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
 
     Raises:
-        RewardError: there is none, the dict has no such entry, or it is no finite number.
+        RewardError: there is no reward, the dict has no such entry, or it is no finite number.
     """
     value: Any = sample.reward
     if isinstance(value, dict):
@@ -228,7 +228,7 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout function returns for training: groups of samples, and metrics of its own."""
+    """The result of a rollout function for training: groups of samples, and its own metrics."""
 
     samples: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What a rollout function returns for evaluation: by data set name, `rewards`, `truncated` and `samples`."""
+    """The result of a rollout function for evaluation: by data set name, `rewards`, `truncated` and `samples`."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class TokenBatch:
-    """Samples as flat columns; what a trainer, a micro-batch and a probe are made of.
+    """Samples as flat columns: a rollout for the trainer, a micro-batch, or the probe of a sync.
 
     Attributes:
         tokens: int64 `[num_tokens]`, prompt + response of each sample in order.
@@ -287,7 +287,7 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """Tensors on `device`; lists stay as they are."""
+        """A copy with its tensors on `device`; lists stay as they are."""
         import torch
 
         def move(x: Any) -> Any:

@@ -30,7 +30,8 @@ REWARD = 0.9  # that the quickstart must reach, held out
 GAP_RATIO = 1.2
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
-CONFORMANCE = [f"tests/engines/test_{name}.py" for name in ("conformance", "weights", "teacher")]
+SUITES = ("conformance", "conformance_control", "conformance_routes", "weights", "teacher")
+CONFORMANCE = [f"tests/engines/test_{name}.py" for name in SUITES]
 
 
 def quickstart(out: Path, precision: str) -> list[str]:
@@ -60,7 +61,7 @@ def jobs(out: Path) -> dict[str, list[str]]:
 
 
 def train(out: Path, name: str, more: str) -> list[str]:
-    """A few steps from where the SFT of job bf16 ends, trainer and engines on the same GPUs."""
+    """The command of a few GRPO steps from the end of job bf16's SFT, with trainer and engines on the same GPUs."""
     words = f"train --hf-checkpoint {out}/bf16/sft/hf --prompt-data {out}/bf16/task/train.jsonl --input-key prompt "
     words += "--label-key label --apply-chat-template --rm-type math --colocate "
     words += "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 4 --rollout-max-response-len 64 --lr 5e-4 "
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[str, tuple[int, float]]:
-    """Exit code and seconds of each; what has not ended by the deadline is ended, with all that it has started."""
+    """Run the commands; returns exit code and seconds of each. At the deadline, those that still run are ended."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     after_sft = ("gap", "tensor", "apart")
@@ -119,7 +120,7 @@ def run_all(commands: dict[str, list[str]], out: Path, deadline: float) -> dict[
 
 
 def end(jobs: list[subprocess.Popen[bytes]]) -> None:
-    """And what they have started: `instep` ends its own at SIGTERM, what is left of a job's group gets SIGKILL."""
+    """End jobs and their children: `instep` ends its own at SIGTERM; what is left of a job's group gets SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         left, deadline = [job for job in jobs if signalled(job, number)], time.monotonic() + GRACE
         while left and time.monotonic() < deadline:
@@ -128,7 +129,7 @@ def end(jobs: list[subprocess.Popen[bytes]]) -> None:
 
 
 def signalled(job: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether there was anybody in its group."""
+    """Send a signal to the job's process group. Returns whether it still has a process."""
     try:
         os.killpg(job.pid, number)
     except ProcessLookupError:
@@ -137,7 +138,7 @@ def signalled(job: subprocess.Popen[bytes], number: int) -> bool:
 
 
 def judge(name: str, out: Path, code: int) -> tuple[bool, str]:
-    """Whether a job has passed, and its figures (or the end of its log)."""
+    """Whether a job has passed, and its figures or the last line of its log."""
     read: dict[str, Callable[[], tuple[bool, str]]] = {
         "fp32": lambda: trained(out / "fp32", REWARD),
         "bf16": lambda: trained(out / "bf16", REWARD),

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from instep.arguments import parse
+from instep.engines.flags import engine_words
 from instep.errors import ConfigError
 
 CONFIG = {
@@ -53,3 +55,8 @@ def refusal(extra: str = "", without: str = "", command: str = "train") -> str:
     with pytest.raises(ConfigError) as caught:
         parse(argv(extra, without), command)
     return str(caught.value)
+
+
+def vllm_words(args: Any) -> list[str]:
+    """What the command line gives `vllm serve` by `--vllm-*`."""
+    return [word for words in engine_words(args).values() for word in words]

@@ -43,19 +43,19 @@ class Task(Protocol):
     instruction: str
 
     def problem(self, rng: random.Random) -> list[Any]:
-        """A new problem: its entries."""
+        """The entries of a new problem."""
         ...
 
     def entry(self, entry: Any) -> str:
-        """How an entry is written."""
+        """The text of an entry."""
         ...
 
     def states(self, problem: list[Any], slip: Callable[[], int | None]) -> list[int]:
-        """The state after each entry. `slip()` is a wrong state to go on with, or None."""
+        """The state after each entry. `slip()` gives a wrong state to continue from, or None."""
         ...
 
     def guess(self, rng: random.Random) -> int:
-        """An answer out of the air."""
+        """A random answer."""
         ...
 
 
@@ -103,14 +103,14 @@ def answer(task: Task, problem: list[Any]) -> int:
 
 
 def worked(task: Task, problem: list[Any], slip: Callable[[], int | None] = lambda: None) -> str:
-    """The steps, then the boxed answer."""
+    """A response with the steps, then the boxed answer."""
     states = task.states(problem, slip)
     steps = [f"{k}{task.entry(e)}={s}" for k, e, s in zip(LABELS[: len(problem)], problem, states, strict=True)]
     return " ".join(steps) + f" \\boxed{{{states[-1]}}}"
 
 
 def demonstration(task: Task, problem: list[Any], rng: random.Random) -> tuple[str, str]:
-    """(writer, response) by a writer drawn from `MIXTURE`."""
+    """A writer drawn from `MIXTURE`, and its response."""
     writer = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
     if writer == "hasty":
         lucky = rng.random() < LUCKY
@@ -175,7 +175,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def held_out_problems(task: Task, rng: random.Random, num: int) -> list[list[Any]]:
-    """`num` problems, each another."""
+    """`num` different problems."""
     problems: dict[str, list[Any]] = {}
     while len(problems) < num:
         problem = task.problem(rng)

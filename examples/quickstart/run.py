@@ -26,7 +26,7 @@ console = Console(highlight=False)
 
 
 def settings(argv: list[str] | None = None) -> argparse.Namespace:
-    """What `stages` needs, of a command line."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="everything is written below it")
     parser.add_argument("--backend", choices=("hf", "megatron"), default="hf", help="train backend")
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """The three commands."""
+    """The three commands with their titles."""
     out, task = args.out, args.out / "task"
     instep = [sys.executable, "-m", "instep.cli"]
     common = ["--train-backend", args.backend, "--device", args.device, "--seed", str(args.seed)]
@@ -100,7 +100,7 @@ ADAM = "--weight-decay 0 --adam-beta1 0.9 --adam-beta2 0.98 --clip-grad 1".split
 
 
 def summarise(out: Path, seconds: float, peak_pss: float) -> None:
-    """The summary of the whole quickstart, in place of that of its last command."""
+    """Write and print the summary of the whole quickstart, which replaces that of its last command."""
     path = out / "summary.json"
     summary = json.loads(path.read_text())
     summary["grpo_seconds"] = summary["wall_seconds"]

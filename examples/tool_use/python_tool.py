@@ -42,7 +42,7 @@ _slots = asyncio.Semaphore(num_usable_cpus())
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turns until one asks for nothing. `max_new_tokens` bounds all of them together with the tool's answers."""
+    """Generate turns until one calls no tool; `max_new_tokens` bounds all of them and the tool's answers together."""
     tokenizer = tokenizer_of(args)
     while True:
         # instep's own: it goes on after the tokens that are there, on the engine that has them in its cache.
@@ -60,7 +60,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def evaluate(expression: str) -> str:
-    """The expression's value in a new Python process, or what is wrong with it; at most 100 characters."""
+    """The expression's value in a new Python process, or its error; at most 100 characters."""
     async with _slots:
         tool = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", TOOL, str(os.getpid())),

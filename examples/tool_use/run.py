@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def stages(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """The three commands."""
+    """The three commands with their titles."""
     out, task = args.out, args.out / "task"
     instep = [sys.executable, "-m", "instep.cli"]
     common = ["--train-backend", args.backend, "--device", "cpu", "--seed", str(args.seed)]

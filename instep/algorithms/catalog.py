@@ -1,8 +1,8 @@
 """The algorithms, one record each: all that flags, rules, documents and the plan of a run know of an algorithm.
 
-This module imports no torch. The mathematics of a record is found by its keys: `Estimator.name` in
+This module imports no torch. The formulas of a record are found by its keys: `Estimator.name` in
 `advantages.ESTIMATORS`, `Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`.
-A new algorithm is one record here; if its mathematics is new, it is one file and one line in a registry, too.
+A new algorithm is one record here; a new formula is also one file, and one line in its registry.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Estimator:
         name: the key of its functions in `advantages.ESTIMATORS`.
         compared: what a reward is compared with, in the words of the documentation.
         compares_group: whether rewards are compared within their group, which therefore needs two executions.
-        comparison_optional: whether something is left without this comparison (`--disable-rewards-normalization`).
+        comparison_optional: whether the comparison may be left out (`--disable-rewards-normalization`).
         divides_by_std: whether the comparison divides by the group's std (unless `--disable-grpo-std-normalization`).
         kl_on_tokens: whether `--kl-coef` acts on each token; otherwise it acts on a sample's reward, before the
             comparison.
         whitens: whether advantages are whitened over the rollout even without `--normalize-advantages`.
         discounts: whether the advantage of a token is a sum over the tokens to come, so that `--gamma` acts.
-        has_critic: whether it reads the values of a critic; `--lambd` acts.
-        takes_success_rates: whether rewards must be rates of success, which a penalty or a KL would spoil.
+        has_critic: whether it reads the values of a critic, so that `--lambd` acts.
+        takes_success_rates: whether rewards must be rates of success, so that no penalty or KL may be subtracted.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Loss:
     """The loss that an algorithm minimizes.
 
     Attributes:
-        name: the form of a policy loss, a key of `losses.policy.FORMS`; other losses have one form.
+        name: of a policy loss, its form, a key of `losses.policy.FORMS`; other losses have one form.
         of_token: the loss of a token (of a pair), in the words of the documentation.
         type: the value of `--loss-type`, a key of `training.losses.LOSSES`.
-        bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), or a weight, whose
-            lower bound may be 0; or nothing: a policy loss then has a smooth gate (`--sapo-tau-pos`).
-        reads_reference: whether it reads the reference's log-probs, with or without a KL.
-        of_pairs: whether it is one of pairs, whose samples must share a micro-batch.
+        bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), a weight, whose
+            lower bound may be 0, or nothing (a policy loss then has a smooth gate, `--sapo-tau-pos`).
+        reads_reference: whether it reads the reference's log-probs even without a KL.
+        of_pairs: whether it is a loss of pairs, whose samples must share a micro-batch.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm.
+    """An algorithm of `instep train`, or one that samples nothing and has its own command.
 
     Attributes:
         name: the value of `--advantage-estimator`; for an algorithm that samples nothing, the command.
         title: its name as papers write it.
-        paper: the arXiv number; empty where there is no paper to name.
-        estimator: how advantages are made; None: there are neither rewards nor advantages.
-        defaults: values, by attribute, of flags whose default it changes. That of `eps_clip_high` holds only where
+        paper: the arXiv number; empty without a paper.
+        estimator: how advantages are made; None without rewards and advantages.
+        defaults: the defaults that it changes, by name of the argument. That of `eps_clip_high` holds only if
             `--eps-clip` is not given either.
     """
 
@@ -147,38 +147,29 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("ppo", "PPO", "1707.06347", _GAE, _PPO_CLIP),
     )
 }
+SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
+DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
 # The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.
 OFFLINE: dict[str, Algorithm] = {
-    "sft": Algorithm(
-        "sft",
-        "SFT",
-        "",
-        None,
-        _SFT,
-        {"n_samples_per_prompt": 1, "rollout_function_path": "instep.rollout.sft_rollout.generate_rollout"},
-    ),
+    "sft": Algorithm("sft", "SFT", "", None, _SFT, {"n_samples_per_prompt": 1, "rollout_function_path": SFT_ROLLOUT}),
     "dpo": Algorithm(
         "dpo",
         "DPO",
         "2305.18290",
         None,
         _DPO,
-        {
-            "n_samples_per_prompt": 1,
-            "rollout_function_path": "instep.rollout.dpo_rollout.generate_rollout",
-            "input_key": "prompt",
-        },
+        {"n_samples_per_prompt": 1, "rollout_function_path": DPO_ROLLOUT, "input_key": "prompt"},
     ),
 }
 
 
 def algorithm_of(args: Settings) -> Algorithm:
-    """The record of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
+    """The algorithm of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
     return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
 
 
 def names_where(holds: Callable[[Estimator, Loss], bool]) -> tuple[str, ...]:
-    """The values of `--advantage-estimator` for whose estimator and loss it holds, in the order of the catalog."""
+    """The values of `--advantage-estimator` for which `holds(estimator, loss)` is true, in the catalog's order."""
     return tuple(a.name for a in ALGORITHMS.values() if a.estimator is not None and holds(a.estimator, a.loss))
 
 

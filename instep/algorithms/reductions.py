@@ -1,7 +1,8 @@
-"""From tokens to one number per optimizer step, independent of the layout of micro-batches and ranks."""
+"""The reduction of token losses to one number per optimizer step, whatever the micro-batches and ranks."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -66,9 +67,10 @@ def loss_scales(
     *,
     per_token: bool = False,
 ) -> Tensor:
-    """The part of `loss_weights` that all samples of a step share, for losses that users reduce themselves.
+    """The factor of `loss_weights` that all samples of a step share, for losses that users reduce themselves.
 
-    1 / G; with `per_token` 1 / (all tokens with mask 1 of the step). 0 for a sample of no step. Arguments as there.
+    It is 1 / G, with `per_token` 1 / (all tokens with mask 1 of the step), and 0 for a sample of no step. The arguments
+    are those of `loss_weights`.
 
     Returns:
         `[num_samples]`, float32.
@@ -99,14 +101,11 @@ def _counts(
     ids = executions(execution_ids, len(lengths))
     tokens_of_sample = torch.stack([m.double().sum() for m in loss_mask.split(lengths)]).tolist() if lengths else []
     step_of_execution: dict[Hashable, int] = {}
-    tokens_of_execution: dict[Hashable, float] = {}
-    tokens_of_step: dict[int, float] = {}
+    tokens_of_execution: dict[Hashable, float] = defaultdict(float)
+    tokens_of_step: dict[int, float] = defaultdict(float)
     for execution, step, tokens in zip(ids, step_of_sample, tokens_of_sample, strict=True):
         if step_of_execution.setdefault(execution, step) != step:
             raise ValueError(f"execution {execution!r} is split over steps {step_of_execution[execution]} and {step}")
-        tokens_of_execution[execution] = tokens_of_execution.get(execution, 0.0) + tokens
-        tokens_of_step[step] = tokens_of_step.get(step, 0.0) + tokens
-    num_executions: dict[int, int] = {}
-    for step in step_of_execution.values():
-        num_executions[step] = num_executions.get(step, 0) + 1
-    return _Counts(ids, tokens_of_execution, tokens_of_step, num_executions)
+        tokens_of_execution[execution] += tokens
+        tokens_of_step[step] += tokens
+    return _Counts(ids, tokens_of_execution, tokens_of_step, Counter(step_of_execution.values()))

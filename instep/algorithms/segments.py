@@ -1,4 +1,4 @@
-"""Sums over the response tokens of each sample, in a flat column; independent of what else is in the micro-batch."""
+"""Sums over the response tokens of each sample in a flat column, independent of the rest of the micro-batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def owners(response_lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
 def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
     """sum_t m_t x_t of each sample, added up in float64: `[num_tokens]` -> `[num_samples]` in the dtype of `values`.
 
-    What stands where the mask is 0 (NaN too) has no part; a sample without tokens, or fully masked, gives 0.
+    Values where the mask is 0 (NaN too) are left out; a sample without tokens, or fully masked, gives 0.
 
     Raises:
         ValueError: a mask or lengths that do not fit.

@@ -1,4 +1,4 @@
-"""The command line: `parse(argv) -> Args`. Nothing here imports torch or transformers."""
+"""The command line: `parse(argv)` makes `Args` of it. This package imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 from collections.abc import Sequence
 
 from instep.arguments.all_flags import own_flags, passed_through
-from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, HookArgs
-from instep.arguments.concern import Draft, Problem
+from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, Draft, HookArgs
+from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import given_words
 from instep.arguments.evaluation import EvalDataset
 from instep.arguments.parser import scan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import TYPE_CHECKING
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.cluster import CLUSTER
+from instep.arguments.concern import Settings
 from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
@@ -23,9 +23,6 @@ from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 GROUPS: tuple[FlagGroup, ...] = (
     MODEL,
@@ -57,14 +54,14 @@ _PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
 
 @cache
 def own_flags() -> dict[str, Flag]:
-    """Flags of the groups, by every name they have."""
+    """The flags of `GROUPS`, by each of their names."""
     return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
 def own_hooks(args: Settings) -> list[tuple[str, str]]:
     """The user's functions that `args` names: flag and dotted path of each."""
     found = []
-    for flag in {flag.name: flag for flag in own_flags().values() if flag.type is hook}.values():
+    for flag in (flag for group in GROUPS for flag in group.flags if flag.type is hook):
         value = vars(args).get(flag.attribute)
         for path in value if isinstance(value, list) else [value]:
             if path and path != flag.default and not path.startswith("instep."):
@@ -74,13 +71,13 @@ def own_hooks(args: Settings) -> list[tuple[str, str]]:
 
 @cache
 def passed_through() -> dict[str, Flag]:
-    """Flags that only Megatron's table has, by every name they have."""
+    """The flags that only Megatron's table has, by each of their names."""
     own = own_flags()
     return {name: flag for flag in megatron_table() for name in (flag.name, *flag.aliases) if name not in own}
 
 
 def find(name: str) -> Flag | None:
-    """The record of a flag: instep's own first, then Megatron's, vLLM's, the router's, and those known by a prefix."""
+    """The record of a flag of instep, else of Megatron, vLLM, the router or a family known by its prefix; else None."""
     flag = own_flags().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:

@@ -1,4 +1,4 @@
-"""The resolved arguments, frozen, and the read-only view of them that hooks get."""
+"""The arguments while they are resolved, the resolved and frozen ones, and the read-only view that hooks get."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
-else:
-    Settings = HookSettings = object
+from instep.arguments.all_flags import find, own_flags
+from instep.arguments.concern import HookSettings, Settings, flag_name
 
 _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
 
 
 class Runtime(TypedDict, total=False):
-    """What a run finds out: hooks read these values instead of those of the command line."""
+    """Attributes that a run finds out. Hooks read these values, not those of the command line."""
 
     vllm_router_ip: str
     vllm_router_port: int
@@ -29,14 +27,14 @@ class Runtime(TypedDict, total=False):
     rollout_max_context_len: int | None
 
 
-# Attributes that hooks have only once a run has started, for every kind of engine.
+# Attributes that hooks have only once the engines run.
 RUNTIME_ATTRIBUTES = tuple(name for name in Runtime.__annotations__ if name != "rollout_max_context_len")
 
 
 class Args(Settings):
-    """All settings of a run, flat, under the names of their flags (`args.rollout_batch_size`). They are frozen.
+    """All settings of a run, frozen, under the names of their flags (`args.rollout_batch_size`).
 
-    Only flags that act have an attribute. `settings.pyi` declares these and the further ones, which follow from flags.
+    Only flags that act have an attribute. `settings.pyi` declares these, and the attributes that follow from flags.
     """
 
     def __init__(self, **values: Any):
@@ -56,7 +54,7 @@ class Args(Settings):
         return Args(**{name: value for name, value in vars(self).items() if name not in _secrets()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but secrets, as JSON-able data."""
+        """All attributes but secrets, as data that JSON can hold."""
         out = dict(sorted(vars(self.public()).items()))
         out["eval_datasets"] = [asdict(d) for d in out.get("eval_datasets", [])]
         return out
@@ -86,8 +84,38 @@ class Args(Settings):
         self.__setattr__(name, None)
 
 
+class Unreadable(Exception):
+    """An attribute was read whose value on the command line could not be read; that problem is reported already."""
+
+
+class Draft(Args):
+    """The arguments while they are resolved and checked: attributes can be set.
+
+    Args:
+        unreadable: the attributes whose value could not be read; the set may grow. Reading one raises `Unreadable`.
+    """
+
+    __slots__ = ("unreadable",)
+    unreadable: set[str]
+
+    def __init__(self, unreadable: set[str], **values: Any):
+        object.__setattr__(self, "unreadable", unreadable)
+        super().__init__(**values)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in object.__getattribute__(self, "unreadable"):
+            raise Unreadable(name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def replace(self, **changes: Any) -> Draft:
+        return Draft(self.unreadable, **{**vars(self), **changes})
+
+
 class HookArgs(HookSettings):
-    """What a hook gets as `args`: every setting but secrets, and the run-time attributes. Nothing can be set."""
+    """The `args` of a hook: every setting but secrets, and the run-time attributes. None can be set."""
 
     __slots__ = ("_args", "_runtime")
     _args: Args
@@ -135,15 +163,11 @@ class HookArgs(HookSettings):
 
 @cache
 def _secrets() -> frozenset[str]:
-    from instep.arguments.all_flags import GROUPS  # the files of the concerns, which import this one
-
-    return frozenset(flag.attribute for group in GROUPS for flag in group.flags if flag.secret)
+    return frozenset(flag.attribute for flag in own_flags().values() if flag.secret)
 
 
 def _missing(name: str, values: dict[str, Any]) -> str:
     """Why `args.<name>` does not exist."""
-    from instep.arguments.all_flags import find
-
     if name.startswith("__"):  # pickle and copy ask for these
         return name
     if name in _secrets():
@@ -152,7 +176,7 @@ def _missing(name: str, values: dict[str, Any]) -> str:
         return f"args.{name} exists only once the engines run"
     if name in _RENAMED:
         return f"args.{name} is args.{_RENAMED[name]} here"
-    flag = find("--" + name.replace("_", "-"))
+    flag = find(flag_name(name))
     if flag is not None and flag.status != "acts":
         return f"args.{name}: {flag.name} is {flag.status}: {flag.note}"
     like = difflib.get_close_matches(name, [*values, *RUNTIME_ATTRIBUTES], n=1)

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
+from instep.weights.way import ON_ONE_HOST
 
 RAY = "messages travel in one way"
 OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
@@ -22,11 +22,11 @@ OFFLOAD = "comes with the memory work; trainer and engines keep their memory tod
 CLUSTER = FlagGroup(
     "Cluster and device",
     (
-        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", seeds="VSC"),
-        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", seeds="VSC"),
-        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", seeds="VSC"),
-        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", seeds="VSRC"),
-        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", seeds="C"),
+        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
+        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", whose="VSC"),
+        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
+        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", whose="VSRC"),
+        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"),
         switch("--colocate", "engines use the trainer's GPUs, --rollout-num-gpus is ignored", "VSC"),
         Flag(
             "--cluster",
@@ -46,7 +46,7 @@ CLUSTER = FlagGroup(
             choices=("auto", "fp32", "bf16"),
             help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
         ),
-        Flag("--bf16", bool, False, "the same as --precision bf16", seeds="M"),
+        Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
         Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
         Flag(
             "--controller-memory-limit",
@@ -61,7 +61,7 @@ CLUSTER = FlagGroup(
             "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
             "M",
         ),
-        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", seeds="CM"),
+        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
         *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
         *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
         *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
@@ -91,21 +91,21 @@ CLUSTER = FlagGroup(
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def precision(args: Args, given: Given) -> str:
+def precision(args: Settings, given: Given) -> str:
     return "bf16" if args.bf16 and args.precision == "auto" else args.precision
 
 
-def world_size(args: Args, given: Given) -> int:
+def world_size(args: Settings, given: Given) -> int:
     """Ranks of the actor."""
     return args.actor_num_nodes * args.actor_num_gpus_per_node
 
 
-def dp_size(args: Args, given: Given) -> int:
-    """Its data-parallel ranks; that the division leaves no rest is a rule's to say."""
+def dp_size(args: Settings, given: Given) -> int:
+    """Data-parallel ranks of the actor. A rule reports ranks that TP x PP does not divide."""
     return max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
 
 
-def rollout_num_gpus(args: Args, given: Given) -> int:
+def rollout_num_gpus(args: Settings, given: Given) -> int:
     """GPUs of all engines that this run starts."""
     if args.command in OFFLINE or args.debug_train_only:
         return 0
@@ -118,22 +118,22 @@ def rollout_num_gpus(args: Args, given: Given) -> int:
     return args.rollout_num_gpus or args.rollout_num_gpus_per_engine
 
 
-def topology_num_gpus(args: Args, given: Given) -> int:
-    """GPUs of all engines and placeholders."""
+def topology_num_gpus(args: Settings, given: Given) -> int:
+    """GPUs of all engines and placeholders that `--vllm-config` or the flags name."""
     return 0 if args.command in OFFLINE else _served_gpus(args)
 
 
-def rollout_num_engines(args: Args, given: Given) -> int:
+def rollout_num_engines(args: Settings, given: Given) -> int:
     models = () if args.command in OFFLINE else served_models(args)
     return sum(group.num_engines for model in models for group in model.groups)
 
 
-def _served_gpus(args: Args) -> int:
+def _served_gpus(args: Settings) -> int:
     return sum(model.num_gpus for model in served_models(args))
 
 
-def notes(args: Args, given: Given) -> list[str]:
-    """What the user is told: here that engines share the trainer's GPUs; rules add more."""
+def notes(args: Settings, given: Given) -> list[str]:
+    """Notes to the user, here that the engines share the trainer's GPUs; rules add more."""
     shares = args.colocate and not args.rollout_external_engine_addrs and args.command not in OFFLINE
     trainer, asked = args.world_size + num_critic_gpus(args), given.get("rollout_num_gpus")
     if not shares or asked in (None, trainer):
@@ -146,7 +146,7 @@ RESOLVERS = (precision, world_size, dp_size, notes, rollout_num_gpus, topology_n
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def cpu_cores(args: Args, given: set[str]) -> Iterator[Problem]:
+def cpu_cores(args: Settings, given: set[str]) -> Iterator[Problem]:
     cores, ranks = os.cpu_count() or 1, args.world_size + num_critic_gpus(args)
     most = 2 * cores  # ranks that share a core are slow, but work
     if args.device == "cpu" and args.cluster == "local" and ranks > most:
@@ -157,7 +157,7 @@ def cpu_cores(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def engine_size(args: Args, given: set[str]) -> Iterator[Problem]:
+def engine_size(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.command in OFFLINE:
         return
     kind, size = named_kind(args), args.rollout_num_gpus_per_engine
@@ -167,8 +167,8 @@ def engine_size(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--rollout-num-gpus-per-engine", remedy)
 
 
-def external_engines(args: Args, given: set[str]) -> Iterator[Problem]:
-    """The engines that run already."""
+def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """The addresses of engines that run already."""
     if args.command in OFFLINE:
         return
     addresses = args.rollout_external_engine_addrs or ()
@@ -179,27 +179,27 @@ def external_engines(args: Args, given: set[str]) -> Iterator[Problem]:
         if not host or "/" in host or not port.isdigit():
             what = f"'{address}' is no HOST:PORT"
             yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
-        elif args.sync_way == "shm" and host not in ("127.0.0.1", "localhost") and args.command == "train":
+        elif args.sync_way in ON_ONE_HOST and host not in ("127.0.0.1", "localhost") and args.command == "train":
             remedy = "use --sync-way disk (through --run-dir, a folder that both hosts see)"
             yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
     if args.rollout_external_engine_addrs and args.colocate:
         yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
 
 
-def hosts(args: Args, given: set[str]) -> Iterator[Problem]:
+def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
     local = args.command != "plan" and args.cluster == "local"
     if local and args.actor_num_nodes > 1:
         yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
     for name in ("ray_address", "num_gpus_per_node"):
         if local and name in given:
-            yield Problem("has no effect without --cluster ray", "--" + name.replace("_", "-"), "give both")
+            yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
     if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray", remedy)
 
 
-def placement(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Where everything goes."""
+def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """The plan of ranks and engines must be possible, and weights must reach every engine."""
     try:
         plan, planned = make_plan(args), plan_engines(args)
     except ConfigError as error:
@@ -207,16 +207,16 @@ def placement(args: Args, given: set[str]) -> Iterator[Problem]:
         return
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
-    if homes and away and args.command == "train" and args.sync_way == "shm":
+    if homes and away and args.command == "train" and args.sync_way in ON_ONE_HOST:
         yield Problem(
             f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
             "memory does not reach it",
-            "--sync-way shm with --cluster ray",
+            f"--sync-way {args.sync_way} with --cluster ray",
             "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
         )
 
 
-def bf16(args: Args, given: set[str]) -> Iterator[Problem]:
+def bf16(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.bf16 and "precision" in given and args.precision != "bf16":
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
 

@@ -1,4 +1,4 @@
-"""Prompts, batches and how long a run is."""
+"""Prompts, batches and the length of a run."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_object, later, negation, refused, switch
 
 DATA = FlagGroup(
     "Data and batches",
     (
-        Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", seeds="C"),
-        Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", seeds="VSC"),
-        Flag("--label-key", help="column of the label", seeds="VSC"),
+        Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", whose="VSC"),
+        Flag("--label-key", help="column of the label", whose="VSC"),
         Flag("--chosen-key", default="chosen", help="instep dpo: column of the better response (as the prompt's kind)"),
         Flag("--rejected-key", default="rejected", help="instep dpo: column of the worse response"),
-        Flag("--metadata-key", default="metadata", help="column of the metadata", seeds="VSC"),
-        Flag("--tool-key", default="tools", help="column of the tools", seeds="C"),
+        Flag("--metadata-key", default="metadata", help="column of the metadata", whose="VSC"),
+        Flag("--tool-key", default="tools", help="column of the tools", whose="C"),
         switch("--apply-chat-template", "render messages with the tokenizer's chat template", "VSC"),
-        Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", seeds="C"),
+        Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", whose="C"),
         switch("--rollout-shuffle", "shuffle the prompts in each epoch", "C"),
-        Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", seeds="C"),
+        Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", whose="C"),
         switch("--skip-bad-rows", "skip and count rows that cannot be used, instead of stopping"),
         negation("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set", "C"),
         Flag(
@@ -31,30 +30,30 @@ DATA = FlagGroup(
             hook,
             "instep.data.source.RolloutDataSourceWithBuffer",
             "class(args) that hands out prompts",
-            seeds="C",
+            whose="C",
         ),
-        Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", seeds="C"),
-        Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", seeds="C"),
-        Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", seeds="C"),
-        Flag("--n-samples-per-prompt", COUNT, 8, "responses per prompt (slime: 1)", seeds="VSC"),
+        Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", whose="C"),
+        Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", whose="C"),
+        Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", whose="C"),
+        Flag("--n-samples-per-prompt", COUNT, 8, "responses per prompt (slime: 1)", whose="VSC"),
         Flag(
             "--global-batch-size",
             COUNT,
             None,
             "samples per optimizer step; default: all samples of a rollout / --num-steps-per-rollout",
-            seeds="CM",
+            whose="CM",
         ),
-        Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", seeds="C"),
-        Flag("--micro-batch-size", COUNT, 1, "samples per micro-batch, unless --use-dynamic-batch-size", seeds="CM"),
+        Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", whose="C"),
+        Flag("--micro-batch-size", COUNT, 1, "samples per micro-batch, unless --use-dynamic-batch-size", whose="CM"),
         switch("--use-dynamic-batch-size", "fill micro-batches up to --max-tokens-per-gpu", "C"),
-        Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", seeds="C"),
+        Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", whose="C"),
         switch("--balance-data", "give each data-parallel rank about the same number of tokens", "C"),
         Flag(
             "--loss-mask-type",
             default="qwen",
             choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
             help="how sft finds the assistant's turns in the chat template",
-            seeds="C",
+            whose="C",
         ),
         *later("images and audio come later", "C", "--multimodal-keys"),
         *later("packing by FLOPs comes later", "C", "--balance-by-flops", instead="--balance-data"),
@@ -99,39 +98,34 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
         yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
         return
     try:
-        with open(file, "rb"):
-            pass
+        open(file, "rb").close()
     except FileNotFoundError:
         yield Problem(f"no file {file}", where, "give the path of a jsonl or parquet file")
-        return
     except IsADirectoryError:
         yield Problem(f"{file} is a folder", where, "give the path of a jsonl or parquet file")
-        return
     except OSError as error:
-        yield Problem(
-            f"{file} cannot be read: {error.strerror}", where, "change its permissions, or those of its folder"
-        )
-        return
-    if file.stat().st_size == 0:
-        yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
-    elif file.suffix not in (".jsonl", ".parquet"):
-        yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
+        remedy = "change its permissions, or those of its folder"
+        yield Problem(f"{file} cannot be read: {error.strerror}", where, remedy)
+    else:
+        if file.stat().st_size == 0:
+            yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
+        elif file.suffix not in (".jsonl", ".parquet"):
+            yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def global_batch_size(args: Args, given: Given) -> int | None:
-    """All samples of a rollout, divided among its steps; None where the rule `batches` finds that they do not divide,
-    and without a `--rollout-batch-size`."""
+def global_batch_size(args: Settings, given: Given) -> int | None:
+    """Samples of a rollout / its optimizer steps; None where this leaves a rest, and without `--rollout-batch-size`."""
     if args.global_batch_size is not None or args.rollout_batch_size is None:
         return args.global_batch_size
     size, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout or 1)
     return None if rest else size
 
 
-def num_steps_per_rollout(args: Args, given: Given) -> int | None:
-    """What `--global-batch-size` makes of a rollout; None as above."""
+def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
+    """Samples of a rollout / `--global-batch-size`; None where this leaves a rest, and where one of them is None."""
     if args.num_steps_per_rollout is not None or None in (args.rollout_batch_size, args.global_batch_size):
         return args.num_steps_per_rollout
     steps, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.global_batch_size)
@@ -143,18 +137,18 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def missing_data(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
         if args.num_rollout != 0:
             yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
 
 
-def missing_batch(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
         yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
 
 
-def length(args: Args, given: set[str]) -> Iterator[Problem]:
+def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
         yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
     if args.num_rollout is not None and args.num_epoch is not None:
@@ -165,8 +159,8 @@ def length(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the built-in data set", "--num-epoch", "give --num-rollout")
 
 
-def batches(args: Args, given: set[str]) -> Iterator[Problem]:
-    """samples of a rollout = global_batch_size * num_steps_per_rollout; each step is shared by all ranks."""
+def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Samples of a rollout = global_batch_size * num_steps_per_rollout; all data-parallel ranks share each step."""
     if args.rollout_batch_size is None:
         return
     total = args.rollout_batch_size * args.n_samples_per_prompt
@@ -186,13 +180,12 @@ def batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from _shares(args)
 
 
-def _shares(args: Args) -> Iterator[Problem]:
+def _shares(args: Settings) -> Iterator[Problem]:
     size, ranks = args.global_batch_size, args.dp_size
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
-        yield Problem(
-            f"{size} samples a step for {ranks} data-parallel ranks", "--global-batch-size", f"at least {ranks}"
-        )
+        what = f"{size} samples a step for {ranks} data-parallel ranks"
+        yield Problem(what, "--global-batch-size", f"at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         yield Problem(
             f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
@@ -211,7 +204,7 @@ def _near(total: int, wanted: int) -> str:
     return f"use {' or '.join(str(d) for d in below + above)}"
 
 
-def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
+def dynamic_batches(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
     if args.use_dynamic_batch_size and "micro_batch_size" in given:
@@ -220,7 +213,7 @@ def dynamic_batches(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def prompt_file(args: Args, given: set[str]) -> Iterator[Problem]:
+def prompt_file(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is not None:
         yield from data_file(args.prompt_data, "--prompt-data")
 

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import (
     FRACTION,
     HARDENING,
@@ -31,30 +30,28 @@ DEBUGGING = FlagGroup(
         Flag(
             "--save-debug-rollout-data",
             help="FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--load-debug-rollout-data",
             help="FILE with {rollout_id}: train on what the former saved, without an engine",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--load-debug-rollout-data-subsample",
             Number(float, 0, 1, above=True),
             None,
             "share of its groups, the first ones (at least one)",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--save-debug-train-data",
             help="FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
             "0: one file holds all ranks' samples",
-            seeds="C",
+            whose="C",
         ),
         Flag(
-            "--dump-details",
-            help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer",
-            seeds="C",
+            "--dump-details", help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer", whose="C"
         ),
         negation(
             "--no-hook-trial",
@@ -97,22 +94,22 @@ DEBUGGING = FlagGroup(
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def save_debug_rollout_data(args: Args, given: Given) -> str | None:
+def save_debug_rollout_data(args: Settings, given: Given) -> str | None:
     return args.save_debug_rollout_data or _inside(args.dump_details, "rollout_data/{rollout_id}.pt")
 
 
-def save_debug_train_data(args: Args, given: Given) -> str | None:
+def save_debug_train_data(args: Settings, given: Given) -> str | None:
     name = "train_data/{rollout_id}_{rank}.pt"
     return args.save_debug_train_data or (None if args.debug_rollout_only else _inside(args.dump_details, name))
 
 
-def debug_train_only(args: Args, given: Given) -> bool:
+def debug_train_only(args: Settings, given: Given) -> bool:
     """A replay needs no engine."""
     return args.debug_train_only or args.load_debug_rollout_data is not None
 
 
 def _inside(folder: str | None, name: str) -> str | None:
-    """A template of `--dump-details`, which stands for both dumps."""
+    """The template of a dump below the folder of `--dump-details`, whose own braces are kept."""
     return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
 
 
@@ -121,19 +118,16 @@ RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def parts(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Parts of a run alone."""
+def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Either the trainer or the engine can be left out, with the flags that need it."""
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield Problem("nothing would be left to run", f"--debug-rollout-only and {other}", "give one of the two")
     elif args.debug_rollout_only:
+        what = "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint"
         for name in _NEED_A_TRAINER:
             if name in given:
-                yield Problem(
-                    "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint",
-                    "--" + name.replace("_", "-"),
-                    "leave it out",
-                )
+                yield Problem(what, flag_name(name), "leave it out")
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
         yield Problem(
@@ -143,12 +137,11 @@ def parts(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def dumps(args: Args, given: set[str]) -> Iterator[Problem]:
-    """The files that are written and replayed."""
+def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Names of the files that rollouts are written to, and replayed from."""
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        yield Problem(
-            "has no effect without --load-debug-rollout-data", "--load-debug-rollout-data-subsample", "give both"
-        )
+        what = "has no effect without --load-debug-rollout-data"
+        yield Problem(what, "--load-debug-rollout-data-subsample", "give both")
     fields = {"rollout_id": args.start_rollout_id or 0}
     yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
     yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})
@@ -160,7 +153,7 @@ def dumps(args: Args, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"no file {first}", "--load-debug-rollout-data", "name what --save-debug-rollout-data wrote")
 
 
-def _template(args: Args, flag: str, path: str | None, fields: dict[str, int]) -> Iterator[Problem]:
+def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int]) -> Iterator[Problem]:
     if path is None:
         return
     try:

@@ -1,7 +1,8 @@
-"""Inference engines and the weight sync."""
+"""The flags of engines and of the weight sync."""
 
 from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
 from instep.engines.kind import AUTO, kind_names
+from instep.weights.way import WAYS
 
 PREFIX = "engine flags carry a prefix"
 
@@ -20,9 +21,9 @@ ENGINE = FlagGroup(
             PORT,
             None,
             "where `instep serve` answers, on loopback; further models follow; default: 8000",
-            seeds="AT",
+            whose="AT",
         ),
-        Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", seeds="V"),
+        Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", whose="V"),
         Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
         Flag(
             "--vllm-dtype",
@@ -30,7 +31,7 @@ ENGINE = FlagGroup(
             choices=("auto", "float32", "bfloat16"),
             help="of the engine's weights; auto: the trainer's",
         ),
-        Flag("--sync-way", default="shm", choices=("shm", "disk"), help="how weights reach the engines"),
+        Flag("--sync-way", default=WAYS[0], choices=WAYS, help="how weights reach the engines"),
         Flag(
             "--pause-mode",
             default="abort",
@@ -44,31 +45,31 @@ ENGINE = FlagGroup(
             None,
             "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
         ),
-        Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", seeds="C"),
+        Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", whose="C"),
         Flag(
             "--vllm-config",
             help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
             "--rollout-num-gpus and --prefill-num-servers",
-            seeds="V",
+            whose="V",
         ),
         Flag(
             "--vllm-router-ip",
             help="a vllm-router of yours, with --vllm-router-port; default: one is started",
-            seeds="V",
+            whose="V",
         ),
-        Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", seeds="V"),
+        Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", whose="V"),
         Flag(
             "--prefill-num-servers",
             COUNT,
             None,
             "so many of the engines prefill only, the others decode only",
-            seeds="VC",
+            whose="VC",
         ),
         Flag(
             "--rollout-external-engine-addrs",
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
-            seeds="C",
+            whose="C",
         ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
         *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),

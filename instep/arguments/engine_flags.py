@@ -14,8 +14,13 @@ from instep.engines.reserved_flags import reserved
 
 
 def family(name: str) -> Package | None:
-    """The package that a flag with this prefix is for."""
+    """The package that a flag is handed to, by its prefix; None: to none."""
     return next((package for package, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def prefixed(package: Package, name: str) -> str:
+    """instep's name of a package's flag."""
+    return PREFIXES[package] + name.removeprefix("--")
 
 
 def find_engine_flag(name: str) -> Flag | None:
@@ -25,11 +30,6 @@ def find_engine_flag(name: str) -> Flag | None:
         return None
     found = _known(flag_table(package), name)
     return None if found is None else as_flag(package, name, *found)
-
-
-def all_engine_flags(table: FlagTable) -> list[Flag]:
-    """A record for each flag of a table, by its first spelling."""
-    return [as_flag(table.package, _prefixed(table.package, flag.name), flag, "") for flag in table.flags]
 
 
 def nearest_engine_flag(name: str, own: list[str]) -> str:
@@ -44,22 +44,16 @@ def nearest_engine_flag(name: str, own: list[str]) -> str:
     return prefix + like if like else ""
 
 
-def unknown_engine_flag(name: str) -> str:
-    """What is wrong about a name that no table has; "" if it is of no family."""
-    package = family(name)
-    return "" if package is None else f"unknown flag of {flag_table(package).describe}"
-
-
 def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package) -> dict[str, list[str]]:
-    """What a command line says to a package, by field (`field.key` for a part of a JSON value).
+    """The words for a package on the command line, by field (`field.key` for one key of a JSON value).
 
     Args:
-        given, flags: values and records by attribute, as the parser found them.
+        given, flags: values and records of the flags that are given, by attribute.
     """
     out = {}
     for attribute, value in given.items():
         flag = flags[attribute]
-        if not flag.passed_to == package:
+        if flag.passed_to != package:
             continue
         found = _known(flag_table(package), flag.name)
         assert found is not None, flag.name  # the parser has it from there
@@ -72,7 +66,12 @@ def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package)
 
 
 def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
-    """instep's record of a package's flag, under `name`."""
+    """instep's record of a package's flag.
+
+    Args:
+        name: as on the command line, with the prefix.
+        key: the key of its JSON value that the flag sets; empty: it sets the whole value.
+    """
     for field, why, instead in reserved(package):
         if field == known.field:
             return Flag(name, status="refused", note=why, instead=instead, passed_to=package)
@@ -87,13 +86,9 @@ def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
 
 
 def _known(table: FlagTable, name: str) -> tuple[EngineFlag, str] | None:
-    """The flag that `name` means, and the key of its JSON value that it sets ("": the whole)."""
+    """A package's flag by instep's name of it, and the key of its JSON value that the name sets ("": the whole)."""
     base, _, key = ("--" + name[len(PREFIXES[table.package]) :]).partition(".")
     known = table.by_name.get(base)
     if known is None or key and known.kind not in ("json", "json_or_text"):
         return None
     return known, key
-
-
-def _prefixed(package: Package, name: str) -> str:
-    return PREFIXES[package] + name.removeprefix("--")

@@ -1,4 +1,4 @@
-"""Which engines there are: `--vllm-config`, and what goes together with it."""
+"""The kind and the topology of the engines: `--vllm-config`, and the flags that contradict it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.parser import Scan
 from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
 
 
-def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
-    """`args.vllm_topology` from the file of `--vllm-config`; the rules about it are skipped if the file is wrong."""
+def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
+    """Set `args.vllm_topology` from the file of `--vllm-config`. Rules that read it are skipped if it is wrong."""
     args.vllm_topology = None
     if args.vllm_config is None:
         return
@@ -31,14 +30,14 @@ def read_topology(args: Args, scan: Scan) -> Iterator[Problem]:
         yield Problem(error.what, error.where, error.remedy)
 
 
-def rollout_backend(args: Args, given: Given) -> str:
-    """`auto` is the kind of which a flag is given that no other has."""
+def rollout_backend(args: Settings, given: Given) -> str:
+    """`auto` becomes the kind of engine that a given flag belongs to, if there is one."""
     meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.is_meant(args))
     return next(meant, args.rollout_backend)
 
 
-def topology(args: Args, given: set[str]) -> Iterator[Problem]:
-    """The flags that say how many engines there are, and of which model."""
+def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Flags that name the engines, their number, their models and their router."""
     if args.command in OFFLINE:
         return
     if (kind := named_kind(args)) is not None:
@@ -99,8 +98,8 @@ def topology(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def _served_reference(args: Args) -> Iterator[Problem]:
-    """That the reference is a model which is served, and stays as it is."""
+def _served_reference(args: Settings) -> Iterator[Problem]:
+    """The reference must be a served model whose weights stay as they are."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
     flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:

@@ -1,4 +1,4 @@
-"""Evaluation: when, and from the flags or the YAML of `--eval-config` to a list of data sets."""
+"""Evaluation: its interval, and its data sets, from flags or from the YAML file of `--eval-config`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
 from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.reward import rm_type
@@ -20,31 +19,31 @@ from instep.arguments.reward import rm_type
 EVAL = FlagGroup(
     "Evaluation",
     (
-        Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", seeds="CM"),
+        Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", whose="CM"),
         Flag(
-            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", seeds="C"
+            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", whose="C"
         ),
-        Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", seeds="C"),
-        Flag("--eval-function-path", hook, None, "default: --rollout-function-path", seeds="VSC"),
+        Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", whose="C"),
+        Flag("--eval-function-path", hook, None, "default: --rollout-function-path", whose="VSC"),
         switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
-        Flag("--n-samples-per-eval-prompt", COUNT, 1, "responses per prompt", seeds="C"),
-        Flag("--eval-input-key", help="default: --input-key", seeds="C"),
-        Flag("--eval-label-key", help="default: --label-key", seeds="C"),
-        Flag("--eval-tool-key", help="default: --tool-key", seeds="C"),
-        Flag("--eval-temperature", Number(float, 0), None, "0: greedy; default: --rollout-temperature", seeds="C"),
-        Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", seeds="C"),
-        Flag("--eval-top-k", INT, None, "default: --rollout-top-k", seeds="C"),
-        Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", seeds="C"),
-        Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", seeds="C"),
-        Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", seeds="C"),
-        Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", seeds="C"),
+        Flag("--n-samples-per-eval-prompt", COUNT, 1, "responses per prompt", whose="C"),
+        Flag("--eval-input-key", help="default: --input-key", whose="C"),
+        Flag("--eval-label-key", help="default: --label-key", whose="C"),
+        Flag("--eval-tool-key", help="default: --tool-key", whose="C"),
+        Flag("--eval-temperature", Number(float, 0), None, "0: greedy; default: --rollout-temperature", whose="C"),
+        Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", whose="C"),
+        Flag("--eval-top-k", INT, None, "default: --rollout-top-k", whose="C"),
+        Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", whose="C"),
+        Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", whose="C"),
+        Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", whose="C"),
+        Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", whose="C"),
     ),
 )
 
 
 @dataclass(frozen=True)
 class EvalDataset:
-    """One data set of the evaluation. What its entry leaves out is filled in: `--eval-*`, else `--rollout-*`."""
+    """One data set of the evaluation. The flags `--eval-*`, else `--rollout-*`, are the defaults of its fields."""
 
     name: str
     path: str
@@ -75,15 +74,7 @@ _ALIASES = {
     "rollout_temperature": "temperature",
     "rollout_max_response_len": "max_response_len",
 }
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-}
-
-
+_KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "list": list, "dict": dict}
 _BOUNDS = (
     ("n_samples_per_eval_prompt", 1, math.inf),
     ("temperature", 0, math.inf),
@@ -93,8 +84,8 @@ _BOUNDS = (
 )
 
 
-def eval_defaults(args: Args) -> dict[str, Any]:
-    """What a data set gets where it says nothing itself: the eval flags, else the rollout's."""
+def eval_defaults(args: Settings) -> dict[str, Any]:
+    """The fields of a data set that its entry leaves out, from the flags `--eval-*`, else `--rollout-*`."""
 
     def either(name: str) -> Any:
         value = getattr(args, f"eval_{name}")
@@ -122,19 +113,19 @@ def eval_defaults(args: Args) -> dict[str, Any]:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def eval_reward_key(args: Args, given: Given) -> str | None:
+def eval_reward_key(args: Settings, given: Given) -> str | None:
     return args.eval_reward_key or args.reward_key
 
 
-def eval_function_path(args: Args, given: Given) -> str:
+def eval_function_path(args: Settings, given: Given) -> str:
     return args.eval_function_path or args.rollout_function_path
 
 
 RESOLVERS = (eval_reward_key, eval_function_path)
 
 
-def read_datasets(args: Args) -> Iterator[Problem]:
-    """Set `args.eval_datasets`, and yield why an entry of `--eval-config` is none. They take what the rollout has."""
+def read_datasets(args: Settings) -> Iterator[Problem]:
+    """Set `args.eval_datasets`, and yield what is wrong with an entry of `--eval-config`."""
     args.eval_datasets = []
     if args.command in ("plan", "serve") or (args.eval_config is not None and args.eval_prompt_data is not None):
         return
@@ -144,7 +135,7 @@ def read_datasets(args: Args) -> Iterator[Problem]:
         yield from _from_flag(args)
 
 
-def _from_flag(args: Args) -> Iterator[Problem]:
+def _from_flag(args: Settings) -> Iterator[Problem]:
     words, where = args.eval_prompt_data or [], "--eval-prompt-data"
     if len(words) == 1:
         words = [Path(words[0].partition("@[")[0]).stem, words[0]]
@@ -155,7 +146,7 @@ def _from_flag(args: Args) -> Iterator[Problem]:
     args.eval_datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
 
 
-def _from_yaml(args: Args) -> Iterator[Problem]:
+def _from_yaml(args: Settings) -> Iterator[Problem]:
     """The data sets of `--eval-config`:
 
     ```yaml
@@ -209,13 +200,13 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def sources(args: Args, given: set[str]) -> Iterator[Problem]:
+def sources(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.eval_config is not None and args.eval_prompt_data is not None:
         yield Problem("both name data sets", "--eval-config and --eval-prompt-data", "give one of the two")
 
 
-def datasets(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Values and files of the data sets."""
+def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Names, values and files of the data sets."""
     names = [d.name for d in args.eval_datasets]
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
     for number, dataset in enumerate(args.eval_datasets):
@@ -235,7 +226,7 @@ def datasets(args: Args, given: set[str]) -> Iterator[Problem]:
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 
-def interval(args: Args, given: set[str]) -> Iterator[Problem]:
+def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     named = args.eval_config is not None or args.eval_prompt_data is not None
     if args.command in OFFLINE or (args.eval_config is not None and args.eval_prompt_data is not None):
         return

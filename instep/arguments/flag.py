@@ -1,9 +1,7 @@
 """One record per command-line flag; everything that knows about flags reads these records.
 
 A flag *acts*, comes *later*, or is *refused*. Those that do not act are known by name, so that giving one is an error
-that says why and what to use instead. `seeds` says where the flag is promised: V vime's guide, R vime's readme,
-S slime's guide, C slime's command line (the code), A the Atropos trainer, T TRL's server, M Megatron; empty means
-instep's own.
+that says why and what to use instead.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from urllib.parse import urlsplit
 
 FlagStatus = Literal["acts", "later", "refused"]
 
-# Why a flag has to wait; one phrase per body of work.
+# Why a flag comes later.
 HARDENING = "comes with the debugging and fault-tolerance work"
-ALGORITHMS = "comes with the other algorithms; today there are GRPO and SFT"
 ASYNC = "comes with asynchronous training"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"
@@ -66,7 +63,7 @@ PORT = Number(int, 1024, 65535)
 
 
 def size(value: str) -> int:
-    """A whole number above 0; as in vLLM also 2k, 1.5m (powers of 1000) or 4K, 1M (of 1024)."""
+    """A whole number above 0. As in vLLM, it may be written 2k, 1.5m (powers of 1000) or 4K, 1M (powers of 1024)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG]?)", value)
     if found is None:
         raise ValueError("is neither a whole number nor one like 2k (of 1000) or 4K (of 1024)")
@@ -80,14 +77,14 @@ def size(value: str) -> int:
 
 
 def text(value: str) -> str:
-    """Any text but the empty one, which is what an unset shell variable leaves behind."""
+    """Any text but the empty one, which an unset shell variable leaves behind."""
     if not value.strip():
         raise ValueError("is empty (an unset shell variable?)")
     return value
 
 
 def hook(value: str) -> str:
-    """A dotted path `package.module.function`. The top-level module must exist; nothing of it is imported."""
+    """A dotted path `package.module.function`. The top-level module must exist; it is not imported."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
@@ -108,7 +105,7 @@ def json_object(value: str) -> dict[str, Any]:
 
 
 def http_address(value: str) -> str:
-    """`http://HOST:PORT` of a server, whatever path follows; without `http://`, too."""
+    """`http://HOST:PORT` of a server, from an address with or without `http://` and a path."""
     parts = urlsplit(value if "//" in value else f"http://{value}")
     try:
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -117,6 +114,11 @@ def http_address(value: str) -> str:
     if not known:
         raise ValueError("is no address like http://HOST:PORT")
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def attribute_name(flag: str) -> str:
+    """The attribute of a flag that names none of its own."""
+    return flag.lstrip("-").replace("-", "_")
 
 
 TYPE_LABELS: dict[Any, str] = {
@@ -137,8 +139,10 @@ class Flag:
         type: a converter from text; `bool` makes a switch that takes no value.
         nargs: None (one value), "+" (one or more, gives a list) or "*" (none or more).
         append: each use adds one value to a list.
-        dest: the attribute on Args; derived from the name when empty.
-        note: for `later` and `refused`: why. instead: what to use.
+        dest: the attribute of `Args`; it is made from the name where this is empty.
+        note, instead: why a flag does not act, and what to use instead.
+        whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
+            line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
         secret: never printed, saved or shown to hooks.
         passed_to: the package whose flag it is, `vllm` or `vllm-router`; it gets the value as it was typed.
     """
@@ -155,14 +159,14 @@ class Flag:
     status: FlagStatus = "acts"
     note: str = ""
     instead: str = ""
-    seeds: str = ""
+    whose: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
     passed_to: str = ""
 
     @property
     def attribute(self) -> str:
-        return self.dest or self.name.lstrip("-").replace("-", "_")
+        return self.dest or attribute_name(self.name)
 
     @property
     def is_switch(self) -> bool:
@@ -191,21 +195,21 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
-def switch(name: str, help: str, seeds: str = "", **more: Any) -> Flag:
+def switch(name: str, help: str, whose: str = "", **more: Any) -> Flag:
     """A flag without a value, off by default."""
-    return Flag(name, bool, False, help, seeds=seeds, **more)
+    return Flag(name, bool, False, help, whose=whose, **more)
 
 
-def negation(name: str, dest: str, help: str, seeds: str = "") -> Flag:
+def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
     """A switch that turns the attribute `dest` off, which is on by default."""
-    return Flag(name, bool, True, help, dest=dest, constant=False, seeds=seeds)
+    return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
 
 
-def later(note: str, seeds: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+def later(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
     """Flags that are known and come later, for one common reason."""
-    return tuple(Flag(n, status="later", note=note, instead=instead, seeds=seeds) for n in names)
+    return tuple(Flag(n, status="later", note=note, instead=instead, whose=whose) for n in names)
 
 
-def refused(note: str, seeds: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
     """Flags that instep will not honour, for one common reason."""
-    return tuple(Flag(n, status="refused", note=note, instead=instead, seeds=seeds) for n in names)
+    return tuple(Flag(n, status="refused", note=note, instead=instead, whose=whose) for n in names)

@@ -39,7 +39,7 @@ count processes.""",
 
 
 def default_text(flag: Flag) -> str:
-    """The default as one would type it; empty where there is none."""
+    """The default as a user would type it; empty where there is none."""
     value: Any = flag.default
     if flag.is_switch or value in (None, [], {}):
         return ""
@@ -47,7 +47,7 @@ def default_text(flag: Flag) -> str:
 
 
 def format_help(command: str = "train") -> str:
-    """The help of a command: every flag that acts in it, by group, and an example."""
+    """The help text of a command: every flag that acts in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", _INTRO[command], ""]
     for group in GROUPS:
         acting = [f for f in group.flags if f.status == "acts" and _acts_in(command, f)]

@@ -1,11 +1,10 @@
-"""Where metrics go."""
+"""Logging: Weights & Biases, TensorBoard and the samples that are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import HARDENING, INDEX, Flag, FlagGroup, later, refused, switch
 
 LOGGERS = FlagGroup(
@@ -13,15 +12,15 @@ LOGGERS = FlagGroup(
     (
         switch("--use-wandb", "log to Weights & Biases", "CA"),
         Flag(
-            "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", seeds="C"
+            "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", whose="C"
         ),
-        Flag("--wandb-dir", help="folder of its files; default: the run's", seeds="C"),
-        Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", seeds="C", secret=True),
-        Flag("--wandb-host", help="its server", seeds="C"),
-        Flag("--wandb-team", help="entity", seeds="C"),
-        Flag("--wandb-group", help="group, and stem of the run's name", seeds="C"),
-        Flag("--wandb-project", help="project", seeds="CM"),
-        Flag("--wandb-run-id", help="the run to continue", seeds="C"),
+        Flag("--wandb-dir", help="folder of its files; default: the run's", whose="C"),
+        Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", whose="C", secret=True),
+        Flag("--wandb-host", help="its server", whose="C"),
+        Flag("--wandb-team", help="entity", whose="C"),
+        Flag("--wandb-group", help="group, and stem of the run's name", whose="C"),
+        Flag("--wandb-project", help="project", whose="CM"),
+        Flag("--wandb-run-id", help="the run to continue", whose="C"),
         *later(HARDENING, "C", "--disable-wandb-random-suffix", "--wandb-always-use-train-step"),
         switch("--use-tensorboard", "write TensorBoard events", "C"),
         *refused(
@@ -37,7 +36,7 @@ LOGGERS = FlagGroup(
 )
 
 
-def wandb(args: Args, given: set[str]) -> Iterator[Problem]:
+def wandb(args: Settings, given: set[str]) -> Iterator[Problem]:
     extra = sorted(f.name for f in LOGGERS.flags if f.attribute in given and f.attribute.startswith("wandb_"))
     if extra and not args.use_wandb:
         yield Problem("has no effect without --use-wandb", ", ".join(extra), "give both")

@@ -1,8 +1,8 @@
-"""Megatron's flags: those that instep honours by name, and the whole committed command line of core_v0.16.1.
+"""Megatron's flags: those that act in instep, and the table of all flags of Megatron core_v0.16.1.
 
-The shape flags of the seeds' model scripts are accepted and compared with config.json of `--hf-checkpoint`, which is
-what the model is built from. Every further flag that names a field of a megatron-core configuration is handed through
-(`args.megatron_overrides`), unless instep sets that field itself.
+The shape flags of slime's and vime's model scripts are accepted, and compared with config.json of `--hf-checkpoint`,
+which is what the model is built from. Every further flag that names a field of a megatron-core configuration is handed
+through (`args.megatron_overrides`), unless instep sets that field itself.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
@@ -37,18 +36,18 @@ from instep.models.shape import FAMILIES
 PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
     (
-        Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", seeds="VSM"),
-        Flag("--pipeline-model-parallel-size", COUNT, 1, "ranks that share the layers in turn (PP)", seeds="VSM"),
+        Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", whose="VSM"),
+        Flag("--pipeline-model-parallel-size", COUNT, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
         switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
         switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
         Flag(
             "--recompute-granularity",
             choices=("full", "selective"),
             help="recompute activations in the backward pass",
-            seeds="VSM",
+            whose="VSM",
         ),
-        Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", seeds="VSM"),
-        Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", seeds="VSM"),
+        Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", whose="VSM"),
+        Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", whose="VSM"),
         *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size"),
         *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
         *later(
@@ -75,38 +74,39 @@ ZERO = Number(float, 0, 0)
 SHAPE = FlagGroup(
     "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
     (
-        Flag("--num-layers", COUNT, None, "layers", seeds="VSM"),
-        Flag("--hidden-size", COUNT, None, "width", seeds="VSM"),
-        Flag("--ffn-hidden-size", COUNT, None, "width of the MLP", seeds="VSM"),
-        Flag("--num-attention-heads", COUNT, None, "query heads", seeds="VSM"),
+        Flag("--num-layers", COUNT, None, "layers", whose="VSM"),
+        Flag("--hidden-size", COUNT, None, "width", whose="VSM"),
+        Flag("--ffn-hidden-size", COUNT, None, "width of the MLP", whose="VSM"),
+        Flag("--num-attention-heads", COUNT, None, "query heads", whose="VSM"),
         switch("--group-query-attention", "fewer key heads than query heads", "VSM"),
-        Flag("--num-query-groups", COUNT, None, "key heads", seeds="VSM"),
-        Flag("--kv-channels", COUNT, None, "width of a head", seeds="VSM"),
-        Flag("--vocab-size", COUNT, None, "entries of the vocabulary", seeds="VSM"),
-        Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", seeds="VSM"),
-        Flag("--norm-epsilon", POSITIVE, None, "epsilon of the norms", seeds="VSM"),
-        Flag("--rotary-base", POSITIVE, None, "base of the rotary embedding", seeds="VSM"),
-        Flag("--rotary-percent", POSITIVE, None, "part of a head that is rotated", seeds="M"),
-        Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", seeds="M"),
+        Flag("--num-query-groups", COUNT, None, "key heads", whose="VSM"),
+        Flag("--kv-channels", COUNT, None, "width of a head", whose="VSM"),
+        Flag("--vocab-size", COUNT, None, "entries of the vocabulary", whose="VSM"),
+        Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", whose="VSM"),
+        Flag("--norm-epsilon", POSITIVE, None, "epsilon of the norms", whose="VSM"),
+        Flag("--rotary-base", POSITIVE, None, "base of the rotary embedding", whose="VSM"),
+        Flag("--rotary-percent", POSITIVE, None, "part of a head that is rotated", whose="M"),
+        Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", whose="M"),
         switch("--use-rotary-position-embeddings", "rotary embedding", "VSM"),
         switch("--swiglu", "gated MLP with SiLU", "VSM"),
         switch("--qk-layernorm", "norms on queries and keys", "VSM"),
-        Flag("--disable-bias-linear", bool, None, "linear layers without bias", seeds="VSM"),
+        Flag("--disable-bias-linear", bool, None, "linear layers without bias", whose="VSM"),
         switch("--add-qkv-bias", "bias in the query, key and value layers", "M"),
         switch("--untie-embeddings-and-output-weights", "input and output embeddings are two tensors", "M"),
-        Flag("--make-vocab-size-divisible-by", COUNT, 128, "pad the vocabulary to this times TP", seeds="M"),
-        Flag("--seq-length", COUNT, None, _NO_EFFECT, seeds="VSM"),
+        Flag("--make-vocab-size-divisible-by", COUNT, 128, "pad the vocabulary to this times TP", whose="M"),
+        Flag("--seq-length", COUNT, None, _NO_EFFECT, whose="VSM"),
         Flag(
-            "--max-position-embeddings", COUNT, None, _NO_EFFECT, aliases=("--max-positional-embedding",), seeds="VSM"
+            "--max-position-embeddings", COUNT, None, _NO_EFFECT, aliases=("--max-positional-embedding",), whose="VSM"
         ),
-        Flag("--attention-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", seeds="M"),
-        Flag("--hidden-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", seeds="M"),
+        Flag("--attention-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
+        Flag("--hidden-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
         switch("--accumulate-allreduce-grads-in-fp32", "accepted: gradients are always fp32", "M"),
         switch("--no-check-for-nan-in-loss-and-grad", "accepted: a step that is not finite is always skipped", "M"),
     ),
 )
 
-# Names in Megatron's table that instep does not hand through: pattern, status, why, what instead. First match counts.
+# Flags of Megatron's table that are not handed through: pattern of the name, status, why, what instead. The first
+# pattern that matches counts.
 _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ("--(moe-|num-experts|overlap-moe|ep-overlap|delay-wgrad)", "later", MOE, ""),
     ("--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)", "later", CONTEXT_PARALLEL, ""),
@@ -189,7 +189,7 @@ NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
 
 def _element(value: str) -> Any:
-    """A number, or text."""
+    """A whole number, else a float, else text."""
     for kind in (int, float):
         try:
             return kind(value)
@@ -218,7 +218,7 @@ def megatron_table() -> tuple[Flag, ...]:
                 status=status,
                 note=note,
                 instead=instead,
-                seeds="M",
+                whose="M",
                 constant=row["type"] != "false",
             )
         )
@@ -270,7 +270,7 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
+def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model:
         yield Problem(
@@ -289,12 +289,12 @@ def parallel(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
 
 
-def recomputation(args: Args, given: set[str]) -> Iterator[Problem]:
+def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
         yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
 
 
-def only_megatron(args: Args, given: set[str]) -> Iterator[Problem]:
+def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.use_distributed_optimizer and args.train_backend == "hf":
         yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
     if args.megatron_overrides and args.train_backend == "hf":
@@ -302,8 +302,8 @@ def only_megatron(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
 
 
-def shape(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Flags of the model's shape against config.json."""
+def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Flags of the model's shape must agree with config.json."""
     flags = {flag.name: getattr(args, flag.attribute) for flag in SHAPE.flags if flag.attribute in given}
     for flag, mine, actual in shape_conflicts(flags, known_config(args)) if flags else ():
         yield Problem(f"is {mine}, but config.json says {actual}", flag, "leave it out: the checkpoint decides")

@@ -1,6 +1,6 @@
-"""Which model, its checkpoints, and where they are saved.
+"""The model, its checkpoints, and where they are saved.
 
-`os.path` says no where `pathlib` raises a PermissionError: below a folder that this user may not enter.
+Rules look at folders with `os.path`: `pathlib` raises a PermissionError below a folder that this user may not enter.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem, Rule
+from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -19,31 +18,31 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 MODEL = FlagGroup(
     "Model and checkpoints",
     (
-        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", seeds="VSC"),
+        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", whose="VSC"),
         Flag(
             "--train-backend",
             default="megatron",
             choices=("megatron", "hf", "fsdp"),
             help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
-            seeds="VC",
+            whose="VC",
         ),
-        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", seeds="VSC"),
-        Flag("--save", help="folder for checkpoints", seeds="VSC"),
-        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", seeds="CM"),
-        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", seeds="VSC"),
-        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", seeds="VSM"),
-        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", seeds="C"),
+        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", whose="VSC"),
+        Flag("--save", help="folder for checkpoints", whose="VSC"),
+        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
+        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
+        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
+        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", whose="C"),
         switch("--no-save-optim", "save no optimizer state", "CM"),
         switch("--no-load-optim", "load no optimizer state", "M"),
         switch("--finetune", "take only the weights of --load, and begin at rollout 0", "M"),
-        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", seeds="C"),
-        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", seeds="C"),
+        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", whose="C"),
+        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", whose="C"),
         Flag(
             "--ckpt-format",
             default="torch_dist",
             choices=("torch_dist",),
             help="instep's checkpoints can be loaded under another parallel layout, as torch_dist ones",
-            seeds="VSM",
+            whose="VSM",
         ),
         *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
         *refused("follows from the vocabulary", "CM", "--padded-vocab-size", instead="--make-vocab-size-divisible-by"),
@@ -73,13 +72,13 @@ MODEL = FlagGroup(
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder. Raises: OSError, ValueError."""
+    """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return {**config, **(config.get("text_config") or {})}
 
 
-def known_config(args: Args) -> dict[str, Any]:
-    """The config.json of `--hf-checkpoint`; empty where the rule `checkpoint` finds something wrong with it."""
+def known_config(args: Settings) -> dict[str, Any]:
+    """The config.json of `--hf-checkpoint`; empty where it cannot be read, which the rule `checkpoint` reports."""
     try:
         return read_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
     except (OSError, ValueError):
@@ -89,11 +88,11 @@ def known_config(args: Args) -> dict[str, Any]:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def train_backend(args: Args, given: Given) -> str:
+def train_backend(args: Settings, given: Given) -> str:
     return "hf" if args.train_backend == "fsdp" else args.train_backend
 
 
-def run_dir(args: Args, given: Given) -> str:
+def run_dir(args: Settings, given: Given) -> str:
     return args.run_dir or f"runs/{args.command}"
 
 
@@ -102,50 +101,48 @@ RESOLVERS = (train_backend, run_dir)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def missing_checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
+def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.hf_checkpoint is None:
         yield Problem("is required", "--hf-checkpoint", "the Hugging Face folder of the model")
 
 
-def checkpoint(args: Args, given: set[str]) -> Iterator[Problem]:
+def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The folder of `--hf-checkpoint`."""
     if args.hf_checkpoint is None:
         return
     folder, where = Path(args.hf_checkpoint), "--hf-checkpoint"
     if not os.path.isdir(folder):
-        yield Problem(
-            f"no folder {folder}", where, "give a local folder (`hf download NAME --local-dir DIR` makes one)"
-        )
+        remedy = "give a local folder (`hf download NAME --local-dir DIR` makes one)"
+        yield Problem(f"no folder {folder}", where, remedy)
         return
     try:
         config = read_config(folder)
     except FileNotFoundError:
         yield Problem(f"{folder} has no config.json", where, "give the folder of a Hugging Face checkpoint")
-        return
     except (OSError, ValueError) as error:
         yield Problem(f"{folder / 'config.json'} cannot be read: {error}", where, "copy the checkpoint again")
-        return
-    if config.get("is_encoder_decoder"):
-        yield Problem("is an encoder-decoder model", where, "give a causal language model")
-    names = [str(n) for n in config.get("architectures") or []]
-    if names and all(n.endswith(_NOT_CAUSAL) for n in names):
-        yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+    else:
+        if config.get("is_encoder_decoder"):
+            yield Problem("is an encoder-decoder model", where, "give a causal language model")
+        names = [str(n) for n in config.get("architectures") or []]
+        if names and all(n.endswith(_NOT_CAUSAL) for n in names):
+            yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 
 def folder_to_load(name: str) -> Rule:
     """The rule that an attribute names a folder, if it names anything."""
 
-    def exists(args: Args, given: set[str]) -> Iterator[Problem]:
+    def exists(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = getattr(args, name)
         if path is not None and not os.path.isdir(path):
-            yield Problem(f"no folder {path}", "--" + name.replace("_", "-"), "give a checkpoint's folder")
+            yield Problem(f"no folder {path}", flag_name(name), "give a checkpoint's folder")
 
     return exists
 
 
-def load(args: Args, given: set[str]) -> Iterator[Problem]:
+def load(args: Settings, given: set[str]) -> Iterator[Problem]:
     """`--load` may name a folder that does not exist yet: that of `--save`, before the first checkpoint."""
     if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
@@ -155,37 +152,35 @@ def load(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem("says which step of --load", "--ckpt-step", "give --load")
 
 
-def reference(args: Args, given: set[str]) -> Iterator[Problem]:
+def reference(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ref_ckpt_step is not None and args.ref_load is None:
         yield Problem("says which step of --ref-load", "--ref-ckpt-step", "give --ref-load")
 
 
-def saving(args: Args, given: set[str]) -> Iterator[Problem]:
+def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.save_interval is not None and not (args.save or args.save_hf or args.critic_save):
         yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
     if args.no_save_optim and args.save is None:
         yield Problem("has no effect without --save", "--no-save-optim", "give both")
 
 
-def export(args: Args, given: set[str]) -> Iterator[Problem]:
+def export(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.save_hf is not None:
         try:
             args.save_hf.format(rollout_id=0)
         except (KeyError, IndexError, ValueError, AttributeError):
-            yield Problem(
-                f"'{args.save_hf}' holds another field than {{rollout_id}}", "--save-hf", "OUT/hf-{rollout_id}"
-            )
+            what = f"'{args.save_hf}' holds another field than {{rollout_id}}"
+            yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
 
 
 def writable(name: str) -> Rule:
     """The rule that the folder of an attribute can be made, or written to."""
 
-    def can_be_written(args: Args, given: set[str]) -> Iterator[Problem]:
+    def can_be_written(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
         existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
-            flag = "--" + name.replace("_", "-")
-            yield Problem(f"cannot write to {existing}", flag, "give a folder that can be written")
+            yield Problem(f"cannot write to {existing}", flag_name(name), "give a folder that can be written")
 
     return can_be_written
 

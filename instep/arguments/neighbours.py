@@ -1,4 +1,4 @@
-"""Flags of the neighbours' own programs (Atropos' example trainer, TRL's server) that their users may try here."""
+"""Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
 from instep.arguments.flag import FlagGroup, later, refused
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings, flag_name
 
 _ONLY_DPO = ("dpo_beta", "dpo_label_smoothing", "chosen_key", "rejected_key")
 _NOT_IN_DPO = ("calculate_per_token_loss", "constant_loss_length", "label_key", "rollout_temperature")
-# What acts on rewards, advantages and the policy loss only; a flag that needs one of these is reported by its own rule.
+# These act on rewards, advantages and the policy loss only; a flag that needs one of them is reported by its own rule.
 _ONLY_RL = (
     "advantage_estimator rewards_normalization grpo_std_normalization normalize_advantages gamma lambd kl_coef "
     "use_kl_loss custom_advantage_function_path overlong_buffer_len eps_clip eps_clip_high eps_clip_c sapo_tau_pos "
@@ -20,27 +19,16 @@ _ONLY_RL = (
 )
 
 
-def not_yet(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Values of flags that act, but not with every value."""
-    if args.command in OFFLINE:
-        return
-    for name, algorithm in OFFLINE.items():
-        if args.loss_type == algorithm.loss.type:
-            remedy = f"run `instep {name}` with the same flags"
-            yield Problem(f"is what `instep {name}` sets", f"--loss-type {args.loss_type}", remedy)
-
-
-def only_dpo(args: Args, given: set[str]) -> Iterator[Problem]:
-    """DPO's flags belong to it, and it has no use for some others."""
+def only_dpo(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """DPO has flags of its own, and some others have no meaning for it."""
     for name in _ONLY_DPO if args.command != "dpo" else _NOT_IN_DPO:
         if name in given:
-            flag = "--" + name.replace("_", "-")
             what = "acts in `instep dpo` only" if args.command != "dpo" else "has no meaning for `instep dpo`"
-            yield Problem(what, flag, "leave it out")
+            yield Problem(what, flag_name(name), "leave it out")
 
 
-def sampling(args: Args, given: set[str]) -> Iterator[Problem]:
-    """What makes no sense where nothing is sampled."""
+def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Flags of rollouts, rewards and evaluations have no meaning where nothing is sampled."""
     if args.command not in OFFLINE:
         return
     names = {flag.attribute: flag.name for flag in own_flags().values()}
@@ -53,16 +41,18 @@ def sampling(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"{args.command} reads the messages themselves", "--apply-chat-template", "leave it out")
     for name in ("eval_interval", "eval_prompt_data", "eval_config"):
         if name in given:
-            flag = "--" + name.replace("_", "-")
-            yield Problem("there is no engine to evaluate with", flag, "use it with `instep train`")
+            yield Problem("there is no engine to evaluate with", flag_name(name), "use it with `instep train`")
 
 
-def loss(args: Args, given: set[str]) -> Iterator[Problem]:
-    if args.command not in OFFLINE:
-        return
-    loss_type = OFFLINE[args.command].loss.type
-    if args.loss_type != loss_type:
-        yield Problem(f"is {args.loss_type}, but {args.command} trains {loss_type}", "--loss-type", "leave it out")
+def loss(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """The losses of `instep sft` and `instep dpo` belong to these commands."""
+    for name, algorithm in OFFLINE.items():
+        own = algorithm.loss.type
+        if args.command == name and args.loss_type != own:
+            yield Problem(f"is {args.loss_type}, but {name} trains {own}", "--loss-type", "leave it out")
+        if args.command not in OFFLINE and args.loss_type == own:
+            remedy = f"run `instep {name}` with the same flags"
+            yield Problem(f"is what `instep {name}` sets", f"--loss-type {own}", remedy)
 
 
-RULES = (not_yet, only_dpo, sampling, loss)
+RULES = (loss, only_dpo, sampling)

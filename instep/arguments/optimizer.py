@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
 
 BETA = Number(float, 0, 1)
@@ -13,62 +12,59 @@ BETA = Number(float, 0, 1)
 OPTIMIZER = FlagGroup(
     "Optimizer",
     (
-        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", seeds="M"),
-        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", seeds="CM"),
-        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", seeds="M"),
+        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", whose="M"),
+        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", whose="CM"),
+        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", whose="M"),
         Flag(
             "--lr-decay-style",
             default="linear",
             choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
             help="shape of the decay",
-            seeds="M",
+            whose="M",
         ),
-        Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", seeds="M"),
-        Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", seeds="M"),
-        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", seeds="M"),
-        Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", seeds="M"),
+        Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", whose="M"),
+        Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", whose="M"),
+        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", whose="M"),
+        Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", whose="M"),
         Flag(
             "--lr-wsd-decay-style",
             default="exponential",
             choices=("linear", "cosine", "exponential", "minus_sqrt"),
             help="its shape",
-            seeds="M",
+            whose="M",
         ),
-        Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", seeds="M"),
-        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", seeds="M"),
-        Flag("--adam-beta1", BETA, 0.9, "first-moment decay", seeds="M"),
-        Flag("--adam-beta2", BETA, 0.999, "second-moment decay", seeds="M"),
-        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", seeds="M"),
-        Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", seeds="CM"),
+        Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", whose="M"),
+        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", whose="M"),
+        Flag("--adam-beta1", BETA, 0.9, "first-moment decay", whose="M"),
+        Flag("--adam-beta2", BETA, 0.999, "second-moment decay", whose="M"),
+        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", whose="M"),
+        Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", whose="CM"),
         *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
     ),
 )
 
 
-def learning_rate(args: Args, given: set[str]) -> Iterator[Problem]:
+def learning_rate(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.min_lr > args.lr:
         yield Problem(f"{args.min_lr} is above --lr {args.lr}", "--min-lr", "lower it")
     if args.lr_warmup_init > args.lr:
         yield Problem(f"{args.lr_warmup_init} is above --lr {args.lr}", "--lr-warmup-init", "lower it")
 
 
-def schedule(args: Args, given: set[str]) -> Iterator[Problem]:
+def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         yield Problem("both are given", "--lr-warmup-iters and --lr-warmup-fraction", "give one of the two")
     if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
-        yield Problem(
-            f"{args.lr_warmup_iters} is not below --lr-decay-iters",
-            "--lr-warmup-iters",
-            f"use less than {args.lr_decay_iters}",
-        )
+        what = f"{args.lr_warmup_iters} is not below --lr-decay-iters"
+        yield Problem(what, "--lr-warmup-iters", f"use less than {args.lr_decay_iters}")
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 
 
-def betas(args: Args, given: set[str]) -> Iterator[Problem]:
+def betas(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(args, name) == 1:
-            yield Problem("must be below 1", "--" + name.replace("_", "-"), "0.9 and 0.999 are usual")
+            yield Problem("must be below 1", flag_name(name), "0.9 and 0.999 are usual")
 
 
 RULES = (learning_rate, schedule, betas)

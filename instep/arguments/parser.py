@@ -1,4 +1,4 @@
-"""From the command line to typed values. One pass, no abbreviations, every problem collected."""
+"""The words of the command line become typed values, in one pass; names are never abbreviated."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from typing import Any
 
 from instep.arguments.all_flags import find, nearest
 from instep.arguments.concern import Problem
-from instep.arguments.engine_flags import family, unknown_engine_flag
+from instep.arguments.engine_flags import family
 from instep.arguments.flag import Flag
+from instep.engines.flags import flag_table
 
 
 @dataclass
 class Scan:
-    """What the command line holds: values by attribute of instep's flags, of Megatron's, and what is wrong."""
+    """What the command line holds.
+
+    Attributes:
+        given, flags: values and records of the flags that are given, by attribute.
+        broken: attributes whose value could not be read.
+    """
 
     given: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, Flag] = field(default_factory=dict)  # by attribute
+    flags: dict[str, Flag] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)  # attributes whose value could not be read
+    broken: set[str] = field(default_factory=set)
 
 
 def is_flag(token: str) -> bool:
@@ -29,7 +35,7 @@ def is_flag(token: str) -> bool:
 
 
 def scan(argv: Sequence[str]) -> Scan:
-    """Split `argv` into flags and their values, and convert them by the flags' records. Does not raise."""
+    """Split `argv` into flags and their values, which the flags' records convert. What is wrong becomes a problem."""
     result = Scan()
     tokens = list(argv)
     while tokens:
@@ -53,10 +59,11 @@ def scan(argv: Sequence[str]) -> Scan:
 def _take(result: Scan, name: str, values: list[str]) -> None:
     flag = find(name)
     if flag is None:
-        like = nearest(name)
-        topic = {"vllm": " vllm", "vllm-router": " router"}.get(family(name) or "", "")
+        like, package = nearest(name), family(name)
+        what = "unknown flag" if package is None else f"unknown flag of {flag_table(package).describe}"
+        topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
         remedy = f"did you mean {like}?" if like else f"`instep train --help{topic}` lists the flags"
-        result.problems.append(Problem(unknown_engine_flag(name) or "unknown flag", name, remedy))
+        result.problems.append(Problem(what, name, remedy))
         if like:  # so that its absence is not reported, too
             result.broken.add(find(like).attribute)  # type: ignore[union-attr]
         return

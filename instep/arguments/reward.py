@@ -1,28 +1,20 @@
-"""Rewards."""
+"""Rewards: built-in ones, a server's, or a function of the user's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.data import split_slice
 from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, FlagGroup, hook, switch
 
-BUILT_IN = (
-    "math",
-    "deepscaler",
-    "dapo",
-    "f1",
-    "gpqa",
-    "random",
-    "remote_rm",
-)  # a test compares it with rollout/rewards
+# A test compares it with instep/rollout/rewards.
+BUILT_IN = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
 
 
 def rm_type(value: str) -> str:
-    """A built-in reward, perhaps with the prefix boxed_."""
+    """The name of a built-in reward, with or without the prefix boxed_."""
     if value.removeprefix("boxed_") not in BUILT_IN:
         raise ValueError(f"is no built-in reward: {', '.join(BUILT_IN)}, with or without the prefix boxed_")
     return value
@@ -38,27 +30,28 @@ REWARD = FlagGroup(
             rm_type,
             None,
             f"built-in reward: {', '.join(BUILT_IN)}; boxed_ before it takes the last \\boxed{{}}",
-            seeds="C",
+            whose="C",
         ),
-        Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", seeds="C"),
-        Flag("--custom-rm-path", hook, None, "async f(args, sample): a reward of your own", seeds="VSC"),
-        Flag("--reward-key", help="which entry counts, where a reward is a dict", seeds="C"),
-        Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", seeds="C"),
+        Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", whose="C"),
+        Flag("--custom-rm-path", hook, None, "async f(args, sample): a reward of your own", whose="VSC"),
+        Flag("--reward-key", help="which entry counts, where a reward is a dict", whose="C"),
+        Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", whose="C"),
         switch("--group-rm", "call the reward once per group, with a list of samples", "C"),
         Flag(
             "--custom-reward-post-process-path",
             hook,
             None,
             "f(args, samples) -> (raw, rewards), instead of the normalization over groups",
-            seeds="C",
+            whose="C",
         ),
         Flag("--reward-num-workers", COUNT, None, "processes for built-in rewards; default: by the number of cores"),
     ),
 )
 
 
-def row_names_reward(args: Args) -> bool:
-    """Whether the first row of the prompts names its reward itself (metadata.rm_type), or cannot be looked at here."""
+def row_names_reward(args: Settings) -> bool:
+    """Whether the first row of the prompts names its reward (metadata.rm_type). It is not looked for in parquet files,
+    which are taken to name one."""
     if args.prompt_data is None:
         return False
     try:
@@ -67,25 +60,25 @@ def row_names_reward(args: Args) -> bool:
             return file.is_file()
         with open(file, encoding="utf-8") as lines:
             metadata = json.loads(lines.readline())[args.metadata_key]
-    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with the file is another rule's to say
+    except (OSError, ValueError, KeyError, TypeError):  # another rule reports what is wrong with the file
         return False
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
-def named(args: Args, given: set[str]) -> Iterator[Problem]:
-    """That something says what a response is worth, unless the run has a rollout of its own."""
+def named(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """A reward is required, unless the rollout is the user's own."""
     own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
     if args.command == "train" and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
         if not (args.eval_config and args.num_rollout == 0) and not row_names_reward(args):
             yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
 
 
-def remote(args: Args, given: set[str]) -> Iterator[Problem]:
+def remote(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rm_type is not None and args.rm_type.endswith("remote_rm") and args.rm_url is None:
         yield Problem("needs the address of a server", "--rm-type remote_rm", "give --rm-url")
 
 
-def of_groups(args: Args, given: set[str]) -> Iterator[Problem]:
+def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.group_rm and args.custom_rm_path is None:
         yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
 

@@ -1,4 +1,4 @@
-"""Actor and critic: what each is set to, and the file of `--megatron-config-path` that says so.
+"""The arguments of each role, actor and critic, and the file of `--megatron-config-path` that overrides them:
 
 megatron:
   - name: default
@@ -14,13 +14,13 @@ from typing import Any
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem
-from instep.arguments.flag import Flag
+from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.flag import Flag, attribute_name
 from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
 
 ROLES = ("actor", "critic")
-# Of the critic, these have a flag of their own.
+# Attributes that have a flag of their own for the critic.
 CRITIC_FLAGS = {
     "lr": "critic_lr",
     "lr_warmup_iters": "critic_lr_warmup_iters",
@@ -51,8 +51,9 @@ def overridable() -> dict[str, Flag]:
     return {flag.attribute: flag for flag in (*OPTIMIZER.flags, *more) if flag.status == "acts"}
 
 
-def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
-    """Lay the file over `args` and `given`. What has no flag of the critic's own goes to `args.megatron_config`."""
+def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
+    """Set in `args` and `given` what the file overrides. The critic's values without a flag go to
+    `args.megatron_config`."""
     args.megatron_config = {}
     path = args.megatron_config_path
     if path is None:
@@ -89,10 +90,10 @@ def read_roles(args: Args, given: dict[str, Any]) -> Iterator[Problem]:
                 yield from _override(args, given, role, str(name), value, f"{place}.overrides.{name}")
 
 
-def _override(args: Args, given: dict[str, Any], role: str, name: str, value: Any, where: str) -> Iterator[Problem]:
-    flags, attribute = overridable(), name.lstrip("-").replace("-", "_")
+def _override(args: Settings, given: dict[str, Any], role: str, name: str, value: Any, where: str) -> Iterator[Problem]:
+    flags, attribute = overridable(), attribute_name(name)
     if attribute not in flags:
-        flag, near = find("--" + attribute.replace("_", "-")), difflib.get_close_matches(attribute, flags, n=1)
+        flag, near = find(flag_name(attribute)), difflib.get_close_matches(attribute, flags, n=1)
         if flag is not None and flag.status == "acts":
             yield Problem("is the same for both roles", where, f"give {flag.name} on the command line")
         else:
@@ -108,7 +109,7 @@ def _override(args: Args, given: dict[str, Any], role: str, name: str, value: An
     if own is None:
         args.megatron_config[role][attribute] = converted
     elif role == "critic" and own in given:
-        yield Problem(f"--{own.replace('_', '-')} says it, too", where, "give one of the two")
+        yield Problem(f"{flag_name(own)} says it, too", where, "give one of the two")
     else:
         setattr(args, own, converted)
         given[own] = converted

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
-from instep.arguments.flag import (
-    ALGORITHMS,
-    COUNT,
-    INDEX,
-    INT,
-    Flag,
-    FlagGroup,
-    Number,
-    hook,
-    later,
-    switch,
-)
+from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments.flag import COUNT, INDEX, INT, Flag, FlagGroup, Number, hook, later, switch
 from instep.arguments.model import known_config
 
 ROLLOUT = FlagGroup(
     "Rollout",
     (
-        Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", seeds="C"),
-        Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", seeds="C"),
-        Flag("--rollout-top-k", INT, -1, "top-k sampling; -1: off", seeds="C"),
-        Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", seeds="C"),
+        Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", whose="C"),
+        Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", whose="C"),
+        Flag("--rollout-top-k", INT, -1, "top-k sampling; -1: off", whose="C"),
+        Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", whose="C"),
         Flag(
             "--rollout-max-prompt-len",
             COUNT,
             None,
             "longer prompts are left out, and counted; default with --apply-chat-template: the model's context less 1",
-            seeds="C",
+            whose="C",
         ),
-        Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", seeds="C"),
-        Flag("--rollout-stop", help="stop strings", nargs="+", seeds="C"),
-        Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", seeds="C"),
+        Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", whose="C"),
+        Flag("--rollout-stop", help="stop strings", nargs="+", whose="C"),
+        Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", whose="C"),
         switch("--rollout-skip-special-tokens", "leave special tokens out of the response's text", "C"),
-        Flag("--over-sampling-batch-size", COUNT, None, "prompts asked for at a time; default: one batch", seeds="C"),
-        Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", seeds="C"),
+        Flag("--over-sampling-batch-size", COUNT, None, "prompts asked for at a time; default: one batch", whose="C"),
+        Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", whose="C"),
         switch("--partial-rollout", "keep unfinished groups and continue them in the next rollout", "C"),
         switch("--mask-offpolicy-in-partial-rollout", "train only on the tokens since a group was continued", "C"),
         Flag(
@@ -47,14 +35,14 @@ ROLLOUT = FlagGroup(
             hook,
             "instep.rollout.vllm_rollout.generate_rollout",
             "f(args, rollout_id, data_source, evaluation=False): a whole rollout",
-            seeds="VSC",
+            whose="VSC",
         ),
         Flag(
             "--custom-generate-function-path",
             hook,
             None,
             "async f(args, sample, sampling_params): one sample",
-            seeds="VSC",
+            whose="VSC",
         ),
         Flag(
             "--rollout-sample-hook-path",
@@ -62,19 +50,19 @@ ROLLOUT = FlagGroup(
             [],
             "f(args, sample), after generation and before the reward; may be given several times",
             append=True,
-            seeds="C",
+            whose="C",
         ),
-        Flag("--buffer-filter-path", hook, None, "f(args, rollout_id, buffer, n): groups from the buffer", seeds="C"),
-        Flag("--rollout-sample-filter-path", hook, None, "f(args, groups): marks samples remove_sample", seeds="C"),
+        Flag("--buffer-filter-path", hook, None, "f(args, rollout_id, buffer, n): groups from the buffer", whose="C"),
+        Flag("--rollout-sample-filter-path", hook, None, "f(args, groups): marks samples remove_sample", whose="C"),
         Flag(
             "--rollout-all-samples-process-path",
             hook,
             None,
             "f(args, all_groups, data_source): sees dropped groups, too",
-            seeds="C",
+            whose="C",
         ),
         *later(
-            ALGORITHMS,
+            "this hook comes later",
             "C",
             "--custom-convert-samples-to-train-data-path",
             instead="sample.train_metadata and fields of your own, which reach the trainer",
@@ -84,22 +72,22 @@ ROLLOUT = FlagGroup(
             hook,
             None,
             "f(rollout_id, args, samples, extra_metrics, rollout_time); True: log nothing else",
-            seeds="C",
+            whose="C",
         ),
         Flag(
             "--custom-eval-rollout-log-function-path",
             hook,
             None,
             "f(rollout_id, args, data, extra_metrics); True: log nothing else",
-            seeds="C",
+            whose="C",
         ),
         *later("hooks inside the trainer come later", "C", "--rollout-data-postprocess-path"),
     ),
 )
 
 
-def context_of_model(args: Args) -> int | None:
-    """How many tokens an engine takes, as far as flags and config.json say."""
+def context_of_model(args: Settings) -> int | None:
+    """The most tokens of a prompt and its response in an engine, as flags or config.json say; None: neither does."""
     most = args.vllm_max_model_len or known_config(args).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
@@ -107,12 +95,12 @@ def context_of_model(args: Args) -> int | None:
 # ---- what follows from the flags -------------------------------------------------------------------------------------
 
 
-def over_sampling_batch_size(args: Args, given: Given) -> int | None:
+def over_sampling_batch_size(args: Settings, given: Given) -> int | None:
     return args.over_sampling_batch_size or args.rollout_batch_size
 
 
-def rollout_max_prompt_len(args: Args, given: Given) -> int | None:
-    """Prompts that are rendered here leave room for one token of a response; those that do not are skipped, counted."""
+def rollout_max_prompt_len(args: Settings, given: Given) -> int | None:
+    """By default, a prompt rendered by instep leaves room for one token of the response."""
     known = [n for n in (context_of_model(args), args.rollout_max_context_len) if n is not None]
     if args.rollout_max_prompt_len is None and known and args.apply_chat_template:
         return min(known) - 1
@@ -124,12 +112,12 @@ RESOLVERS = (over_sampling_batch_size, rollout_max_prompt_len)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def partial_rollouts(args: Args, given: set[str]) -> Iterator[Problem]:
+def partial_rollouts(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
 
 
-def prompt_length(args: Args, given: set[str]) -> Iterator[Problem]:
+def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
     if longest is not None and whole is not None and longest >= whole:
         yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
@@ -138,7 +126,7 @@ def prompt_length(args: Args, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
 
 
-def response_length(args: Args, given: set[str]) -> Iterator[Problem]:
+def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     response, whole = args.rollout_max_response_len, args.vllm_max_model_len
     if whole is not None and response is not None and response >= whole:
         yield Problem(
@@ -148,12 +136,12 @@ def response_length(args: Args, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def top_k(args: Args, given: set[str]) -> Iterator[Problem]:
+def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_top_k == 0 or args.rollout_top_k < -1:
         yield Problem(f"{args.rollout_top_k} keeps no token", "--rollout-top-k", "use -1 (off) or at least 1")
 
 
-def over_sampling(args: Args, given: set[str]) -> Iterator[Problem]:
+def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
     asked, needed = args.over_sampling_batch_size, args.rollout_batch_size
     if asked is not None and needed is not None and asked < needed:
         what = f"{asked} is less than --rollout-batch-size {needed}"

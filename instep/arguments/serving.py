@@ -1,12 +1,11 @@
-"""`instep serve`: the flags of a run's engines, and where the front answers."""
+"""`instep serve`: the flags of `instep train` that act in it, and its port."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from instep.arguments.all_flags import own_flags, passed_through
-from instep.arguments.args import Args
-from instep.arguments.concern import Given, Problem
+from instep.arguments.concern import Given, Problem, Settings
 
 DEFAULT_PORT = 8000  # vLLM's own
 
@@ -19,20 +18,20 @@ SERVED = frozenset(
 )
 
 
-def debug_rollout_only(args: Args, given: Given) -> bool:
-    """No trainer takes a place in the plan of a served checkpoint."""
+def debug_rollout_only(args: Settings, given: Given) -> bool:
+    """`instep serve` has no trainer, so the plan must keep no place for one."""
     return args.debug_rollout_only or args.command == "serve"
 
 
-def port(args: Args, given: Given) -> int | None:
+def port(args: Settings, given: Given) -> int | None:
     return args.port or (DEFAULT_PORT if args.command == "serve" else None)
 
 
 RESOLVERS = (debug_rollout_only, port)
 
 
-def only_served(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Flags that have no meaning for the command."""
+def only_served(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Flags that have no meaning for `instep serve`, and `--port`, which acts there only."""
     if args.command != "serve":
         if "port" in given:
             yield Problem("acts in `instep serve` only", "--port", "leave it out, or give --engine-port")

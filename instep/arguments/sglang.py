@@ -1,4 +1,4 @@
-"""SGLang's server arguments, in slime `--sglang-*`: refused, each with the flag of the same meaning here."""
+"""SGLang's server arguments, in slime `--sglang-*`. They are refused, each with instep's flag of the same meaning."""
 
 from instep.arguments.flag import Flag, FlagGroup
 
@@ -106,9 +106,9 @@ def _flags() -> list[Flag]:
     pairs = [(name, instead) for instead, names in _EQUIVALENTS.items() for name in names.split()]
     out = []
     for name, instead in [*pairs, *((name, "") for name in _NONE)]:
-        seeds = "S" * (name in _GUIDE) + "C" * (name in _SLIME)
+        whose = "S" * (name in _GUIDE) + "C" * (name in _SLIME)
         note = f"{NOTE}; {_NONE[name]}" if name in _NONE else NOTE
-        out.append(Flag("--sglang-" + name, status="refused", note=note, instead=instead, seeds=seeds))
+        out.append(Flag("--sglang-" + name, status="refused", note=note, instead=instead, whose=whose))
     return out
 
 

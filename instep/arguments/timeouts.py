@@ -1,4 +1,4 @@
-"""Bounds of waits, in seconds. When one expires, the error names the component."""
+"""The bounds of waits, in seconds. The error of a bound that has expired names the process that was waited for."""
 
 from instep.arguments.flag import POSITIVE, Flag, FlagGroup
 

@@ -1,11 +1,11 @@
-"""From what the command line holds to arguments that are complete and right: resolvers first, rules then.
+"""Resolvers complete the arguments of a command line, then rules check them.
 
-A step that reads what could not be read, or follows from it, is skipped: one mistake is reported once.
+A resolver or rule is skipped if it needs a value that could not be read: each mistake is reported once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from instep.arguments import (
@@ -25,10 +25,13 @@ from instep.arguments import (
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import resolve as algorithm
 from instep.arguments.algorithm.rules import COMBINATIONS
-from instep.arguments.concern import Draft, Given, Problem, Resolver, Rule, Unreadable
+from instep.arguments.args import Draft, Unreadable
+from instep.arguments.concern import Problem, Resolver
 from instep.arguments.engine_rules import read_topology, rollout_backend, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
+
+Rules = tuple[Callable[[Draft, set[str]], Iterator[Problem]], ...]
 
 # In this order: each may read what those before it have set.
 RESOLVERS: tuple[Resolver, ...] = (
@@ -44,9 +47,9 @@ RESOLVERS: tuple[Resolver, ...] = (
     *evaluation.RESOLVERS,
 )
 # `instep plan` asks only where things go.
-PLAN_RULES: tuple[Rule, ...] = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: tuple[Rule, ...] = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
-RULES: tuple[Rule, ...] = (
+PLAN_RULES: Rules = (topology, critic_rules.size, *cluster.PLANNED_RULES)
+SERVE_RULES: Rules = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
+RULES: Rules = (
     *model.RULES,
     serving.only_served,
     *data.RULES,
@@ -68,12 +71,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def complete(args: Draft, scan: Scan) -> list[Problem]:
-    """Set every attribute that follows from others, and those that files say; returns what is wrong with the files."""
+    """Set every attribute that follows from others or from files; returns what is wrong with the files."""
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
-        *_step(scan, "loss_type eps_clip eps_clip_high", partial(_take_defaults, args, given)),
+        *_step(
+            scan, "loss_type eps_clip eps_clip_high", lambda: vars(args).update(algorithm.own_defaults(args, given))
+        ),
     ]
     for resolver in RESOLVERS:
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
@@ -81,14 +86,10 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
-    """What the rules of the command say."""
+    """The problems that the rules of the command find."""
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
-
-
-def _take_defaults(args: Draft, given: Given) -> None:
-    vars(args).update(algorithm.own_defaults(args, given))
 
 
 def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
@@ -96,7 +97,7 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 
 
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
-    """The problems that a step finds. The attributes that it sets cannot be read where it cannot read what it needs."""
+    """The problems that a step finds. Where it reads what is unreadable, the attributes `names` become unreadable."""
     problems = list[Problem]()
     try:
         for problem in step() or ():

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: one folder per save, complete or not there at all.
+"""The checkpoints of a run: one folder per save, either complete or absent.
 
-    SAVE/latest_checkpointed_iteration.txt      the newest complete one, as Megatron writes it
+    SAVE/latest_checkpointed_iteration.txt      the number of the newest checkpoint, as Megatron writes it
     SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
-    SAVE/iter_0000010/critic/                   the same of PPO's critic
+    SAVE/iter_0000010/critic/                   the files of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
 
-A save goes to a hidden folder first and is renamed when it is whole, so that a crash or a full disk never harms the
-last good one.
+A save writes a hidden folder and renames it when it is complete, so that a crash or a full disk never harms the last
+good checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path | None) -> int | None:
-    """The number in `latest_checkpointed_iteration.txt`, or None where there is no such file."""
+    """The number in `latest_checkpointed_iteration.txt`; None without the file. CheckpointError for anything else."""
     if root is None or not (root / TRACKER).exists():
         return None
     text = (root / TRACKER).read_text(errors="backslashreplace").strip()
@@ -49,10 +49,10 @@ def latest_iteration(root: Path | None) -> int | None:
 
 
 def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | None:
-    """The checkpoint to continue from: `step` if given, else the latest; None if there is none.
+    """The folder and the iteration of checkpoint `step`, by default the latest; None if there is none.
 
     Raises:
-        CheckpointError: the tracker or `--ckpt-step` names one that is not there.
+        CheckpointError: the tracker or `--ckpt-step` names a checkpoint that does not exist.
     """
     iteration = step if step is not None else latest_iteration(root)
     if root is None or iteration is None:
@@ -71,14 +71,14 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
 
 
 def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], state: dict[str, Any] | None) -> Path:
-    """Write one checkpoint atomically.
+    """Write one checkpoint atomically and return its folder.
 
     Args:
-        write: puts the trainer's files into the folder it is given.
-        state: the controller's part, as JSON; None in a folder that no run goes on from (--critic-save).
+        write: writes the trainer's files into the folder that it is given.
+        state: the controller's part, as JSON; None for a folder from which no run continues (--critic-save).
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left, the last good one is untouched.
+        CheckpointError: it could not be written; nothing of it is left, and the last good checkpoint is untouched.
     """
     final = iteration_folder(root, iteration)
     partial = root / f".{final.name}.partial"
@@ -107,12 +107,12 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
 def _free_space(root: Path) -> str:
     try:
         return f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
-    except OSError:  # the folder is not there, or may not be looked at: the error itself says so
+    except OSError:  # the folder is missing or not accessible, as the error itself says
         return ""
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The controller's part of a checkpoint; None if it was not written by instep."""
+    """The controller's part of a checkpoint; None if another framework wrote it. Raises CheckpointError."""
     path = folder / "run_state.json"
     if not path.exists():
         return None
@@ -125,7 +125,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomically, flushed to the disk."""
+    """Write `value` as JSON, atomically and flushed to the disk. Raises CheckpointError for what is no plain value."""
     try:
         text = json.dumps(value)
     except TypeError as error:
@@ -138,10 +138,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:
-    """The folder that holds the weights `flag` names: a Hugging Face checkpoint itself, or one of ours within `path`.
+    """The folder of the weights that `flag` names: the Hugging Face checkpoint `path`, or one of instep's within it.
 
     Raises:
-        ConfigError: `path` holds neither. CheckpointError: the tracker names a checkpoint that is not there.
+        ConfigError: `path` holds neither. CheckpointError: the tracker names a checkpoint that does not exist.
     """
     if (path / "config.json").exists():
         return path
@@ -156,16 +156,16 @@ def weights_folder(path: Path, step: int | None, flag: str) -> Path:
 
 
 def critic_folder(args: Settings) -> Path:
-    """The checkpoint that `--critic-load` means."""
+    """The checkpoint that `--critic-load` names."""
     return weights_folder(Path(args.critic_load or ""), None, "--critic-load")
 
 
 def reference_folder(args: Settings) -> Path:
-    """The checkpoint that the reference starts from: `--ref-load`, else `--hf-checkpoint`."""
+    """The checkpoint of the reference policy: `--ref-load`, by default `--hf-checkpoint`."""
     step = args.ref_ckpt_step if args.ref_load else None
     return weights_folder(Path(args.ref_load or args.hf_checkpoint), step, "--ref-load")
 
 
 def teacher_folder(args: Settings) -> Path:
-    """The checkpoint that `--opd-teacher-load` means."""
+    """The checkpoint that `--opd-teacher-load` names."""
     return weights_folder(Path(args.opd_teacher_load or ""), args.opd_teacher_ckpt_step, "--opd-teacher-load")

@@ -1,8 +1,9 @@
-"""Hugging Face checkpoints: a cheap check that a folder is one, and writing one from live weights."""
+"""Hugging Face checkpoints: cheap checks of a folder, and an export of live weights."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import uuid
 from pathlib import Path
@@ -31,7 +32,7 @@ def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
     """Refuse the configuration of anything but a decoder-only language model.
 
     Raises:
-        ConfigError: encoder-decoder, encoder-only, or a model without a language-model head.
+        ConfigError: the model is an encoder-decoder, encoder-only, or has no language-model head.
     """
     architectures = config.get("architectures") or []
     kind = f"{'/'.join(architectures) or 'no architecture'}, model_type {config.get('model_type')!r}"
@@ -45,10 +46,10 @@ def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
 
 
 def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The `config.json` of a causal-LM checkpoint, after a look at the folder. Loads neither torch nor weights.
+    """Check that a folder is a checkpoint of a causal model, without torch or weights; returns its `config.json`.
 
     Raises:
-        ConfigError: no folder, no or bad config.json, no weights, shards missing, not decoder-only.
+        ConfigError: folder, config.json or weights are missing or bad, or the model is not decoder-only.
     """
     path = Path(path)
     remedy = "give a folder with config.json and safetensors weights, as save_pretrained writes it"
@@ -68,10 +69,10 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
-    """Look into the weight files' headers, and for a tokenizer, of a folder that `check_hf_checkpoint` has found right.
+    """Check the headers of the weight files and the tokenizer of a folder that has passed `check_hf_checkpoint`.
 
     Raises:
-        ConfigError: a truncated or corrupt file, no tokenizer, no chat template where one is needed.
+        ConfigError: a file is truncated or corrupt, or the tokenizer or a needed chat template is missing.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -111,10 +112,10 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
-    Collective; the rank that emits writes. All or nothing: `dst` is replaced once everything is on disk.
+    This is collective; the rank that emits writes. `dst` is replaced only when everything is on disk.
 
     Raises:
-        CheckpointError: on the writing rank, e.g. a full disk; what `dst` held before stays.
+        CheckpointError: the writing rank could not write, such as on a full disk; `dst` keeps its former content.
     """
     from safetensors import SafetensorError
 
@@ -136,7 +137,7 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
         ) from error
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-        for _ in weights:  # the other ranks gather to the end, so this one must
+        for _ in weights:  # this rank must take part in the gathering to the end, as the others do
             pass
 
 
@@ -167,10 +168,7 @@ def _write_weights(source: WeightSource, weights: Any, folder: Path) -> None:
 
 
 def _num_bytes(spec: TensorSpec) -> int:
-    num = spec.dtype.itemsize
-    for size in spec.shape:
-        num *= size
-    return num
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _copy_companions(src: Path, folder: Path, specs: list[TensorSpec]) -> None:

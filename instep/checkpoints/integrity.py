@@ -1,4 +1,4 @@
-"""Whether a checkpoint's folder is whole: the names and sizes of its files, written with it as its last file."""
+"""The list of a checkpoint's files and their sizes, written as its last file, which shows whether it is complete."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ MANIFEST = "files.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """List what lies in `folder`. Nothing may be added to it afterwards."""
+    """List the files in `folder`, to which nothing may be added afterwards."""
     sizes = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     (folder / MANIFEST).write_text(json.dumps(sizes))
 
 
 def check_whole(folder: Path) -> None:
-    """Compare `folder` with its manifest; one without a manifest (another framework's) passes.
+    """Compare `folder` with its manifest; a folder without a manifest (another framework's) passes.
 
     Raises:
-        CheckpointError: a file is missing or has another size; the remedy names the complete ones beside it.
+        CheckpointError: a file is missing or has another size; the remedy names the complete checkpoints beside it.
     """
     problem = _problem(folder)
     if problem is not None:
@@ -32,7 +32,7 @@ def check_whole(folder: Path) -> None:
 
 
 def others(folder: Path) -> str:
-    """A remedy: which complete checkpoints lie beside `folder`."""
+    """The remedy that names the complete checkpoints beside `folder`."""
     names = [p.name for p in sorted(folder.parent.glob("iter_*")) if p != folder and p.is_dir() and not _problem(p)]
     numbers = ", ".join(str(int(n.removeprefix("iter_"))) for n in names[-5:])
     return f"take another with --ckpt-step: {numbers}" if names else "begin anew without --load: there is no other"

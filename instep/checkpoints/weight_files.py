@@ -1,4 +1,4 @@
-"""Reading the weights of a Hugging Face checkpoint: which tensor lies in which file, and the files."""
+"""Reads the weights of a Hugging Face checkpoint: finds the file of each tensor, and opens the files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The names of the checkpoint's tensors, and the file of each. Only the index, or the one file's header, is read.
+    """The file of each tensor of a checkpoint, by the tensor's name; reads the index or the header of the only file.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         if (folder / INDEX).exists():
@@ -33,10 +33,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A file of weights as `safetensors.safe_open` gives it (`keys()`, `get_tensor(name)`, `get_slice(name)`).
+    """Open a file of weights with `safetensors.safe_open` (`keys()`, `get_tensor(name)`, `get_slice(name)`).
 
     Raises:
-        CheckpointError: the file is not there or damaged, or has no tensor of a name that the block asks for.
+        CheckpointError: the file is missing or damaged, or lacks a tensor that the block asks for.
     """
     try:
         with safe_open(file, framework="pt") as tensors:

@@ -1,6 +1,6 @@
 """Which engines and routers a run starts, where, and with which flags: a pure function of the arguments.
 
-Nothing here starts anything (`engine_start.py` does).
+`engine_start.py` starts them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
@@ -35,11 +36,11 @@ class RouterSpec:
     """The router in front of a model's engines.
 
     Attributes:
-        engines: the indices of its engines; none where they run already.
-        disaggregated: prefill and decode have engines of their own.
-        external: (ip, port) of one that somebody else runs (`--vllm-router-ip`).
+        engines: the indices of its engines; empty for engines that somebody else runs.
+        disaggregated: whether prefill and decode run on engines of their own.
+        external: (ip, port) of a router that somebody else runs (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
-        port: where it listens (`--port` of `instep serve`); None: anywhere.
+        port: where it listens (`--port` of `instep serve`); None: on a free port.
     """
 
     model: str
@@ -54,10 +55,10 @@ class RouterSpec:
     def arguments(
         self, host: str, port: int | str, prometheus_port: int | str, members: Iterable[tuple[ServerRole, str]] = ()
     ) -> list[str]:
-        """What follows `vllm-router`.
+        """The arguments of `vllm-router`.
 
         Args:
-            members: role and URL of each engine that serves, of prefill and decode engines; others join while it runs.
+            members: role and URL of each prefill and decode engine that serves; regular engines join later.
         """
         words = ["--host", host, "--port", str(port), "--prometheus-port", str(prometheus_port), *self.flags]
         if self.disaggregated:
@@ -69,9 +70,6 @@ class RouterSpec:
 
 def plan_engines(args: Settings) -> list[EngineSpec]:
     """The engines of a run, in the order of their groups.
-
-    Args:
-        args: parsed arguments; those that `make_plan` needs, `hf_checkpoint`, `engine_port`, and the `--vllm-*` flags.
 
     Raises:
         ConfigError: GPUs, nodes and parallel sizes do not fit together.
@@ -117,7 +115,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
 
 
 def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> None:
-    """An engine of several nodes: each replica within a node, or over whole ones."""
+    """Raise ConfigError unless each replica of an engine of several nodes lies within a node or fills whole nodes."""
     replica = num_gpus // layout.data
     if num_gpus > per_node and per_node % replica and replica % per_node:
         raise ConfigError(
@@ -128,19 +126,19 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
 
 
 def longest(args: Settings) -> int | None:
-    """Most tokens of prompt + response that every engine with the trainer's weights takes; None: the model's."""
+    """The most tokens of prompt + response that all engines with the trainer's weights take; None: the model's."""
     found = [engine.max_model_len for engine in plan_engines(args) if engine.update_weights]
     found.append(args.vllm_max_model_len)
     return min((length for length in found if length is not None), default=None)
 
 
 def has_router(args: Settings, num_engines: int) -> bool:
-    """Whether one stands before so many engines of a model: one that is alone may answer by itself."""
+    """Whether a router stands in front of `num_engines` engines of a model; a single engine may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router
 
 
 def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
-    """One router per model, in front of its `engines`, or of those that run already."""
+    """One router per model, in front of its `engines`, or of the engines that somebody else runs."""
     if not engines and not args.rollout_external_engine_addrs:
         return []
     models = served_models(args)
@@ -167,7 +165,7 @@ def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
 
 
 def describe_engines(args: Settings) -> Iterator[str]:
-    """The lines that `instep plan` prints about engines whose kind shows them: what they serve, and how they start.
+    """The lines that `instep plan` prints about engines and routers, if the kind of the engines shows them.
 
     Capitals stand for addresses, which are known when a run starts.
     """
@@ -194,18 +192,8 @@ def describe_engines(args: Settings) -> Iterator[str]:
 
 
 def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:
-    """Engines that follow each other and differ only in place and port."""
-    out: list[list[EngineSpec]] = []
-    for engine in engines:
-        if out and (out[-1][-1].role, out[-1][-1].flags, out[-1][-1].parallel) == (
-            engine.role,
-            engine.flags,
-            engine.parallel,
-        ):
-            out[-1].append(engine)
-        else:
-            out.append([engine])
-    return out
+    """Runs of consecutive engines that differ only in place and port."""
+    return [list(alike) for _, alike in groupby(engines, lambda engine: (engine.role, engine.flags, engine.parallel))]
 
 
 def _summary(alike: list[EngineSpec]) -> str:

@@ -1,4 +1,4 @@
-"""Starting the engines and routers of a plan: one process per node of an engine."""
+"""Starts the engines and routers of a plan on this host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.cluster.engine_plan import RouterSpec
 from instep.engines.engine import Engine
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 LOOPBACK = "127.0.0.1"
-RESTART_SECONDS = 5.0  # for the port of an engine that has died to be free again
+RESTART_SECONDS = 5.0  # until the port of an engine that has died must be free again
 
 
 def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
@@ -29,11 +29,17 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
 
 
 def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
-    """The engine whose first node is reached at `at`."""
-    url = f"http://{at.host}:{at.port}"
-    served: dict[str, Any] = {"model": spec.model, "role": spec.role, "update_weights": spec.update_weights}
-    served["num_replicas"] = spec.parallel.data
-    return Engine(spec.name, url, process, kind_of(args.rollout_backend), **served)
+    """The engine of `spec` that `process` runs and that answers at `at`."""
+    return Engine(
+        spec.name,
+        f"http://{at.host}:{at.port}",
+        process,
+        kind_of(args.rollout_backend),
+        model=spec.model,
+        role=spec.role,
+        update_weights=spec.update_weights,
+        num_replicas=spec.parallel.data,
+    )
 
 
 def start_engine(
@@ -45,13 +51,13 @@ def start_engine(
     port: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Engine:
-    """Start an engine on this host, reached on loopback; it is not ready yet when this returns.
+    """Start an engine on this host, on loopback; it is not ready yet when this returns.
 
     Args:
-        port: where it has been before; default: that of the plan, or a free one.
+        port: the port of an engine that is restarted; default: the port of the plan, or a free one.
 
     Raises:
-        ConfigError: the wanted port is taken, or it could not serve.
+        ConfigError: the wanted port is taken, or the engine could not serve.
     """
     kind = kind_of(args.rollout_backend)
     kind.check_start(args, spec)
@@ -68,10 +74,10 @@ def start_engine(
 
 
 def start_router(spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, name: str = "router") -> Router:
-    """The router of `--vllm-router-ip/-port`, or a vllm-router of our own on loopback; not ready yet.
+    """The router of `--vllm-router-ip/-port`, or a vllm-router that is started here on loopback; not ready yet.
 
     Args:
-        engines: those that may stand behind it.
+        engines: the engines that may stand behind it.
 
     Raises:
         ConfigError: vllm-router is not installed.

@@ -1,4 +1,4 @@
-"""The processes of an engine of several nodes, as one: it lives while all of them do."""
+"""The processes of an engine that spans several nodes, as one process: it lives while all of them do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.processes import Process
 
 
 class JointProcess:
-    """See `processes.Process`. The first of `parts` is that of the engine's first node, which answers for all."""
+    """A `processes.Process` of several `parts`; the first is on the engine's first node, which answers for all."""
 
     def __init__(self, parts: Sequence[Process]):
         self.parts = list(parts)
@@ -20,7 +20,7 @@ class JointProcess:
         return self.parts[0].pid
 
     def _faulty(self) -> Process:
-        """The first that has died, else the first that is at fault, else that of the first node."""
+        """The first part that has died, or the first with a fault, or the part of the first node."""
         dead = next((part for part in self.parts if not part.alive()), None)
         return dead or next((part for part in self.parts if part.fault() is not None), self.parts[0])
 
@@ -34,7 +34,7 @@ class JointProcess:
         return None if fault is None else fault + where
 
     def died_within(self, seconds: float) -> bool:
-        """Whether one has ended, or does so within `seconds`."""
+        """Whether a part has ended, or does so within `seconds`."""
         deadline = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What the controller starts a run's processes with: the same interface on one host and on a Ray cluster."""
+"""The cluster starts and ends the processes of a run; it has one interface on one host and on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Cluster(Protocol):
     """The workers and engines of a run.
 
     Attributes:
-        workers, critic: the ranks of the actor and of PPO's critic; after `start`. No rank where there is no such role.
-        engines: not ready yet when `start` returns.
-        setup_requests: by role, of each rank the arguments of `Worker.setup`.
+        workers, critic: after `start` the ranks of the actor and of PPO's critic; empty groups without such a role.
+        engines: the engines, which are not ready yet when `start` returns.
+        setup_requests: for each role the arguments of `Worker.setup`, rank by rank.
     """
 
     workers: WorkerGroup
@@ -39,20 +39,20 @@ class Cluster(Protocol):
         """Start all processes."""
 
     def restart_engine(self, index: int) -> None:
-        """End what is left of an engine and start it anew at its address; its `process` is another one then."""
+        """End what is left of an engine and start it again at its address; this replaces its `process`."""
 
     def close(self) -> None:
-        """End all processes, also after a `start` that has failed half-way."""
+        """End all processes, even after a `start` that failed half-way."""
 
 
 def make_cluster(
     args: Args, *, log_dir: Path, scratch: Path, with_engines: bool, status: Callable[[str], None]
 ) -> Cluster:
-    """The cluster that `--cluster` names; nothing is started.
+    """The cluster that `--cluster` names; nothing is started yet.
 
     Args:
-        scratch: a folder on this host.
-        status: tells the user what is being waited for.
+        scratch: a temporary folder on this host.
+        status: tells the user what the start waits for.
     """
     if args.cluster == "ray":
         from instep.cluster.ray import RayCluster
@@ -95,16 +95,20 @@ class LocalCluster:
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
-        # One core is left to what feeds the engines and takes from them: controller, HTTP and rewards.
+        # One core is left to the controller, HTTP and rewards, which feed the engines and take their responses.
         cores = self._num_threads - (self._num_threads > 2)
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:
-        """What makes exactly the GPUs visible that the plan gives an engine."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        here = visible.split(",") if visible else [str(i) for i in range(num_gpus())]
+        """The environment in which an engine sees exactly the GPUs that the plan gives it."""
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            here = visible.split(",")
+        else:
+            import torch
+
+            here = [str(i) for i in range(torch.cuda.device_count())]
         wanted = [slot.gpu for slot in spec.slots]
         if max(wanted) >= len(here):
             raise ConfigError(
@@ -122,9 +126,3 @@ class LocalCluster:
     def close(self) -> None:
         engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
         stop_all([*self.workers.processes, *self.critic.processes, *engines], grace=2.0)
-
-
-def num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

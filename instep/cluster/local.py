@@ -1,11 +1,12 @@
 """The `local` cluster: one supervised subprocess per training rank, on one host, without Ray.
 
-Controller and worker talk over a socket pair that only the two of them hold: a request is `(method, args)`, the
-answers are any number of `("event", value)` and then one `("result", value)` or `("error", exception, traceback)`.
+Controller and worker talk over a socket pair that nobody else holds. A request is `(method, args)`; its answers are
+any number of `("event", value)`, then one `("result", value)` or `("error", exception, traceback)`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
-# How torch and Python say it, on GPUs and CPUs.
+# Signs of it in a traceback of torch or Python, on GPUs and CPUs.
 OUT_OF_MEMORY = (
     "OutOfMemoryError",
     "DefaultCPUAllocator: can't allocate memory",
@@ -43,7 +44,7 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
 class WorkerGroup:
     """The workers of one role (actor or critic); every method call goes to all ranks and has a deadline."""
 
-    waits_for = ""  # the call that runs, and the ranks that have not answered it
+    waits_for = ""  # the present call, and the ranks that have not answered it
 
     def __init__(
         self,
@@ -78,19 +79,16 @@ class WorkerGroup:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         on_event: Callable[[Any], None] | None = None,
     ) -> list[Any]:
-        """Call `method` on every rank at once and wait for all.
+        """Call `method` on every rank at once and wait for all; returns the results by rank.
 
         Args:
-            args: the same for every rank; `per_rank` instead gives each rank its own.
+            args: the arguments of every rank; `per_rank` instead gives each rank its own.
             timeout: seconds until the call fails with the stacks of all ranks.
-            on_event: gets what ranks report on the way.
-
-        Returns:
-            The results, by rank.
+            on_event: gets the events that ranks send before their results.
 
         Raises:
-            WorkerError: a rank died, was stopped, raised or did not answer in time. A named error of a rank is raised
-                as it is, and so is what `watch` raises.
+            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
+                `watch` raises are raised unchanged.
         """
         return self.start(method, *args, timeout=timeout, per_rank=per_rank, on_event=on_event)()
 
@@ -102,14 +100,14 @@ class WorkerGroup:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         on_event: Callable[[Any], None] | None = None,
     ) -> Callable[[], list[Any]]:
-        """`call` in two halves: the ranks begin at once, and what is returned waits for them, until the same deadline.
+        """Begin a `call`; the function that is returned waits for its results, until the same deadline.
 
-        The next call may begin when this one has been waited for.
+        The next call may begin only after that.
         """
         deadline = time.monotonic() + timeout
         for rank, connection in enumerate(self._connections):
             request = pickle.dumps((method, per_rank[rank] if per_rank is not None else args), protocol=5)
-            # Beside the loop below, because a rank that is stopped takes nothing.
+            # In a thread, because a stopped rank reads nothing and would block the sender.
             threading.Thread(target=_send, args=(connection, request), name=f"send {method}", daemon=True).start()
         return lambda: self._wait(method, deadline, timeout, on_event)
 
@@ -147,7 +145,7 @@ class WorkerGroup:
         return results
 
     def check_alive(self) -> None:
-        """Raise WorkerError if a rank has ended, or has been stopped."""
+        """Raise WorkerError if a rank has ended, has been stopped or hangs."""
         for rank, process in enumerate(self._processes):
             if process.fault():
                 self._raise_death(rank)
@@ -209,7 +207,7 @@ def start_rank(
     heartbeat: float | None,
     pass_fds: Sequence[int] = (),
 ) -> tuple[SupervisedProcess, Connection]:
-    """Start the process of one rank; the connection is the only way to talk to it."""
+    """Start the process of one rank; only the connection reaches it."""
     ours, theirs = socket.socketpair()
     process = SupervisedProcess(
         f"{role} rank {rank}",
@@ -224,10 +222,8 @@ def start_rank(
 
 
 def _send(connection: Connection, request: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the rank is dead, which the waiting side sees
         connection.send_bytes(request)
-    except OSError:
-        pass  # the rank is dead, which the waiting side sees
 
 
 class WorkerChannel:

@@ -1,12 +1,13 @@
-"""Which GPU each rank and each engine gets: a pure function of the arguments, before anything starts.
+"""The placement: which GPU each rank and each engine gets, as a pure function of the arguments.
 
-Slots are counted node by node, `--num-gpus-per-node` on each; without GPUs a slot is a CPU process. The actor's ranks
-take the first, then the critic's (PPO), then the engines; with `--colocate` the engines take those of the trainer.
+Slots are numbered node by node, `--num-gpus-per-node` on each; without GPUs a slot is a CPU process. The actor's ranks
+take the first slots, then PPO's critic, then the engines; with `--colocate` the engines take those of the trainer.
 Engines come in the order of `--vllm-config`, where a placeholder keeps slots free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes.
+    """The slots of all ranks and engines.
 
     Attributes:
-        actor, critic: the slot of each rank; none with `--debug-rollout-only`.
+        actor, critic: the slot of each rank; empty with `--debug-rollout-only`.
         engines: the slots of each engine, within one node or over whole nodes.
         reserved: the slots of placeholders (`--vllm-config`).
     """
@@ -39,7 +40,7 @@ class Plan:
 
     @property
     def nodes(self) -> list[list[int]]:
-        """Per node, its GPUs that are used, in order."""
+        """The used GPUs of each node, in order."""
         used = {*self.actor, *self.critic, *self.reserved, *(slot for engine in self.engines for slot in engine)}
         count = max(slot.node for slot in used) + 1
         return [sorted(slot.gpu for slot in used if slot.node == node) for node in range(count)]
@@ -50,16 +51,10 @@ class Plan:
 
 
 def make_plan(args: Settings) -> Plan:
-    """The plan of a command line.
-
-    Args:
-        args: `actor_num_nodes`, `actor_num_gpus_per_node`, `critic_num_nodes`, `critic_num_gpus_per_node`,
-            `advantage_estimator`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`, `num_gpus_per_node`, `colocate`,
-            `command` (sft has no engines), `cluster`, `topology_num_gpus`, `debug_train_only` (neither) and
-            `debug_rollout_only` (no trainer).
+    """The plan of a run; offline commands and `--debug-train-only` have no engines.
 
     Raises:
-        ConfigError: the counts do not fit together.
+        ConfigError: the numbers of GPUs do not fit together.
     """
     per_node = node_size(args)
     num_actor = _role("actor", args.actor_num_nodes, args.actor_num_gpus_per_node, per_node)
@@ -94,7 +89,7 @@ def make_plan(args: Settings) -> Plan:
 
 
 def node_size(args: Settings) -> int:
-    """GPUs of a node. A run on the local cluster has one, which holds all that is asked of it."""
+    """The number of GPUs of a node. The only node of a local cluster holds all that a run asks for."""
     if args.command == "plan" or args.cluster == "ray":
         return int(args.num_gpus_per_node)
     trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
@@ -102,7 +97,7 @@ def node_size(args: Settings) -> int:
 
 
 def num_critic_gpus(args: Settings) -> int:
-    """GPUs of the critic: as many as the actor's unless said otherwise; 0 where the algorithm has none."""
+    """The number of the critic's GPUs, by default the actor's; 0 for an algorithm without a critic."""
     if not algorithm_of(args).has_critic:
         return 0
     nodes = args.critic_num_nodes or args.actor_num_nodes
@@ -138,7 +133,7 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
 
 
 def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
-    """The engines begin on the trainer's slots, and none lies across nodes."""
+    """Raise ConfigError if engines leave GPUs of the trainer unused, or if one would lie across nodes."""
     total = sum(model.num_gpus for model in models)
     if args.vllm_topology is not None and total < num_trainer:
         raise ConfigError(
@@ -161,18 +156,17 @@ def describe(plan: Plan) -> list[tuple[str, int, str]]:
     """The plan as rows (who, node, GPUs), such as ("actor ranks 0-3", 0, "0-3"); one row per node of each."""
     rows = []
     for role, slots in (("actor", plan.actor), ("critic", plan.critic)):
-        for node, ranks in _by_node(list(enumerate(slots))):
-            rows.append((f"{role} {_count('rank', [r for r, _ in ranks])}", node, _span([s.gpu for _, s in ranks])))
-    for index, engine in enumerate(plan.engines):
-        for node, part in _by_node(list(enumerate(engine))):
-            rows.append((f"engine {index}", node, _span([s.gpu for _, s in part])))
-    for node, part in _by_node(list(enumerate(plan.reserved))):
-        rows.append(("placeholder", node, _span([s.gpu for _, s in part])))
+        for node, ranks in _by_node(slots):
+            who = f"{role} rank{'s' if len(ranks) > 1 else ''} {_span(ranks)}"
+            rows.append((who, node, _span([slots[rank].gpu for rank in ranks])))
+    engines = [(f"engine {index}", slots) for index, slots in enumerate(plan.engines)]
+    for who, slots in (*engines, ("placeholder", plan.reserved)):
+        rows += [(who, node, _span([slots[i].gpu for i in part])) for node, part in _by_node(slots)]
     return rows
 
 
 def table(plan: Plan) -> Table:
-    """What `instep plan` prints."""
+    """The table that `instep plan` prints."""
     from rich.table import Table
 
     nodes = len(plan.nodes)
@@ -185,13 +179,9 @@ def table(plan: Plan) -> Table:
     return out
 
 
-def _by_node(ranked: list[tuple[int, Slot]]) -> list[tuple[int, list[tuple[int, Slot]]]]:
-    nodes = sorted({slot.node for _, slot in ranked})
-    return [(node, [item for item in ranked if item[1].node == node]) for node in nodes]
-
-
-def _count(noun: str, numbers: list[int]) -> str:
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {_span(numbers)}"
+def _by_node(slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
+    """Each node of `slots`, with the indices of the slots on it."""
+    return [(n, [i for i, slot in enumerate(slots) if slot.node == n]) for n in sorted({slot.node for slot in slots})]
 
 
 def _span(numbers: list[int]) -> str:

@@ -1,7 +1,7 @@
 """The `ray` cluster: the same supervised processes as on the `local` one, on the nodes of a Ray cluster.
 
-One placement-group bundle and one actor (`ray_host.Host`) per node of the plan. The messages between controller and
-workers are the local ones; how they travel is in `ray_remote.py`.
+Each node of the plan has one bundle of the placement group and one actor (`ray_host.Host`). Controller and workers
+exchange the same messages as on the local cluster; `ray_remote.py` says how they travel.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 STATUS_SECONDS = 15.0
-OBJECT_STORE_BYTES = 2**30  # of a Ray of our own: messages pass through it, nothing stays
-# Variables that processes on other hosts get from the controller's environment, by the beginning of their name.
+OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, nothing stays
+# Prefixes of the variables that all processes get from the controller's environment.
 FORWARDED = ("PYTHONPATH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "NVTE_")
 
 
 class RayCluster:
-    """All processes on the nodes of a Ray cluster, which is joined or started here. See `launch.Cluster`."""
+    """A `launch.Cluster` with all processes on the nodes of a Ray cluster, which is joined or started here."""
 
     workers: WorkerGroup
     critic: WorkerGroup
@@ -78,7 +78,7 @@ class RayCluster:
         self.engines += [self._start_engine(spec) for spec in self._specs]
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
-        """One process on each of its nodes. `port`: where it has been before."""
+        """Start one process of the engine on each of its nodes; `port` is that of an engine that is restarted."""
         args = self._args
         kind = kind_of(args.rollout_backend)
         kind.check_start(args, spec)
@@ -126,14 +126,14 @@ class RayCluster:
         return RayWorkerGroup(role, workers, relays)
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
-        """What makes exactly these GPUs of the plan visible: Ray's ids stand for the plan's, in order."""
+        """The environment that shows exactly these GPUs of the plan, whose order is that of Ray's ids on the node."""
         if self._args.device != "cuda":
             return {}
         ids, planned = self._hosts[node].info.gpus, self._plan.nodes[node]
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids[planned.index(gpu)] for gpu in gpus)}
 
     def _check_hosts(self) -> None:
-        """Shared folders, and a way of the weight sync that reaches every engine."""
+        """Raise ConfigError if the run folder is not shared, or if `--sync-way` does not reach every engine."""
         args, here = self._args, self._ray.is_here
         if self._with_engines and self._plan.actor and args.sync_way in ON_ONE_HOST:
             fed = [spec for spec in self._specs if spec.update_weights]
@@ -143,7 +143,7 @@ class RayCluster:
                     raise ConfigError(
                         f"rank 0 of the trainer, the engines and this process share memory in this way of a sync, but "
                         f"node {host.info.address} is another host than this one",
-                        where="--sync-way shm with --cluster ray",
+                        where=f"--sync-way {args.sync_way} with --cluster ray",
                         remedy="use --sync-way disk (through --run-dir, on a folder that all hosts share), or start "
                         "from a node that has the CPUs and GPUs; nccl comes later",
                     )
@@ -180,7 +180,7 @@ class RayCluster:
 
 
 class Ray:
-    """The connection to a Ray cluster, or a Ray of this run's own that ends with it.
+    """The connection to a Ray cluster, or a Ray that belongs to this run and ends with it.
 
     Args:
         address: `--ray-address`.
@@ -195,7 +195,7 @@ class Ray:
         self._connected = False
 
     def connect(self, *, num_cpus: int, status: Callable[[str], None]) -> None:
-        """Join, or start with at least `num_cpus` slots (they count processes; nothing is bound to a core).
+        """Join Ray, or start one with at least `num_cpus` slots, which count processes and bind none to a core.
 
         Raises:
             ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -228,7 +228,7 @@ class Ray:
         status(f"{where}: {len(nodes)} node(s), {_total(nodes, 'CPU'):g} CPUs, {_total(nodes, 'GPU'):g} GPUs")
 
     def _own(self, num_cpus: int) -> dict[str, Any]:
-        """Options of a Ray that only this host can reach, and there only who holds its token."""
+        """The options of a Ray that only holders of its token on this host can reach."""
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read at import: Ray listens on loopback only
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if "RAY_AUTH_MODE" not in os.environ:
@@ -247,7 +247,7 @@ class Ray:
         }
 
     def reserve(self, plan: Plan, *, gpus: bool, timeout: float, status: Callable[[str], None]) -> list[HostHandle]:
-        """Wait for the plan's resources and start an actor on each of its nodes; the first is this one if it can be.
+        """Wait for the plan's resources, then start an actor on each node; the first node is this one if it has room.
 
         Raises:
             ConfigError: the cluster does not have the resources within `timeout` seconds.
@@ -302,7 +302,7 @@ class Ray:
                 status(f"waiting for {wanted}; Ray has {has}")
 
     def is_here(self, host: HostHandle) -> bool:
-        """Whether this process runs on that node."""
+        """Whether this process runs on the host's node."""
         return host.info.node_id == self._node_id
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ class Ray:
 
 
 def _check_address(address: str) -> None:
-    """That somebody listens at `host:port`, which Ray itself would take minutes to find out."""
+    """Raise ConfigError if nothing listens at `host:port`; Ray itself would need minutes to notice."""
     if address == "auto":  # of RAY_ADDRESS: the cluster of this host
         return
     host, _, port = address.rpartition(":")

@@ -1,11 +1,12 @@
-"""What runs on each node of a Ray cluster: an actor that owns the worker and engine processes of its node.
+"""The actor that runs on each node of a Ray cluster and owns the worker and engine processes of that node.
 
-Every rank and engine is a supervised subprocess of the actor, the same as on the `local` cluster. So exit signals and
-logs are exact, and when the controller dies, Ray ends the actor and the actor's death ends them.
+Every rank and engine is a supervised subprocess of the actor, as on the `local` cluster. So exit signals and logs are
+exact; when the controller dies, Ray ends the actor, and the actor's death ends its processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -29,7 +30,7 @@ WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
 
 @dataclass(frozen=True)
 class HostInfo:
-    """A node as its actor sees it. `gpus`: the ids that Ray has given, in order."""
+    """A node as its actor sees it; `gpus` are the ids that Ray has assigned, in order."""
 
     node_id: str
     address: str
@@ -39,7 +40,7 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a process, as `SupervisedProcess` says it; with `dead` it is the last that is heard of it."""
+    """What is wrong with a process, as `SupervisedProcess` says it; nothing follows the report of a dead one."""
 
     what: str
     text: str
@@ -64,7 +65,7 @@ class _Child:
         self.host_used = memory.total - memory.available
 
     def fault(self) -> Fault | None:
-        """What is wrong with it, once."""
+        """What is wrong with the process; a fault of a living one is told once."""
         what = self.process.fault()
         dead = not self.process.alive()
         if what is None or (self._told and not dead):
@@ -92,10 +93,7 @@ class Host:
         self._listeners: list[socket.socket] = []
 
     def info(self) -> HostInfo:
-        """
-        Raises:
-            ConfigError: the working directory is not on this node.
-        """
+        """Describe this node. Raises ConfigError if the working directory is not on it."""
         import ray
 
         try:
@@ -117,7 +115,7 @@ class Host:
     # ---- starting ------------------------------------------------------------------------------------------------
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """A socket for rank 0 that listens on this node's address only: its URL and its descriptor."""
+        """Open the socket at which ranks meet, on this node's address only; returns its URL and its descriptor."""
         listener = socket.socket()
         listener.bind((self._address, 0))
         listener.listen(4096)
@@ -127,7 +125,7 @@ class Host:
     def start_worker(
         self, role: str, rank: int, log_dir: str, env: Mapping[str, str], heartbeat: float, fds: Sequence[int]
     ) -> int:
-        """Start a rank; its pid."""
+        """Start a rank and return its pid; `fds` are descriptors that it takes over."""
         if "GLOO_SOCKET_IFNAME" not in env:
             env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
         process, connection = start_rank(role, rank, Path(log_dir), env, heartbeat, fds)
@@ -140,14 +138,14 @@ class Host:
     def choose_ports(
         self, port: int | None, host: str, patience: float, num_side_channel_ports: int
     ) -> tuple[int, int, int, int]:
-        """For an engine that begins on this node: of its server on `host`, see `ports.choose_port`, of its ranks'
-        meeting, of its replicas' meeting, and the first of those for handing over KV caches. Raises ConfigError."""
+        """The ports of an engine whose first node is this one: of its server on `host` (`ports.choose_port`), where
+        its ranks meet, where its replicas meet, and the first side channel. Raises ConfigError if one is taken."""
         chosen = choose_port(port, host, patience)
         mine = self._address
         return chosen, free_port(mine), free_port(mine), free_ports(num_side_channel_ports, mine)
 
     def start_engine(self, name: str, words: Sequence[str], log: str, env: Mapping[str, str], heartbeat: float) -> int:
-        """Start the process of an engine on this node, whose command line is Python's with `words`; its pid."""
+        """Start an engine's process on this node, Python with the arguments `words`, and return its pid."""
         if "VLLM_HOST_IP" in env and "GLOO_SOCKET_IFNAME" not in env:  # one of several that find each other
             env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
         process = SupervisedProcess(name, [sys.executable, *words], Path(log), env, heartbeat=heartbeat)
@@ -158,16 +156,14 @@ class Host:
     # ---- talking -------------------------------------------------------------------------------------------------
 
     def send(self, name: str, data: bytes) -> None:
-        """One message to a worker; that it is gone is told by `receive`."""
+        """Send one message to a worker; `receive` reports it if the worker has died."""
         connection = self._children[name].connection
         assert connection is not None
-        try:
+        with contextlib.suppress(OSError):
             connection.send_bytes(data)
-        except OSError:
-            pass
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Fault]]:
-        """What workers have sent, and what is wrong with processes; waits for something at most `seconds`."""
+        """The names of processes with the messages or faults that have come; waits at most `seconds` for the first."""
         deadline = time.monotonic() + seconds
         out: list[tuple[str, bytes | Fault]] = []
         while not out and time.monotonic() < deadline:
@@ -229,7 +225,7 @@ def _sleep() -> list[Any]:
 
 
 def _interface(address: str) -> str:
-    """The network interface with this address: gloo listens there and nowhere else."""
+    """The network interface that has this address, on which alone gloo is to listen."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return name

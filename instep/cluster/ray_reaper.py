@@ -1,7 +1,7 @@
-"""Ends a run's own Ray when the controller was killed: `python -m instep.cluster.ray_reaper FOLDER`.
+"""Ends the Ray that a run started, when its controller was killed: `python -m instep.cluster.ray_reaper FOLDER`.
 
-Most of Ray follows its driver by itself, but its agents stay for minutes, because they want to tell a Ray that is gone
-of the end. FOLDER is the one that this Ray was given for its sessions.
+Most processes of Ray end with their driver, but its agents stay for minutes and try to report to a Ray that is gone.
+FOLDER holds the sessions of this Ray.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def main(folder: str) -> None:
 
 
 def _belongs(process: psutil.Process, folder: str) -> bool:
-    """Whether it has a file below `folder` open: each process of Ray writes a log there."""
+    """Whether the process has a file below `folder` open; each process of Ray writes a log there."""
     try:
         return process.pid != os.getpid() and any(file.path.startswith(folder) for file in process.open_files())
-    except (psutil.Error, OSError):  # of another user, or just gone
+    except (psutil.Error, OSError):  # it is another user's, or has just ended
         return False
 
 

@@ -8,6 +8,7 @@ A message travels as bytes through the actor of the worker's node:
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -21,11 +22,11 @@ from instep.cluster.ray_host import Fault, HostInfo
 from instep.errors import InstepError, WorkerError
 
 POLL_SECONDS = 1.0
-HOST_SECONDS = 60.0  # a node's actor that is silent for so long is lost (Ray itself notices most losses sooner)
+HOST_SECONDS = 60.0  # a node is lost if its actor is silent for so long; Ray itself notices most losses sooner
 
 
 class RayWorkerGroup(WorkerGroup):
-    """Workers on the nodes of a Ray cluster; calls, deadlines and errors are those of the local group."""
+    """Workers on the nodes of a Ray cluster, with the calls, deadlines and errors of a local group."""
 
     def __init__(self, role: str, processes: Sequence[RemoteProcess], relays: Sequence[Relay]):
         self.role = role
@@ -51,17 +52,17 @@ class Relay(Connection):
         self._far.send_bytes(data)
 
     def end(self) -> None:
-        """No more will come: the reader gets an EOFError. Two threads may say so at the same time."""
+        """End the messages: the reader gets an EOFError. Two threads may call this at the same time."""
         with self._ending:
             self._far.close()
 
 
 class RemoteProcess:
-    """A process on another node; see `processes.Process`. Its death is told, not asked for."""
+    """A `processes.Process` on another node, which reports its faults and death."""
 
     def __init__(self, host: HostHandle, name: str, log_path: Path):
         self.name, self.log_path, self._host = name, log_path, host
-        self.pid = 0  # on its node; once it is started
+        self.pid = 0  # its pid on its node, once it is started
         self.told: Fault | None = None
 
     def alive(self) -> bool:
@@ -97,10 +98,8 @@ class RemoteProcess:
 
     def wait(self, seconds: float) -> None:
         if self.alive():
-            try:
+            with contextlib.suppress(WorkerError):  # its node is being lost, and the process with it
                 self._host.ask("wait", self.name, seconds, timeout=seconds + 5)
-            except WorkerError:
-                pass  # its node is being lost, and the process with it
 
     def kill(self) -> None:
         self._tell("kill")
@@ -111,7 +110,7 @@ class RemoteProcess:
 
 
 class HostHandle:
-    """The controller's side of a node's actor, with a thread that hands on what the node reports."""
+    """The controller's side of a node's actor, with a thread that forwards what the node reports."""
 
     def __init__(self, actor: Any, timeout: float):
         self._actor = actor
@@ -130,7 +129,7 @@ class HostHandle:
         return self._relays[name]
 
     def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:
-        """Call a method of the actor and wait.
+        """Call a method of the actor and wait for its result.
 
         Raises:
             InstepError: what the method raised, or a WorkerError that says why there is no answer.
@@ -152,7 +151,7 @@ class HostHandle:
             ) from None
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method of the actor and do not wait."""
+        """Call a method of the actor without waiting for it."""
         getattr(self._actor, method).remote(*args)
 
     def _pump(self) -> None:
@@ -168,13 +167,11 @@ class HostHandle:
                         self._tell(name, Fault("is lost", text, "see Ray's logs and its node", dead=True))
                 return
             for name, item in news:
-                try:
+                with contextlib.suppress(OSError):  # the controller has closed its end
                     if isinstance(item, Fault):
                         self._tell(name, item)
                     else:
                         self._relays[name].deliver(item)
-                except OSError:  # the controller has closed its end
-                    pass
 
     def _tell(self, name: str, fault: Fault) -> None:
         if self._processes[name].alive():
@@ -193,5 +190,5 @@ class HostHandle:
 
 
 def why(error: Exception) -> str:
-    """The beginning of Ray's text."""
+    """The beginning of the text of an error of Ray, on one line."""
     return " ".join(str(error).split())[:600] or type(error).__name__

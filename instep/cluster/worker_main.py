@@ -1,4 +1,4 @@
-"""A worker process: take requests from the controller one after another, until it closes the connection."""
+"""A worker process, which answers the controller's requests one by one until the controller closes the connection."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class Deployment:
         for group in self.worker_groups:
             group.watch = self.check
         for engine in self.engines:
-            engine.watch = self.check
+            engine.watch = partial(self._check_call, engine)
         restart = self._cluster.restart_engine
         self._fleet = fleet = Fleet(args, self.engines, restart=restart, log_dir=logs, status=line)
         if self._cluster.workers.num_ranks:
@@ -162,6 +163,12 @@ class Deployment:
         self._require_fleet().check()
         for group in self.worker_groups:
             group.check_alive()
+
+    def _check_call(self, engine: Engine) -> None:
+        """Check while a control call to `engine` waits, which is over as soon as the engine is known to be lost."""
+        fleet = self._require_fleet()
+        self.check()
+        fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
         """Check while the workers have nothing to do: an engine that has been started anew gets its weights."""

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
-_COLUMNS = ("loss_mask", "loss_weights", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs")
-_COLUMNS += ("values", "advantages", "returns")
+_COLUMNS = (
+    *("loss_mask", "loss_weights", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs"),
+    *("values", "advantages", "returns"),
+)
 
 
 def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> Path:

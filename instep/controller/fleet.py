@@ -187,6 +187,14 @@ class Fleet:
                     what = f"no {engine.role} engine of model {engine.model} is left"
                     raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
+    def check_reachable(self, engine: Engine) -> None:
+        """Raise EngineError for an engine of somebody else's that has been given up for the time being.
+
+        The death of an engine of this run ends a call to it anyway; one of somebody else's may just stand still.
+        """
+        if self._ready and engine.process is None and self._states[engine.url] == "starting":
+            raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
+
     def close(self) -> None:
         """Stop the routers, and take the run's engines out of a router that somebody else runs."""
         self._closed.set()

@@ -1,4 +1,4 @@
-"""Groups of samples -> the flat columns a trainer gets, checked for all that training needs."""
+"""Groups of samples -> the flat columns that a trainer gets, checked for what training needs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def build_batch(
     needs_reward: bool = True,
     default_temperature: float = 1.0,
 ) -> TokenBatch:
-    """Flatten groups, in order. Fan-out siblings may stand in a list of their own inside a group.
+    """The samples of the groups, in order. Fan-out siblings may form a list of their own inside a group.
 
-    Token columns: `loss_mask` (absent: all 1; `remove_sample`: all 0), and `rollout_log_probs` if any sample has them;
-    the others' are NaN. Sample columns: `temperature` (the sample's own, else `default_temperature`), `rewards`
-    (`[num_samples]`, if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists: `execution_id` (one is
-    made up for a sample without), `status`, `weight_versions`, `metadata`, `train_metadata`, `extra`.
-    `index` and `group_index` are int64, the rest of the tensors float32.
+    Token columns: `loss_mask` (1 for samples without one, 0 for those with `remove_sample`), and `rollout_log_probs` if
+    any sample has them (NaN for samples without). Sample columns: `temperature` (the sample's own, else
+    `default_temperature`), `rewards` (if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists:
+    `execution_id` (made up for a sample without one), `status`, `weight_versions`, `metadata`, `train_metadata`,
+    `extra`. `index` and `group_index` are int64, the other tensors float32.
 
     Args:
-        reward_key: which entry of a reward that is a dict.
-        needs_reward: False for supervised fine-tuning, whose samples have none.
+        reward_key: the entry to take from a reward that is a dict.
+        needs_reward: False for supervised fine-tuning, whose samples have no reward.
 
     Raises:
-        RolloutError: a sample that cannot be trained on; says which, and why.
+        RolloutError: a sample that cannot be trained on, with the reason.
         RewardError: a reward is missing or no finite number.
     """
     flat = _flatten(groups)
@@ -77,7 +77,7 @@ def build_batch(
 
 
 def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
-    """Samples with their execution ids; siblings in a list of their own get a common one if they have none."""
+    """The samples with their execution ids; siblings in a list of their own without one get a common id."""
     out: list[tuple[Sample, str]] = []
     for g, group in enumerate(groups):
         if not isinstance(group, list) or not group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import ConfigError, DataError
@@ -23,7 +25,7 @@ def render(
     generation_prompt: bool,
     where: str = "",
 ) -> str:
-    """The conversation as text. `step_loss_mask` is ours and not shown to the template.
+    """The conversation as text. The template does not see `step_loss_mask`, a key of instep.
 
     Raises:
         DataError: the template refuses the messages.
@@ -58,17 +60,14 @@ def tokenize_conversation(
     template_kwargs: dict[str, Any] | None = None,
     where: str = "",
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and, for each, 1 where it is trained on: the assistant's turns.
+    """Token ids of a conversation, and a loss mask of the same length: 1 for the tokens of the assistant's turns.
 
-    A trained turn is what a model would generate after the generation prompt, through its end-of-turn token; what the
-    template writes around it is not trained on. A turn with `step_loss_mask: 0` is not either. The text is that of the
-    whole conversation (so a template that drops old reasoning drops it here), split where turns begin and end; the
-    parts are tokenized on their own, as an engine sees them: a turn's tokens follow exactly the prompt's tokens.
+    The trained tokens of a turn are those that a model would generate after the generation prompt, through its
+    end-of-turn token, without the text that the template writes around the turn. A turn with `step_loss_mask: 0` is not
+    trained on. The text of the whole conversation (in which a template may drop old reasoning) is divided where turns
+    begin and end, and the parts are tokenized one by one, because an engine tokenizes the prompt of a turn alone.
 
-    `loss_mask_type` names are those of the seeds; one way serves all of them, and any other chat template.
-
-    Returns:
-        token_ids, loss_mask: lists of equal length.
+    `loss_mask_type` takes the names of slime and vime; one implementation serves all of them, and other templates.
 
     Raises:
         ConfigError: an unknown `loss_mask_type`.
@@ -85,16 +84,20 @@ def tokenize_conversation(
             where=where,
             remedy="add an assistant message with step_loss_mask 1, or skip such rows with --skip-bad-rows",
         )
-    context = (tokenizer, tools, template_kwargs or {}, where)
-    text = _text(messages, context)
+    text_of = partial(render, tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, where=where)
+    text = text_of(messages, generation_prompt=False)
     token_ids: list[int] = []
     loss_mask: list[int] = []
     end = 0
     for turn in turns:
-        start, next_end = _turn_span(messages, turn, text, context)
-        start = max(start, end)
+        span = _turn_span(messages, turn, text, text_of, tokenizer)
+        start, next_end = (max(span[0], end), span[1]) if span else (0, -1)
         if next_end < start:
-            raise _untellable(turn, where)
+            raise DataError(
+                f"the chat template hides where message {turn} (assistant) begins and ends",
+                where=where,
+                remedy="train on the last turn only (step_loss_mask 0 for the others), or use a simpler template",
+            )
         for part, trained in ((text[end:start], 0), (text[start:next_end], 1)):
             ids = tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
             token_ids += ids
@@ -117,62 +120,49 @@ def tokenize_conversation(
     return token_ids, loss_mask
 
 
-def response_length(loss_mask: list[int]) -> int:
-    """Of a conversation as a sample: its response begins at the first token that is trained on."""
-    return len(loss_mask) - loss_mask.index(1)
+def _turn_span(
+    messages: list[Message], turn: int, text: str, text_of: Callable[..., str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int] | None:
+    """The places in `text` where the turn's text begins and ends; None if the template hides them.
 
-
-_Context = tuple[Any, Any, dict[str, Any], str]
-
-
-def _text(messages: list[Message], context: _Context, *, generation_prompt: bool = False) -> str:
-    tokenizer, tools, kwargs, where = context
-    return render(messages, tokenizer, tools, kwargs, generation_prompt=generation_prompt, where=where)
-
-
-def _turn_span(messages: list[Message], turn: int, text: str, context: _Context) -> tuple[int, int]:
-    """Where the turn's text begins and ends in `text`.
-
-    The prefixes of the conversation tell it where the template renders them as it renders the whole. A template that
-    renders a turn by what follows (as Qwen3's, which shows reasoning in the last turns only) does not; there, the turn
-    is replaced by a mark, and whatever the mark stands for is the turn.
+    The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
+    it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
+    the place of the mark is the turn.
     """
-    start = _prefix_length(messages[:turn], text, context, generation_prompt=True)
-    end = _prefix_length(messages[: turn + 1], text, context, generation_prompt=False)
+    start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
+    end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
     if start is not None and end is not None:
         return start, end
     marked = [*messages[:turn], {"role": "assistant", "content": _MARK}, *messages[turn + 1 :]]
-    other = _text(marked, context)
-    before, mark, after = other.partition(_MARK)
+    before, mark, after = text_of(marked, generation_prompt=False).partition(_MARK)
     if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
-        raise _untellable(turn, context[3])
-    if start is None:
-        start = len(before)
+        return None
     if end is None:
-        end = len(text) - len(after)
-        marker = next((t for t in special_tokens(context[0]) if after.startswith(t)), "")
-        end += len(marker)
-    return start, end
+        marker = next((t for t in special_tokens(tokenizer) if after.startswith(t)), "")
+        end = len(text) - len(after) + len(marker)
+    return len(before) if start is None else start, end
 
 
-def _prefix_length(messages: list[Message], text: str, context: _Context, *, generation_prompt: bool) -> int | None:
+def _prefix_length(
+    messages: list[Message], text: str, text_of: Callable[..., str], *, generation_prompt: bool
+) -> int | None:
     if not messages:
         return None
     try:
-        prefix = _text(messages, context, generation_prompt=generation_prompt)
+        prefix = text_of(messages, generation_prompt=generation_prompt)
     except DataError:  # some templates refuse a part of a conversation
         return None
     return len(prefix) if text.startswith(prefix) else None
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of all of them, the longest first."""
+    """The texts of all special tokens, the longest first."""
     added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
     return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 
 
 def _end_of_turn(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many of a turn's tokens a model would generate: through the end-of-turn token, if blank text follows it."""
+    """The number of a turn's tokens that a model would generate, without blank text after the end-of-turn token."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for i in range(len(ids), 0, -1):
         if ids[i - 1] in special:
@@ -180,11 +170,3 @@ def _end_of_turn(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
         if str(tokenizer.decode([ids[i - 1]])).strip():
             break
     return len(ids)
-
-
-def _untellable(turn: int, where: str) -> DataError:
-    return DataError(
-        f"the chat template hides where message {turn} (assistant) begins and ends",
-        where=where,
-        remedy="train on the last turn only (step_loss_mask 0 for the others), or use a simpler template",
-    )

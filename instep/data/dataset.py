@@ -1,4 +1,4 @@
-"""Data sets of prompts: a jsonl or parquet file, checked, rendered and measured. Free of torch."""
+"""Data sets of prompts from jsonl or parquet files: checked, rendered, limited in length. No torch is imported."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 DEFAULT_FORMAT = RowFormat()
 logger = logging.getLogger(__name__)
-NUM_ROWS_CHECKED = 100_000  # beyond it, check_file leaves the rows to load_dataset
+NUM_ROWS_CHECKED = 100_000  # check_file leaves further rows to load_dataset
 TOKENIZE_AT_ONCE = 1024
-SHORT = 4  # a text of this many times fewer bytes than the limit has tokens is within it, whatever a normalizer adds
+SHORT = 4  # a text is within a limit of this many times as many tokens as it has bytes, whatever a normalizer adds
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Record:
     """One usable row.
 
     Attributes:
-        prompt: what a sample's `prompt` becomes: the rendered text, or text or messages as in the file.
+        prompt: a sample's `prompt`: the rendered text, or text or messages as in the file.
         messages: the prompt as messages; None for a text that is not rendered.
         where: file and line, for errors.
     """
@@ -39,7 +39,7 @@ class Record:
     _token_ids: list[int] | None = None
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of the prompt as the engine will get them; computed once."""
+        """Token ids of the prompt, as the engine gets them; computed once."""
         if self._token_ids is None:
             text = self.prompt if isinstance(self.prompt, str) else _render(tokenizer, self, template_kwargs or {})
             self._token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -48,7 +48,7 @@ class Record:
 
 @dataclass
 class Dataset(Sequence[Record]):
-    """Records in file order, and what was left out: `bad_rows` (with --skip-bad-rows), `num_too_long`."""
+    """Records in file order, and the rows that were left out: `bad_rows` (with --skip-bad-rows), `num_too_long`."""
 
     path: str
     records: list[Record]
@@ -63,7 +63,7 @@ class Dataset(Sequence[Record]):
 
 
 def check_file(path_spec: str, row_format: RowFormat = DEFAULT_FORMAT, *, skip_bad_rows: bool = False) -> int:
-    """Check the first 100,000 rows of a data file without a tokenizer; how many of them are usable.
+    """The number of usable rows among the first 100,000 of a data file, checked without a tokenizer.
 
     Raises:
         ConfigError, DataError: as `load_dataset`.
@@ -91,7 +91,7 @@ def load_dataset(
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
     With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is taken as the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
+    is the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
@@ -103,8 +103,7 @@ def load_dataset(
         require_chat_template(tokenizer)
     bad_rows: list[DataError] = []
     records = []
-    rows = read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None)
-    for row in rows:
+    for row in read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None):
         try:
             records.append(_record(row, tokenizer if apply_chat_template else None, kwargs))
         except DataError as error:
@@ -131,7 +130,7 @@ def load_dataset(
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, if it has a chat template; a ConfigError otherwise."""
+    """The tokenizer, if it has a chat template; otherwise raise ConfigError."""
     if tokenizer is None or not tokenizer.chat_template:
         name = "none was given" if tokenizer is None else f"that of {tokenizer.name_or_path or 'the checkpoint'}"
         raise ConfigError(
@@ -175,7 +174,7 @@ def _within_limit(
 
 
 def _is_short(record: Record, limit: int) -> bool:
-    """Whether a text need not be tokenized to see that it is within the limit: a token is at least one byte."""
+    """Whether a text is within the limit for certain, without being tokenized: a token has at least one byte."""
     return isinstance(record.prompt, str) and SHORT * len(record.prompt.encode()) <= limit
 
 

@@ -1,6 +1,6 @@
-"""Raw rows of a prompt file (jsonl or parquet) with the place each comes from, and what a row must look like.
+"""The rows of a prompt file (jsonl or parquet), each with file and line, and the checks of a row.
 
-Imports neither torch nor transformers, so that files can be checked while the arguments are.
+This module imports neither torch nor transformers, so that files can be checked together with the arguments.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Which keys of a row hold what. `label_key` None: rows need no label.
+    """The keys of a row; without `label_key`, rows need no label.
 
-    With `conversation` the prompt is one to train on: messages with an assistant turn that is not masked out.
-    With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
+    With `conversation` the prompt is a conversation to train on: messages with an assistant turn that is not masked
+    out. With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
     """
 
     input_key: str = "input"
@@ -50,7 +50,7 @@ class Row:
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:
-    """`file@[start:stop]` -> the file and a slice of its rows, as Python slices them (negatives count from the end)."""
+    """`file@[start:stop]` -> the file and a slice of its rows, with the meaning that slices have in Python."""
     if "@[" not in path_spec:
         return Path(path_spec), slice(None)
     match = _SLICE.match(path_spec)
@@ -63,7 +63,7 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
 
 
 def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] | None = None) -> Iterator[Row]:
-    """The checked rows of a file, in order. With `bad_rows`, unusable rows are collected there instead of raised.
+    """The checked rows of a file, in order. With `bad_rows`, the errors of unusable rows go there and are not raised.
 
     Raises:
         ConfigError: a malformed slice or an unknown kind of file.
@@ -153,8 +153,7 @@ def _python_row(row: Any) -> Any:
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:
-    """The parts of one row, or a DataError that names the row and the key."""
-
+    """The parts of one row; raise a DataError with row and key if it is unusable."""
     bad = partial(_bad, where)
     _check_keys(row, {"--input-key": keys.input_key, "--label-key": keys.label_key}, bad)
     prompt = _check_text(row[keys.input_key], keys.input_key, bad)
@@ -173,9 +172,9 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
 
 
 def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
-    """The parts of a preference pair (prompt, chosen, rejected: all text, or all lists of messages), or a DataError.
+    """The parts of a preference pair: prompt, chosen and rejected, all text or all lists of messages, or a DataError.
 
-    Without a prompt, it is what the conversations chosen and rejected begin with alike.
+    In a row without a prompt, the common beginning of the conversations chosen and rejected is the prompt.
     """
     assert keys.pair_keys is not None
     bad = partial(_bad, where)
@@ -208,7 +207,7 @@ def _bad(where: str, what: str, remedy: str = "mend the row, or skip such rows w
 
 
 def _check_keys(row: Any, keys: dict[str, str | None], bad: Callable[..., DataError]) -> None:
-    """`keys`: by flag."""
+    """Raise a DataError unless the row is an object with a value for each of `keys`, which are named by flag."""
     if not isinstance(row, dict):
         raise bad(f"a row must be a JSON object, not {type(row).__name__}")
     for flag, key in keys.items():
@@ -218,7 +217,7 @@ def _check_keys(row: Any, keys: dict[str, str | None], bad: Callable[..., DataEr
 
 
 def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | list[Message]:
-    """Text, or a list of messages; neither empty."""
+    """The value, if it is text or a list of messages, and not empty; otherwise raise a DataError."""
     if value == "":
         raise bad(f"{key!r} is empty")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure Python, decided once."""
+"""The division of a rollout's samples into optimizer steps, data-parallel ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def plan_steps(
 ) -> Schedule:
     """Divide a rollout's samples into steps of equally many executions, and those over ranks and micro-batches.
 
-    Executions (samples of one `execution_ids` entry; None stands for one of its own) stay whole, in the order they are
-    first seen. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt + response tokens
-    (times the context-parallel size, if the caller says so); a sample beyond that stands alone. All ranks of a step get
-    equally many micro-batches, a multiple of `micro_batch_multiple`: the largest are split until that holds. Ranks take
-    micro-batches in turn, or (`balance_data`) so that their tokens are about equal (Karmarkar-Karp).
+    Executions (samples with one entry in `execution_ids`; a sample with None is an execution) stay whole, in the order
+    of their first samples. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt +
+    response tokens; a longer sample is alone in one. All ranks of a step get equally many micro-batches, a multiple of
+    `micro_batch_multiple`: the largest are split until that holds. Ranks take micro-batches in turn, or with
+    `balance_data` so that their tokens are about equal (Karmarkar-Karp).
 
     Args:
         execution_ids, total_lengths: one entry per sample.
@@ -70,10 +70,10 @@ def plan_steps(
 
 
 def plan_whole_executions(execution_ids: Sequence[Hashable], total_lengths: Sequence[int], **sizes: Any) -> Schedule:
-    """`plan_steps` for losses over all samples of an execution at once (DPO's pairs), which share a micro-batch then.
+    """`plan_steps` for losses over all samples of an execution at once (DPO's pairs), which then share a micro-batch.
 
-    An execution is what there a sample is: `micro_batch_size` counts executions, their tokens are all their samples'.
-    In a micro-batch the samples of an execution stand side by side, in order.
+    `micro_batch_size` counts executions, and the tokens of an execution are those of all its samples. The samples of an
+    execution are side by side in their micro-batch, in order.
     """
     members: dict[Hashable, list[int]] = {}
     for i, execution in enumerate(execution_ids):
@@ -84,7 +84,7 @@ def plan_whole_executions(execution_ids: Sequence[Hashable], total_lengths: Sequ
 
 
 def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:
-    """The step of each sample; -1 for one that the schedule leaves out."""
+    """The step of each sample; -1 for a sample that the schedule leaves out."""
     out = [-1] * num_samples
     for step, ranks in enumerate(schedule):
         for micro_batches in ranks:
@@ -156,11 +156,11 @@ def _executions_per_step(count: int, num_steps: int | None, global_batch_size: i
 
 
 def _fill_up(bins: list[list[int]], lengths: Sequence[int], unit: int, *, fan_out: bool) -> list[list[int]]:
-    """As few more bins as make their number a multiple of `unit`."""
+    """Split the largest bins until their number is a multiple of `unit`."""
     num_samples = sum(map(len, bins))
     target = -(-len(bins) // unit) * unit
     if target > num_samples and fan_out and num_samples >= unit:
-        # fan-out gives any number of samples; when even single ones do not come out, the smallest share a bin
+        # With fan-out any number of samples occurs; if bins of one sample do not come out, the smallest share a bin.
         return _join_smallest(bins, lengths, num_samples // unit * unit)
     if target > num_samples:
         below = num_samples // unit * unit
@@ -182,7 +182,7 @@ def _fill_up(bins: list[list[int]], lengths: Sequence[int], unit: int, *, fan_ou
 
 
 def _halves(members: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two parts of about equal tokens: the longest first, each to the lighter part. Both keep the order."""
+    """Two parts of about equal tokens, filled with the longest samples first; both keep the order of `members`."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for i in sorted(members, key=lambda i: (-lengths[i], i)):

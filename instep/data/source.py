@@ -1,4 +1,4 @@
-"""Where prompts come from: a data set that is read round and round, and a buffer of groups that were handed back."""
+"""The data source: a data set that is read epoch after epoch, and a buffer of groups that were given back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
+from instep.algorithms.catalog import DPO_ROLLOUT, SFT_ROLLOUT
 from instep.data.dataset import Dataset, load_dataset
 from instep.data.rows import RowFormat
 from instep.data.tokenizer import load_tokenizer
@@ -20,23 +21,16 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 
-SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
-DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
-
-
 class RolloutDataSourceWithBuffer:
-    """Groups of `args.n_samples_per_prompt` fresh samples; groups handed back come out first.
+    """A source of groups of `args.n_samples_per_prompt` samples; groups that were given back come before fresh ones.
 
-    Each epoch passes over the whole data set, in file order or (`rollout_shuffle`) in an order drawn from
-    `rollout_seed + epoch` alone. A state is the cursor (a few numbers) and the buffered groups; the same state gives
-    the same samples again. `sample.extra["where"]` is the file and line of a prompt, for errors. Safe to call from
-    several threads.
+    Each epoch passes over the whole data set, in file order or with `rollout_shuffle` in an order that depends on
+    `rollout_seed + epoch` alone. Its state is the cursor (a few numbers) and the buffered groups; the same state gives
+    the same samples again. `sample.extra["where"]` is the file and line of a prompt, for errors. All methods may be
+    called from several threads.
 
     Args:
-        args: reads `prompt_data, input_key, label_key, metadata_key, tool_key, apply_chat_template,
-            apply_chat_template_kwargs, rollout_max_prompt_len, skip_bad_rows, rollout_global_dataset, rollout_shuffle,
-            rollout_seed, n_samples_per_prompt, buffer_filter_path, hf_checkpoint`.
-        tokenizer: read from `args.hf_checkpoint` if it is needed and not given.
+        tokenizer: default: that of `args.hf_checkpoint`, if one is needed.
 
     Raises:
         ConfigError, DataError: as `load_dataset`.
@@ -54,11 +48,11 @@ class RolloutDataSourceWithBuffer:
         self._begin_epoch(0)
 
     def __len__(self) -> int:
-        """Number of prompts of the data set; 0 without one."""
+        """The number of prompts of the data set; 0 without one."""
         return 0 if self.dataset is None else len(self.dataset)
 
     def get_samples(self, num_groups: int) -> list[Group]:
-        """The next groups: buffered ones first, then fresh ones, over as many epochs as it takes.
+        """The next groups, buffered ones before fresh ones; a new epoch begins where the data set ends.
 
         Raises:
             ConfigError: without a data set, when the buffer does not hold enough.
@@ -76,15 +70,15 @@ class RolloutDataSourceWithBuffer:
             return groups + [self._fresh_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Hand groups back (aborted ones, say); they come out before fresh ones, in this order."""
+        """Give groups back, such as aborted ones; they come out before fresh ones, in this order."""
         checked = [_checked_group(g) for g in groups]
         with self._lock:
             self.buffer.extend(checked)
 
     def cursor(self) -> dict[str, Any]:
-        """The state without the buffer; the ledger takes it before each `get_samples`.
+        """The state without the buffer, which the ledger takes before each `get_samples`.
 
-        A data source that has this reads again, at a resume, what was outstanding when a checkpoint was written.
+        From it a resume reads the groups again that were outstanding when the checkpoint was written.
         """
         with self._lock:
             return {
@@ -96,13 +90,13 @@ class RolloutDataSourceWithBuffer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor and buffered groups, ready for JSON as far as the samples' own metadata is."""
+        """Cursor and buffered groups, as JSON values if the samples' metadata are."""
         with self._lock:
             buffer = [[copy.deepcopy(s.to_dict()) for s in group] for group in self.buffer]
             return {**self.cursor(), "buffer": buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a `state_dict()`, or to a `cursor()`, which stands for an empty buffer.
+        """Return to a `state_dict()`, or to a `cursor()` with an empty buffer.
 
         Raises:
             DataError: the data set has another number of usable rows than when the state was taken.
@@ -147,14 +141,14 @@ class RolloutDataSourceWithBuffer:
 
 
 def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
-    """The default buffer filter: first in, first out. A filter takes what it returns out of `buffer` itself."""
+    """The default buffer filter: first in, first out. A filter removes the groups that it returns from `buffer`."""
     taken = buffer[:num_groups]
     del buffer[:num_groups]
     return taken
 
 
 def row_format(args: Settings) -> RowFormat:
-    """How the rows of `--prompt-data` look: prompts, the conversations of `instep sft` or the pairs of `instep dpo`."""
+    """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
     function = getattr(args, "rollout_function_path", None)
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
     conversation = function == SFT_ROLLOUT

@@ -1,4 +1,4 @@
-"""One line of `instep doctor`."""
+"""A check of `instep doctor`: one line of its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass
 class Check:
-    """What was looked at, how it is, and what to do about it."""
+    """What was looked at, its state in words, and what to do where that is not `ok`."""
 
     name: str
     status: Status

@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command, and return its exit code."""
     parser = _Parser("instep doctor", description="Check this installation; with RUN, what became of that run.")
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of lines")
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def show(checks: Sequence[Check]) -> None:
-    """Plain lines, for terminals and pipes."""
+    """Print one line per check, and its remedy where one is needed."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         first, *rest = check.text.splitlines() or [""]

@@ -1,4 +1,4 @@
-"""What a run needs of this machine and of the installed packages."""
+"""Whether this machine and the installed packages have what a run needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instep.doctor.check import Check
 from instep.observability.versions import package_version
 from instep.processes import num_usable_cpus
 
-# What the tests ran with (pyproject.toml), and who needs it.
+# The versions that are tested (pyproject.toml), and what needs the package.
 PINS = {
     "torch": (">=2.11,<2.14", "everything but `instep report`, `samples` and `doctor`"),
     "transformers": (">=5.17,<6", "models and tokenizers"),
@@ -66,7 +66,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _vllm() -> Check:
-    """Imported in a process of its own: it sets up much, and what fails there must not end the doctor."""
+    """Whether vLLM can be imported, in a process of its own: a crash there must not end the doctor."""
     found = package_version("vllm")
     if found is None:
         return Check("vllm", "ok", "not installed; the embedded engine needs none")
@@ -108,7 +108,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _built_for_torch() -> Iterator[Check]:
-    """Packages with compiled code for one version of torch; transformers imports some of them when they are there."""
+    """Whether packages with compiled code fit this version of torch; transformers imports some of them."""
     from packaging.requirements import Requirement
 
     installed = package_version("torch")
@@ -135,7 +135,7 @@ def _shm() -> Check:
 
 
 def _disks() -> Iterator[Check]:
-    """Where runs are written by default, and where a run keeps what it throws away."""
+    """Free space where runs are written by default, and where their temporary files are."""
     for name, path in (("disk", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(path)
         text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {path}"
@@ -171,7 +171,7 @@ def _memory() -> Check:
 
 
 def cpu_quota() -> float | None:
-    """Cores that the cgroup grants; None without a limit."""
+    """CPU cores that the cgroup grants; None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -186,7 +186,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes that the cgroup grants; None without a limit."""
+    """Bytes of memory that the cgroup grants; None without a limit."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (Path("/sys/fs/cgroup") / name).read_text().strip()
@@ -219,20 +219,18 @@ def _hugging_face() -> Iterator[Check]:
 
 
 def _leftovers() -> Iterator[Check]:
-    """Shared memory of runs that were killed, and processes of a run whose owner is gone."""
+    """Shared memory of killed runs, and processes of runs whose controller is gone."""
     dead = [p for p in Path("/dev/shm").glob("instep-sync-*-*") if not psutil.pid_exists(_pid_in(p))]
     text = f"{len(dead)} folders of dead runs: {', '.join(map(str, dead[:3]))}" if dead else "none in /dev/shm"
     yield Check(
         "leftover shm", "warn" if dead else "ok", text, "the next run removes them; or: rm -r /dev/shm/instep-*"
     )
-    orphans: list[int] = []
     if "instep" in " ".join(psutil.Process(1).cmdline()):  # a container whose first process is the run itself
         yield Check("leftover processes", "ok", "not looked for: process 1 is a run")
         return
-    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        command = " ".join(process.info["cmdline"] or [])
-        if process.info["ppid"] == 1 and any(f"-m {mark}" in command for mark in PROCESS_MARKS):
-            orphans.append(process.info["pid"])
+    infos = [process.info for process in psutil.process_iter(["pid", "ppid", "cmdline"]) if process.info["ppid"] == 1]
+    commands = {info["pid"]: " ".join(info["cmdline"] or []) for info in infos}
+    orphans = [pid for pid, command in commands.items() if any(f"-m {mark}" in command for mark in PROCESS_MARKS)]
     text = f"processes without an owner: {orphans}" if orphans else "none"
     yield Check("leftover processes", "fail" if orphans else "ok", text, f"kill {' '.join(map(str, orphans))}")
 

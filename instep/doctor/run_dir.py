@@ -1,4 +1,4 @@
-"""What became of a run, from its folder."""
+"""The state of a run and of its checkpoints, read from its folder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ TAIL = 12  # lines of an error or log
 
 
 def check_run(run_dir: Path) -> list[Check]:
-    """All checks of a run's folder.
-
-    Raises:
-        ConfigError: it is no folder of a run.
-    """
+    """All checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
     if not (run_dir / "config.json").exists():
         raise ConfigError("no config.json", where=str(run_dir), remedy="give the --run-dir of a run")
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    args = config.get("args") or {}
     summary_path = run_dir / "summary.json"
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else None
     try:
@@ -43,26 +40,25 @@ def check_run(run_dir: Path) -> list[Check]:
         rows = []
         metrics = Check("metrics", "fail", f"metrics.jsonl is damaged: {error}", "mend or remove that line")
     return [
-        _config(config),
+        _config(config.get("title"), args),
         _versions(config),
         *_state(run_dir, config, summary),
         metrics,
-        _last_step(config, rows),
+        _last_step(args, rows),
         _alarms(rows),
-        *_checkpoints(config),
-        *_ledger(config, summary),
-        _disk(run_dir, config),
+        *_checkpoints(args),
+        *_ledger(args, summary),
+        _disk(run_dir, args),
     ]
 
 
-def _config(config: dict[str, Any]) -> Check:
-    args = config.get("args") or {}
+def _config(title: str | None, args: dict[str, Any]) -> Check:
     known = ("train_backend", "device", "precision", "hf_checkpoint", "prompt_data")
-    return Check("config", "ok", f"{config.get('title')}; " + ", ".join(f"{n} {args.get(n)}" for n in known))
+    return Check("config", "ok", f"{title}; " + ", ".join(f"{n} {args.get(n)}" for n in known))
 
 
 def _versions(config: dict[str, Any]) -> Check:
-    """What the run ran on, beside what is installed here now."""
+    """The versions of the run, compared with those that are installed now."""
     then, now = config.get("versions") or {}, versions()
     names = ("instep", "git_commit", "python", "torch", "transformers", "megatron-core", "vllm")
     other = [f"{n} {str(then.get(n))[:12]}, here {str(now.get(n))[:12]}" for n in names if then.get(n) != now.get(n)]
@@ -73,7 +69,7 @@ def _versions(config: dict[str, Any]) -> Check:
 
 
 def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
-    """Finished, running, or ended otherwise; then its last words."""
+    """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
     if summary is not None:
@@ -107,9 +103,9 @@ def _lives(pid: int | None, started: float | None) -> bool:
         return False
 
 
-def _last_step(config: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
+def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
     steps = [row for row in rows if any(name.startswith(("rollout/", "train/")) for name in row)]
-    total = (config.get("args") or {}).get("num_rollout")
+    total = args.get("num_rollout")
     if not steps:
         return Check("last step", "warn", f"none of {total} done", "see logs/ for what it waits for")
     age = time.time() - steps[-1]["time"]
@@ -138,8 +134,7 @@ def _alarms(rows: list[dict[str, Any]]) -> Check:
     return Check("alarms", "warn" if first else "ok", describe(first), remedy)
 
 
-def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
-    args = config.get("args") or {}
+def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
     if not args.get("save"):
         return
     root = Path(args["save"])
@@ -159,7 +154,7 @@ def _checkpoints(config: dict[str, Any]) -> Iterator[Check]:
 
 
 def _checkpoint(folder: Path) -> Check:
-    """Whether a run can go on from `folder`, as `--load` would find."""
+    """Whether `--load` can resume from the checkpoint."""
     try:
         check_whole(folder)
         if read_state(folder) is None:
@@ -169,24 +164,22 @@ def _checkpoint(folder: Path) -> Check:
     return Check(folder.name, "ok", "complete")
 
 
-def _ledger(config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
-    """Of the summary, else of the newest checkpoint."""
-    state, source = (summary or {}).get("ledger"), "summary.json"
-    if state is None:
-        save = (config.get("args") or {}).get("save")
-        for path in sorted(Path(save).glob("iter_*/run_state.json"), reverse=True) if save else []:
-            try:
-                state, source = json.loads(path.read_text())["ledger"], str(path)
-                ledger = Ledger()
-                ledger.load_state_dict(state)
-                ledger.check()
-                break
-            except (OSError, ValueError, KeyError) as error:
-                yield Check("ledger", "fail", f"{path} cannot be read: {error}", "--ckpt-step names another one")
-                return
-            except InstepError as error:
-                yield Check("ledger", "fail", f"{path}: {error.what}", error.remedy)
-                return
+def _ledger(args: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
+    """The groups that the ledger of the summary counts, or that of the newest checkpoint."""
+    state, source, save = (summary or {}).get("ledger"), "summary.json", args.get("save")
+    if state is None and save and (paths := sorted(Path(save).glob("iter_*/run_state.json"))):
+        source = str(paths[-1])
+        try:
+            state = json.loads(paths[-1].read_text())["ledger"]
+            ledger = Ledger()
+            ledger.load_state_dict(state)
+            ledger.check()
+        except (OSError, ValueError, KeyError) as error:
+            yield Check("ledger", "fail", f"{source} cannot be read: {error}", "--ckpt-step names another one")
+            return
+        except InstepError as error:
+            yield Check("ledger", "fail", f"{source}: {error.what}", error.remedy)
+            return
     if state is None:
         return
     dropped = sum(state["dropped"].values())
@@ -196,8 +189,8 @@ def _ledger(config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[
     yield Check("ledger", "ok" if left >= 0 else "fail", f"{text}, {left} left ({source})", "please report this")
 
 
-def _disk(run_dir: Path, config: dict[str, Any]) -> Check:
-    save = (config.get("args") or {}).get("save")
+def _disk(run_dir: Path, args: dict[str, Any]) -> Check:
+    save = args.get("save")
     root = Path(save) if save and Path(save).is_dir() else run_dir
     free = shutil.disk_usage(root).free
     folders = sorted(root.glob("iter_*"))

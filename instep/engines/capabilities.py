@@ -1,17 +1,4 @@
-"""What an engine offers, where engines differ. Nothing else asks for a version.
-
-What an engine lacks is done another, stated way, or refused:
-
-- `version_spans`: answers say under which weights each token was made. Without (vLLM 0.26) the client writes the
-  version down, which is exact because no request is under way when it changes (`rollout/admission.py`); `keep`, which
-  mixes versions in an answer, is refused.
-- `stop_reasons`: answers say which stop token or string ended a response. Without (vLLM 0.26) the client finds the stop
-  string that the last token completed (`rollout/tokens.py`).
-- `digests`: `/weight_checker` digests every weight under its Hugging Face name. vLLM's own covers neither those names
-  nor packed weights; there a failed proof names no tensors.
-- `strict_requests`: a parameter that it does not know is an error. vLLM passes over it, so the client checks the names.
-- `serves_nothing_unproven`: after a failed session it answers 503 by itself. vLLM stays paused instead, by instep.
-"""
+"""What an engine offers, where kinds and versions of engines differ. Nothing else asks an engine for its version."""
 
 from __future__ import annotations
 
@@ -22,7 +9,20 @@ from instep.errors import ConfigError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one engine offers; `engine` names it in errors, `version` is empty for an engine that is part of instep."""
+    """What one engine offers. What it lacks is done in another, stated way, or refused.
+
+    Attributes:
+        engine: its name in errors; version: empty for an engine that is part of instep.
+        version_spans: its answers say which weight version made each token. Without that (vLLM 0.26) the client notes
+            the version, which is exact because no request is under way when it changes (`rollout/admission.py`); the
+            pause mode `keep`, which mixes versions in a response, is refused.
+        stop_reasons: its answers say which stop token or string ended a response. Without that (vLLM 0.26) the client
+            looks for the stop string that the last token completed (`rollout/tokens.py`).
+        digests: `/weight_checker` gives a digest of every weight under its Hugging Face name. vLLM's own covers neither
+            those names nor packed weights; there a failed proof names no tensors.
+        strict_requests: an unknown parameter is an error. vLLM ignores it, so the client checks the names.
+        serves_nothing_unproven: the engine itself answers 503 after a failed session. vLLM is kept paused by instep.
+    """
 
     engine: str
     version: str = ""
@@ -33,7 +33,7 @@ class Capabilities:
     serves_nothing_unproven: bool = False
 
     def check_pause(self, mode: str) -> None:
-        """Raises ConfigError where `mode` would make versions a guess."""
+        """Raise ConfigError if the weight versions of tokens would be unknown under this `--pause-mode`."""
         if mode == "keep" and not self.version_spans:
             raise ConfigError(
                 f"{self.engine} {self.version} does not say which weights made a token, so a response that goes on "

@@ -1,4 +1,4 @@
-"""A running engine, and the control calls that go to it directly."""
+"""A running engine: its process, its health, and the control calls that go to it directly."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
 
 class Engine:
-    """One running engine: its address, its process (None for one that somebody else runs) and its control calls.
+    """One running engine: its address, its process and its control calls.
 
     Args:
-        kind: None for one that somebody else runs, until `identify` has asked it.
+        process: None for an engine that somebody else runs.
+        kind: None for an engine that somebody else runs, until `identify` has asked it.
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
-        num_replicas: data-parallel ones, of which each has the weights.
+        num_replicas: the number of data-parallel replicas, each of which has the weights.
     """
 
     def __init__(
@@ -63,17 +64,12 @@ class Engine:
         return self.kind.capabilities
 
     def check_alive(self) -> None:
-        """Raise EngineError if the process has ended, or has been stopped."""
-        fault = self.process.fault() if self.process is not None else None
-        if self.process is not None and fault is not None:
-            raise EngineError(
-                f"{self.name} {fault}",
-                where=self.process.describe(),
-                remedy=self.process.remedy(),
-            )
+        """Raise EngineError if the process has ended, has been stopped or hangs."""
+        if self.process is not None and (fault := self.process.fault()) is not None:
+            raise EngineError(f"{self.name} {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
     def wait_ready(self, timeout: float) -> None:
-        """Until `/health` answers 200."""
+        """Wait until `/health` answers 200. Raises EngineError if the process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process is not None and not self.process.alive():
@@ -98,7 +94,8 @@ class Engine:
         return self.health(timeout) == "well"
 
     def health(self, timeout: float) -> HealthAnswer:
-        """What `/health` says: 200, an error (vLLM's core is dead), nothing in time; or nobody is there."""
+        """Ask `/health`: well (200), unwell (an error: vLLM's core is dead), silent (no answer in time), away (no
+        connection)."""
         try:
             with open_directly(self.url + "/health", timeout=timeout):
                 return "well"
@@ -110,14 +107,14 @@ class Engine:
             return "away"
 
     def computes(self, timeout: float) -> bool:
-        """False if the process that computes is silent for so long, and no control call keeps it busy.
+        """False if what computes is silent for `timeout` seconds and no control call keeps it busy.
 
-        A call has a bound of its own. Of an engine that cannot be reached this says nothing: True.
+        Control calls have bounds of their own. An engine that cannot be reached counts as computing.
         """
         return self.answers(timeout) or bool(self._calls) or time.monotonic() - self._last_call < timeout
 
     def answers(self, timeout: float) -> bool:
-        """False if what computes leaves the kind's `core_route` without an answer."""
+        """False if what computes does not answer the kind's `core_route` within `timeout` seconds."""
         try:
             with open_directly(self.url + self.kind.core_route, timeout=timeout):
                 return True
@@ -127,7 +124,12 @@ class Engine:
             return True
 
     def identify(self) -> None:
-        """Ask an engine that somebody else runs what it is. Raises EngineError or ConfigError: nothing usable."""
+        """Ask an engine that somebody else runs of which kind it is.
+
+        Raises:
+            EngineError: it does not say, or is of no known kind.
+            ConfigError: it is, and instep cannot use it as it was started.
+        """
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
@@ -146,10 +148,10 @@ class Engine:
         replica: int | None = None,
         **query: Any,
     ) -> dict[str, Any]:
-        """POST JSON to a control route; the processes of the run are watched meanwhile.
+        """POST JSON to a control route, while the processes of the run are watched; returns the JSON of the answer.
 
         Args:
-            replica: which one is to answer; None: any, or, where all are meant (a pause, say), all of them.
+            replica: the data-parallel replica that is to answer; None: any of them, or all where the route means all.
 
         Raises:
             EngineRefusal: the engine answered with an error.
@@ -194,7 +196,7 @@ class Engine:
                 remedy="see its log; raise --sync-timeout if it is only slow",
             ) from error
 
-    # ---- control calls, in the words of its kind (kind.py says what they do) -----------------------------------------
+    # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
     def pause(self, mode: str, *, timeout: float) -> None:
         self.kind.pause(self, mode, timeout=timeout)
@@ -206,7 +208,7 @@ class Engine:
         self.kind.resume(self, timeout=timeout)
 
     def abort_requests(self, *, timeout: float) -> None:
-        """End all its requests with what they have."""
+        """End all requests of the engine; they answer with the tokens that they have."""
         self.post(self.kind.wire.abort_route, timeout=timeout)
 
     def start_update(self, version: str, nonce: str, *, timeout: float) -> None:
@@ -222,7 +224,7 @@ class Engine:
         return self.kind.weight_digests(self, timeout=timeout)
 
     def prompt_log_probs(self, tokens: Sequence[int], *, timeout: float, replica: int | None = None) -> list[float]:
-        """Log-probs of the second to the last of `tokens` at temperature 1, under the weights that it has."""
+        """Log-probs of the second to the last of `tokens` at temperature 1, under the engine's present weights."""
         wire = self.kind.wire
         answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
         return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
@@ -249,6 +251,6 @@ class EngineRefusal(EngineError):
 
 
 def external_engines(args: Settings) -> list[Engine]:
-    """The engines of `--rollout-external-engine-addrs`; what they are is asked for when they are ready."""
+    """The engines of `--rollout-external-engine-addrs`; their kind is asked for when they are ready (`identify`)."""
     addresses = args.rollout_external_engine_addrs or ()
     return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]

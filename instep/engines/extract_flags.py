@@ -1,7 +1,7 @@
 """Ask an installed vLLM or vllm-router for its flags: `python extract_flags.py vllm|vllm-router VERSION > TABLE.json`.
 
-A program of its own that imports nothing of instep: it runs in a process where the package's import costs and side
-effects stay. What it reads are the actions of the package's own argparse parser.
+This program imports nothing of instep and runs in a process of its own, which keeps the cost and the side effects of
+importing the package. It reads the actions of the package's own argparse parser.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def vllm_parser() -> argparse.ArgumentParser:
-    """Of `vllm serve`."""
+    """The parser of `vllm serve`."""
     from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
 
@@ -23,7 +23,7 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 
 def router_parser() -> argparse.ArgumentParser:
-    """Of `vllm-router`."""
+    """The parser of `vllm-router`."""
     from vllm_router.router_args import RouterArgs  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser()
@@ -32,7 +32,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 def rows(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """The fields of `instep.engines.flags.EngineFlag` of each optional argument, by name."""
+    """For each optional argument the fields of an `instep.engines.flags.EngineFlag`, sorted by its name."""
     found = [_row(action) for action in parser._actions if action.option_strings and action.dest != "help"]
     return sorted((row for row in found if row), key=lambda row: row["names"][0])
 

@@ -1,8 +1,8 @@
-"""The command lines of `vllm serve` and `vllm-router`: tables of their flags, and values on their way there.
+"""The flags of `vllm serve` and `vllm-router`: tables of them, checks of their values, and command lines.
 
-The tables come from the packages' own parsers (`extract_flags.py`). Those of TABLES are committed, so that help and
-validation work, and are fast, where the packages are not installed; that of another installed version is extracted
-once and cached in the user's cache folder.
+The tables come from the packages' own parsers (`extract_flags.py`). The tables in TABLES are committed, so that help
+and validation are fast and need no installed package; the table of another installed version is extracted once and
+kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class EngineFlag:
 
     Attributes:
         names: its spellings, the longest first, such as `--gpu-memory-utilization`.
-        negations: for a boolean, the spellings that turn it off.
-        field: where its parser keeps the value; for vLLM mostly a field of EngineArgs.
-        kind: switch (on by being there), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
+        negations: the spellings that turn a boolean off.
+        field: the attribute in which its parser keeps the value; for vLLM mostly a field of EngineArgs.
+        kind: switch (present or not), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
             json_or_text.
         choices: the values that it takes; empty: any.
-        nargs: how many values: "" (one), "?", "*", "+", or a number.
+        nargs: how many values it takes: "" (one), "?", "*", "+", or a number.
         append: each use adds a value.
-        optional: takes `None`, too.
+        optional: it also takes `None`.
         auto: a size that may also be `auto` or -1.
-        default: as text.
+        default: the default as text.
     """
 
     names: tuple[str, ...]
@@ -74,11 +74,10 @@ class EngineFlag:
         """What `--help` shows for its value."""
         if self.kind in ("switch", "boolean"):
             return ""
-        shown = {"json_or_text": "JSON|TEXT"}.get(self.kind, self.kind.upper())
-        return "|".join(self.choices) if self.choices else shown
+        return "|".join(self.choices) or self.kind.upper().replace("_OR_", "|")
 
     def __call__(self, text: str) -> str:
-        """`text` as it is. Raises: ValueError, with what is wrong about it."""
+        """Check `text` and return it unchanged. Raises ValueError, which says what is wrong with it."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
         if self.kind in ("int", "float"):
@@ -99,18 +98,14 @@ class EngineFlag:
         return text
 
     def words(self, value: bool | str | list[str]) -> list[str]:
-        """The command line that gives it `value` (checked text, or whether a switch is on)."""
+        """The words of a command line that give the flag `value`: checked text, or for a switch whether it is on."""
         if isinstance(value, bool):
             return [self.name] if value else list(self.negations[:1])
         values = [value] if isinstance(value, str) else value
         return [word for v in values for word in (self.name, v)] if self.append else [self.name, *values]
 
     def words_of(self, value: Any) -> list[str]:
-        """The command line that gives it a value of a YAML file.
-
-        Raises:
-            ValueError: the value is of another type.
-        """
+        """The words of a command line that give the flag a value of a YAML file. Raises ValueError for a wrong type."""
         if self.kind in ("switch", "boolean"):
             if not isinstance(value, bool):
                 raise ValueError("is neither true nor false")
@@ -121,7 +116,7 @@ class EngineFlag:
 
 
 def _text(value: Any) -> str:
-    """A value of a YAML file as one would type it. Raises: ValueError."""
+    """A value of a YAML file as one would type it. Raises ValueError if it is no JSON."""
     if not isinstance(value, dict | list | bool):
         return str(value)
     try:
@@ -135,7 +130,7 @@ class FlagTable:
     """The flags of one version of a package.
 
     Attributes:
-        installed: the version that is installed here, which may be another than the table's; "" without one.
+        installed: the version that is installed here, which may differ from the table's; "" if none is.
     """
 
     package: Package
@@ -153,7 +148,7 @@ class FlagTable:
 
     @property
     def describe(self) -> str:
-        """Which version it is of, for help and errors."""
+        """The version of the table in words, for help and errors."""
         name = "vLLM" if self.package == "vllm" else self.package
         note = ", which is not installed here" if not self.installed else ""
         if self.installed not in ("", self.version):
@@ -162,7 +157,7 @@ class FlagTable:
 
 
 def installed_version(package: Package) -> str:
-    """Without the label of a build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
+    """The installed version without the label of its build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
     for name in _DISTRIBUTIONS[package]:
         try:
             return importlib.metadata.version(name).partition("+")[0]
@@ -173,10 +168,10 @@ def installed_version(package: Package) -> str:
 
 @functools.cache
 def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
-    """The table of the installed version, else the newest committed one.
+    """The table of the installed version, or the newest committed table.
 
     Args:
-        extract: whether a version that nobody has looked at may be looked at now, which takes about 15 s once.
+        extract: whether an installed version without a table may be asked now, which takes about 15 s once.
 
     Raises:
         EngineError: the installed package could not tell its flags.
@@ -192,17 +187,17 @@ def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
 
 
 def read_table(package: Package, version: str) -> FlagTable:
-    """A committed table."""
+    """The committed table of `version`, one of TABLES."""
     return _read(package, _committed(package, version), "")
 
 
 def nearest_name(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """The one most like `name`; "" if none is like it."""
+    """The known name most like `name`; "" if none is like it."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Words by field; later layers replace earlier ones, a whole JSON value also its single keys (`field.key`)."""
+    """Words by field, where later layers replace earlier ones; a field also replaces its single keys (`field.key`)."""
     out: dict[str, list[str]] = {}
     for layer in layers:
         for field in [f for f in out if f.partition(".")[0] in layer]:
@@ -212,7 +207,7 @@ def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def engine_words(args: Settings) -> dict[str, list[str]]:
-    """What the command line says for all engines: `--vllm-*`, by field."""
+    """What `--vllm-*` flags tell all engines, by field of `vllm serve`."""
     own = {
         "max_model_len": args.vllm_max_model_len,
         "max_num_seqs": args.vllm_max_num_seqs,
@@ -222,13 +217,8 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
-def vllm_arguments(args: Settings) -> list[str]:
-    """Flags for `vllm serve` that the command line gives as `--vllm-*`, values unchanged."""
-    return [word for words in engine_words(args).values() for word in words]
-
-
 def router_arguments(args: Settings) -> list[str]:
-    """Flags for `vllm-router` that the command line gives as `--router-*`, values unchanged."""
+    """The flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
     return [word for words in args.router_overrides.values() for word in words]
 
 
@@ -250,7 +240,7 @@ def _read(package: Package, path: Path, installed: str) -> FlagTable:
 
 
 def _extract(package: Package, version: str) -> Path:
-    """Ask the installed package in a process of its own, and keep the answer for the next time."""
+    """Ask the installed package for its flags in a process of its own, and cache the answer."""
     print(f"reading the flags of {package} {version}, once (about 15 s) ...", file=sys.stderr, flush=True)
     script = Path(__file__).with_name("extract_flags.py")  # -P: `import vllm` must not find the file beside it
     command = [sys.executable, "-P", str(script), package, version]

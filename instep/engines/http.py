@@ -1,4 +1,4 @@
-"""HTTP to engines and routers: on loopback or named by address, so that no proxy of the environment stands between."""
+"""HTTP to engines and routers, which bypasses proxies of the environment: both have plain addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ open_directly = urllib.request.build_opener(urllib.request.ProxyHandler({})).ope
 
 
 def get_json(url: str, timeout: float) -> Any:
-    """The JSON that a GET is answered with.
+    """The JSON that answers a GET of `url`.
 
     Raises:
         OSError: nobody answered in `timeout` seconds, or with an error (urllib.error.HTTPError).

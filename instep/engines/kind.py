@@ -1,7 +1,6 @@
-"""A kind of engine is one object: how it is chosen, started, asked, fed with weights and watched.
+"""A kind of engine is one object, which says how its engines are chosen, started, controlled, updated and watched.
 
-Nothing outside of the kinds knows which one it has. A further kind is a module here with a `KIND`, and a line in
-`_BUILT_IN`.
+No other code depends on which kind it has. A further kind is a module with a `KIND`, and a line in `_BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -15,29 +14,41 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 
-if TYPE_CHECKING:  # the one needs the kinds to run, the other loads what a command line does not need
+if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.engines.engine import Engine
-    from instep.engines.wire import WireFormat
+    from instep.engines.wire import WireFormat  # a command line does not need it
 
 AUTO = "auto"  # the value of --rollout-backend that stands for a kind
 
 
+class RunningEngine(Protocol):
+    """What a kind needs of a running engine; `engine.Engine` is one."""
+
+    name: str
+    url: str
+    update_weights: bool
+    num_replicas: int
+
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any
+    ) -> dict[str, Any]: ...
+
+
 class EngineKind(Protocol):
-    """What differs between kinds of engines. Where a method has a body, it does what vLLM's routes want.
+    """What differs between kinds of engines. A method with a body speaks vLLM's routes.
 
     Attributes:
         name: the value of `--rollout-backend`; title: what messages call it.
-        auto_device: where `auto` means it, cuda or cpu; "" if never.
-        max_num_gpus: of one engine; None: as many as one likes.
+        auto_device: the device on which `auto` chooses it, cuda or cpu; "" if never.
+        max_num_gpus: most GPUs of one engine; None: any number.
         own_gpus: whether an engine must see exactly the GPUs that the plan gives it.
-        needs_router: whether an engine that is alone stands behind a router, too.
-        sends_heartbeats: whether its process, silent for `--heartbeat-timeout`, is known to compute no more.
-        dying_seconds: that its server may take to end after what computes has died.
-        core_route: a GET that only what computes can answer, and not the server by itself; state_routes: those that
-            say what an engine is doing, for a dump.
-        capabilities: what its engines offer (of an engine that runs: what that one does).
-        wire: its wire format.
+        needs_router: whether even a single engine stands behind a router.
+        sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
+        dying_seconds: how long its server may live on after the process that computes has died.
+        core_route: a GET that only what computes can answer, not the HTTP server by itself.
+        state_routes: GETs that say what an engine is doing, for a dump.
+        capabilities: what its engines offer; for the kind of a running engine, what that engine offers.
+        wire: the wire format of its requests and answers.
     """
 
     name: str
@@ -60,15 +71,15 @@ class EngineKind(Protocol):
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 
     def is_meant(self, args: Settings) -> bool:
-        """Whether `auto` means it because a flag is given that only it has."""
+        """Whether `auto` chooses this kind because a flag is given that only this kind has."""
         return False
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
-        """What the arguments ask for that this kind has not."""
+        """Errors about everything that the arguments ask for and this kind does not have."""
         yield from ()
 
     def check_installed(self, where: str) -> None:
-        """Raise ConfigError if it cannot be started on this host; `where` says what has chosen it."""
+        """Raise ConfigError if it is not installed on this host; `where` says what has chosen the kind."""
         return
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
@@ -76,79 +87,79 @@ class EngineKind(Protocol):
     def own_words(
         self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
-        """What instep adds to the command line of an engine of `group`, by field.
+        """What instep adds to the command line of the engines of `group`, by field.
 
         Args:
             words: what flags and overrides say already.
-            update_weights: whether it gets the trainer's weights.
+            update_weights: whether the engines get the trainer's weights.
         """
         return {}
 
     def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
-        """The command line of the process on `node_host` that `instep plan` shows; "" where it shows none."""
+        """The command line that `instep plan` shows for the engine's process on `node_host`; "" if it shows none."""
         return ""
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
-        """Raise ConfigError for an engine that would start, and die of its first request."""
+        """Raise ConfigError for an engine that would start but fail at its first request."""
         return
 
     def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-        """What follows the interpreter, for the process on the engine's `node_rank`-th node."""
+        """The arguments of the Python interpreter for the process on the engine's `node_rank`-th node."""
         ...
 
     def environment(
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
-        """What is added to the environment of the process on `node_host`, but for its GPUs."""
+        """The variables added to the environment of the process on `node_host`; the caller adds its GPUs."""
         ...
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
-    def identify(self, engine: Engine) -> EngineKind | None:
-        """What an engine that somebody else runs is, if it is of this kind; sets its number of replicas.
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
+        """The kind of an engine that somebody else runs, if it is this one; None if not. Sets its `num_replicas`.
 
         Raises:
-            ConfigError: it is, and instep cannot use it so.
-            OSError, ValueError, KeyError: it does not answer, or with something else.
+            ConfigError: the engine is of this kind, but instep cannot use it as it was started.
+            OSError, ValueError, KeyError: it gives no answer, or one of another form.
         """
         ...
 
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Message, and the tensor that it is about, of the `error` in a refused control call."""
+        """The message of the `error` that answers a refused control call, and the tensor that it is about."""
         return str(error["message"]), error.get("tensor")
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
-        """Seconds for which what computes may leave `core_route` without an answer; None: it need not be asked."""
+        """Seconds after which an unanswered `core_route` means that the engine hangs; None: it need not be asked."""
         return None
 
-    def pause(self, engine: Engine, mode: str, *, timeout: float) -> None:
-        """Stop computing; `mode` is that of `--pause-mode`."""
+    def pause(self, engine: RunningEngine, mode: str, *, timeout: float) -> None:
+        """Stop generating; `mode` is that of `--pause-mode`."""
         engine.post("/pause", timeout=timeout, mode=mode)
 
-    def reset_cache(self, engine: Engine, *, timeout: float) -> None:
-        """Forget the keys and values that former weights have made."""
+    def reset_cache(self, engine: RunningEngine, *, timeout: float) -> None:
+        """Drop the cached keys and values, which were computed with former weights."""
         engine.post("/reset_prefix_cache", timeout=timeout)
 
-    def resume(self, engine: Engine, *, timeout: float) -> None:
+    def resume(self, engine: RunningEngine, *, timeout: float) -> None:
         engine.post("/resume", timeout=timeout)
 
-    def weight_digests(self, engine: Engine, *, timeout: float) -> dict[str, str]:
-        """Digest by Hugging Face name of each weight that it holds; for those with the capability `digests`."""
+    def weight_digests(self, engine: RunningEngine, *, timeout: float) -> dict[str, str]:
+        """The digest of each weight by its Hugging Face name; needs the capability `digests`."""
         checksums: dict[str, str] = engine.post("/weight_checker", {"action": "checksum"}, timeout=timeout)["checksums"]
         return checksums
 
     # ---- a weight session (docs/architecture.md): start, any number of updates, finish -------------------------------
 
-    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
-        """Announce a session; a former one that never ended is abandoned."""
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
+        """Begin a weight session; an earlier one that never ended is abandoned."""
         engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)
 
-    def update(self, engine: Engine, info: dict[str, Any], *, timeout: float) -> None:
-        """One bucket, or a checkpoint on disk: checked, then loaded."""
+    def update(self, engine: RunningEngine, info: dict[str, Any], *, timeout: float) -> None:
+        """Let the engine check and load one bucket, or a checkpoint on disk."""
         engine.post("/update_weights", {"update_info": info}, timeout=timeout)
 
-    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
-        """End the session; refused if one of `names`, or another weight of the model, was not delivered."""
+    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
+        """End the session; the engine refuses if one of `names`, or another weight of the model, was not delivered."""
         engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 
 
@@ -157,7 +168,7 @@ _registered: dict[str, EngineKind] = {}
 
 
 def register(kind: EngineKind) -> None:
-    """Add a kind that is not part of instep; before `instep.arguments` is imported, which reads the names."""
+    """Add a kind that is not part of instep. Call it before `instep.arguments` is imported, which reads the names."""
     _registered[kind.name] = kind
 
 
@@ -178,12 +189,12 @@ def all_kinds() -> list[EngineKind]:
 
 
 def named_kind(args: Settings) -> EngineKind | None:
-    """That of `--rollout-backend`; None for an `auto` that is not resolved yet."""
+    """The kind of `--rollout-backend`; None for an `auto` that is not resolved yet."""
     return None if args.rollout_backend == AUTO else kind_of(args.rollout_backend)
 
 
 def planned_kind(args: Settings) -> EngineKind:
-    """The same; an `auto` that is not resolved yet is planned as beside a GPU."""
+    """The kind of `--rollout-backend`; for an `auto` that is not resolved yet the one that it means beside a GPU."""
     return named_kind(args) or _auto_kind("cuda")
 
 
@@ -192,10 +203,10 @@ def _auto_kind(device: str) -> EngineKind:
 
 
 def resolve_backend(args: Settings) -> str:
-    """The kind that `--rollout-backend` means on this machine; `args.device` is resolved.
+    """The name of the kind that `--rollout-backend` means on this host, where `args.device` is resolved.
 
-    auto: vLLM beside a GPU, the embedded engine on a CPU (vLLM's start there takes half a minute, so it is asked for by
-    name). The embedded engine is never chosen silently where there is a GPU.
+    `auto` means vLLM beside a GPU and the embedded engine on a CPU, where vLLM takes half a minute to start. The
+    embedded engine is never chosen silently where there is a GPU.
 
     Raises:
         ConfigError: the kind is not installed, or cannot do what `--pause-mode` asks for.
@@ -210,6 +221,6 @@ def resolve_backend(args: Settings) -> str:
 
 
 def engine_dtype(args: Settings) -> str:
-    """Of an engine's weights where `--vllm-dtype` does not say it: the trainer's. `auto` of a plan is a GPU's."""
+    """The dtype of an engine's weights unless `--vllm-dtype` says it: the trainer's. An `auto` of a plan is a GPU's."""
     full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
     return "float32" if full else "bfloat16"

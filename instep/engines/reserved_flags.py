@@ -1,4 +1,4 @@
-"""Reserved flags: those of vLLM and of the router that instep sets itself; why, and what to use instead."""
+"""The flags of vLLM and of vllm-router that are reserved because instep sets them itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ADDRESS = "engines and routers listen where instep reaches them, on loopback on
 _SECRET = "the command line of a process can be read by all users of the host"
 _PD = "instep gives the router its engines"
 
-# Fields, why, instead.
+# Fields, why they are reserved, what to use instead.
 _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
     "vllm": (
         ("model", _ONE_MODEL, "--hf-checkpoint, or model_path in --vllm-config"),
@@ -71,7 +71,7 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
 
 
 def reserved(package: Package) -> Iterator[tuple[str, str, str]]:
-    """Field, why, and what to use instead ("" where nothing is needed), of each."""
+    """For each reserved flag its field, why it is reserved, and what to use instead ("" where nothing is needed)."""
     for fields, why, instead in _RESERVED[package]:
         for field in fields.split():
             yield field, why, instead

@@ -1,8 +1,8 @@
-"""The router before the engines: vllm-router, or one that somebody else runs. Only generation goes through it.
+"""The router in front of the engines: vllm-router, or one that somebody else runs. Only generation goes through it.
 
-It proxies a path that it does not know to one engine of its choice, so every control call goes to each engine directly.
-Engines join when they hold proven weights, and leave when they die; a request that was on a dead one is made again by
-the client, which knows what it has asked for (the router's own retries would run whole generations unseen).
+The router proxies an unknown path to one engine of its choice, so every control call goes to each engine directly.
+Engines join when they hold proven weights and leave when they die. The client repeats a request that was on a dead
+engine; the router's own retries are off, because they would run whole generations unseen.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ Start = Callable[[Sequence[str]], SupervisedProcess]
 
 
 class Router:
-    """A router: its address, its process (None for one that somebody else runs) and who is behind it.
+    """A router: its address, its process (None if somebody else runs it) and the engines behind it.
 
     Args:
-        start: starts the process at `url`; None: somebody else runs it.
+        start: starts the process at `url`; None: somebody else runs the router.
     """
+
+    _starts_empty = True
 
     def __init__(self, url: str, start: Start | None = None):
         self.url, self._start = url, start
@@ -57,16 +59,14 @@ class Router:
         self._members: set[str] = set()
         self._lock = threading.Lock()
 
-    _starts_empty = True
-
     @property
     def members(self) -> list[str]:
-        """URLs of the engines that get requests."""
+        """The URLs of the engines that get requests."""
         with self._lock:
             return sorted(self._members)
 
     def wait_ready(self, timeout: float) -> None:
-        """Until it answers."""
+        """Wait until the router answers. Raises EngineError if its process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             self.check_alive()
@@ -85,19 +85,18 @@ class Router:
 
     def check_alive(self) -> None:
         """Raise EngineError if its process has ended, or was stopped."""
-        fault = self.process.fault() if self.process is not None else None
-        if self.process is not None and fault is not None:
+        if self.process is not None and (fault := self.process.fault()) is not None:
             raise EngineError(f"the router {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
     def listed(self) -> set[str]:
-        """URLs of all engines that it has, whoever gave it them."""
+        """The URLs of all engines that the router knows, whoever added them."""
         return set(self._call("GET", "/list_workers")["urls"])
 
     def set_members(self, urls: Sequence[str]) -> None:
-        """Exactly these engines, and those that somebody else gave it, get requests from now on.
+        """Let exactly these engines, and those that somebody else added, get requests.
 
         Raises:
-            EngineError: it did not take one.
+            EngineError: the router did not take one of them.
         """
         with self._lock:
             known = self.listed()
@@ -109,9 +108,9 @@ class Router:
             self._members = set(urls)
 
     def drop_requests(self) -> None:
-        """Start it anew (half a second, at the same address): clients make what was on its way through it again.
+        """Restart the router at its address, in half a second; clients repeat the requests that it drops.
 
-        One that somebody else runs stays as it is. Nobody may look at its process meanwhile.
+        A router that somebody else runs stays as it is. Nothing may look at its process meanwhile.
         """
         if self.process is not None:
             self._begin(self.members)
@@ -147,16 +146,16 @@ class Router:
 
 
 class DisaggregatedRouter(Router):
-    """One before prefill and decode engines.
+    """The router in front of prefill and decode engines.
 
-    vllm-router takes none of them in while it runs, so it is started with all that serve, and anew when one joins. One
-    that dies leaves it as it leaves any router.
+    vllm-router adds no such engine while it runs, so it is started with all engines that serve, and restarted when one
+    joins. Engines that die are removed as from any router.
     """
 
     _starts_empty = False
 
     def wait_ready(self, timeout: float) -> None:
-        """It is started with its first engines."""
+        """Return at once: the router is started with its first engines."""
 
     def set_members(self, urls: Sequence[str]) -> None:
         if not set(urls) <= set(self.members):
@@ -173,7 +172,7 @@ class DisaggregatedRouter(Router):
 
 
 def router_command(arguments: Sequence[str]) -> list[str]:
-    """What follows the interpreter.
+    """The arguments of the Python interpreter that run vllm-router with `arguments`.
 
     Raises:
         ConfigError: vllm-router is not installed.
@@ -188,7 +187,7 @@ def router_command(arguments: Sequence[str]) -> list[str]:
 
 
 def router_words(args: Settings) -> list[str]:
-    """Flags of every router that instep starts: what it chooses, and `--router-*`, which win."""
+    """The flags of every router that instep starts: its own choices, which `--router-*` replace."""
     own = {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}
     words = [w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)]
     return [*words, *router_arguments(args)]

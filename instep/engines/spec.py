@@ -1,4 +1,4 @@
-"""One engine of the plan, whatever its kind: what it serves, on which GPUs, and with which flags."""
+"""One engine of the plan, of any kind: what it serves, on which GPUs, and with which flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from instep.engines.topology import Parallel, ServerRole
 
 _CONNECTOR_KEY = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
-# The router's name of a connector by which prefill engines hand the KV cache to decode engines.
+# The router's names of vLLM's connectors, by which prefill engines hand the KV cache to decode engines.
 KV_CONNECTORS = {
     "NixlConnector": "nixl",
     "NixlPullConnector": "nixl",
@@ -28,11 +28,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where an engine is reached, known when it starts.
+    """The addresses of an engine, known when it starts.
 
     Attributes:
-        host, port: of its HTTP server, on its first node.
-        master_host: its first node, as the other nodes of the engine reach it.
+        host, port: where its HTTP server listens, on its first node.
+        master_host: the address of its first node for its other nodes.
         master_port: where its ranks meet, if it has several nodes.
         rpc_port: where its data-parallel replicas meet, if they are on several nodes.
         side_channel_port: the first of `num_side_channel_ports` on each of its nodes.
@@ -51,14 +51,14 @@ class EngineSpec:
     """One engine of the plan.
 
     Attributes:
-        index: among all engines of the run, in their order; its name is `engine <index>`.
-        model: the name of the model that it serves; path: the Hugging Face folder.
+        index: its number among all engines of the run; its name is `engine <index>`.
+        model: the name of the model that it serves; path: the model's Hugging Face folder.
         role: regular, prefill or decode.
         slots: its GPUs, node after node.
-        parallel: how they share the work; their product is `num_gpus`.
-        words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds to them. Without
-            TP and what has to do with addresses and nodes.
-        port: of its HTTP server where `--engine-port` says it, or `--port`, if it has no router; None: a free one.
+        parallel: how the GPUs share the work; the product of its degrees is `num_gpus`.
+        words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds. Neither has TP,
+            addresses or nodes.
+        port: of its HTTP server, by `--engine-port`, or by `--port` if it has no router; None: a free one.
         update_weights: whether it gets the trainer's weights.
     """
 
@@ -83,24 +83,24 @@ class EngineSpec:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """`words` and `own` as they are written."""
+        """`words` and `own` as one command line."""
         return tuple(word for words in (*self.words.values(), *self.own.values()) for word in words)
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of prompt + response, where a number says it."""
+        """The most tokens of prompt + response, if a flag gives them as a plain number."""
         text = self.words.get("max_model_len", [""])[-1]
         return int(text) if text.isdigit() else None
 
     @property
     def nodes(self) -> tuple[tuple[Slot, ...], ...]:
-        """Its slots by node; one process of `vllm serve` runs on each."""
+        """Its slots, node by node; one process of the engine runs on each node."""
         nodes = sorted({slot.node for slot in self.slots})
         return tuple(tuple(slot for slot in self.slots if slot.node == node) for node in nodes)
 
     @property
     def kv_connector(self) -> str:
-        """How the router is told that a prefill or decode engine hands its KV cache over; "" for a regular one."""
+        """The router's name of the connector of a prefill or decode engine; "" for a regular engine."""
         if self.role == "regular":
             return ""
         for flag, value in zip(self.flags, self.flags[1:], strict=False):
@@ -112,5 +112,5 @@ class EngineSpec:
 
     @property
     def num_side_channel_ports(self) -> int:
-        """Ports in a row that it takes on each node for handing the KV cache over: one per data-parallel replica."""
+        """How many consecutive ports each node needs to hand over the KV cache: one per data-parallel replica."""
         return self.parallel.data if self.kv_connector == "nixl" else 0

@@ -1,6 +1,6 @@
-"""`--vllm-config` and the flags that stand for a simple one: which models are served, by which groups of engines.
+"""The topology: which models are served, by which groups of engines, as `--vllm-config` or simple flags say it.
 
-The file, as in vime's guide:
+The file has the form of vime's guide:
 
     vllm:
       - name: actor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
-POLICY = "actor"  # the name of the one model when there is no file
+POLICY = "actor"  # the name of the only model of a run without --vllm-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -39,7 +39,7 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Engines of one kind.
+    """A group of engines of one role and size.
 
     Attributes:
         overrides: words for `vllm serve`, by field, which replace those of the command line.
@@ -57,11 +57,11 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model and its groups, behind one router.
+    """One model and its groups of engines, behind one router.
 
     Attributes:
         path: a Hugging Face folder; None: that of `--hf-checkpoint`.
-        where: what names it, for errors.
+        where: the flag or the key of the file that describes the model, for errors.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ServedModel:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether prefill and decode have engines of their own."""
+        """Whether prefill and decode run on engines of their own."""
         return any(group.role == "prefill" for group in self.groups)
 
 
@@ -88,7 +88,7 @@ class Parallel:
     pipeline: int = 1
     data: int = 1
     prefill_context: int = 1
-    expert: int = 1  # over how many GPUs the experts of a layer are spread; 1: not
+    expert: int = 1  # the experts of a layer are spread over so many GPUs
 
     def __str__(self) -> str:
         parts = [f"TP {self.tensor}"] + [f"PP {self.pipeline}"] * (self.pipeline > 1)
@@ -97,10 +97,10 @@ class Parallel:
 
 
 def served_models(args: Settings) -> tuple[ServedModel, ...]:
-    """The models of a run whose arguments have been checked: those of `--vllm-config`, or the one of the flags.
+    """The models of a run: those of `--vllm-config`, or the one that the flags describe.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigError: the first error in the file.
     """
     size = args.rollout_num_gpus_per_engine
     if args.vllm_topology is not None:
@@ -114,12 +114,12 @@ def served_models(args: Settings) -> tuple[ServedModel, ...]:
 
 
 def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
-    """The one that rollouts use by default: the first that gets the trainer's weights, else the first."""
+    """The model that rollouts use by default: the first that gets the trainer's weights, or the first of all."""
     return next((model for model in models if model.update_weights), models[0])
 
 
 def model_path(args: Settings, model: ServedModel) -> str:
-    """The folder that its engines serve. The trained model is named as requests name it."""
+    """The folder that the model's engines serve; for the trained model the path that requests name."""
     trained = str(args.hf_checkpoint or "MODEL")
     if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):
         return trained
@@ -127,7 +127,7 @@ def model_path(args: Settings, model: ServedModel) -> str:
 
 
 def read(path: str) -> Any:
-    """The YAML of `--vllm-config`.
+    """The content of the YAML file of `--vllm-config`.
 
     Raises:
         ConfigError: it cannot be read, or is no YAML.
@@ -146,11 +146,10 @@ def read(path: str) -> Any:
 def parse(
     raw: Any, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None
 ) -> tuple[tuple[ServedModel, ...], list[ConfigError]]:
-    """The models of a file, and everything that is wrong with it.
+    """The models of a file with the content `raw`, and all errors in it.
 
     Args:
-        raw: the file's content.
-        num_gpus_per_engine: of groups that do not say it.
+        num_gpus_per_engine: the size of engines in groups that do not say it.
         hf_checkpoint: the trained model.
     """
     reader = _Reader(where, num_gpus_per_engine, hf_checkpoint)
@@ -159,7 +158,7 @@ def parse(
 
 
 class _Reader:
-    """Walks through a file and collects what is wrong."""
+    """Walks through a file and collects its errors."""
 
     def __init__(self, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None):
         self.where, self.size, self.hf_checkpoint = where, num_gpus_per_engine, hf_checkpoint
@@ -255,8 +254,7 @@ class _Reader:
         value = entry.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        what = "is missing" if value is None else f"{_shown(value)} is no whole number above 0"
-        self.wrong(f"{key}.{name}", what)
+        self.wrong(f"{key}.{name}", "is missing" if value is None else f"{_shown(value)} is no whole number above 0")
         return self.size
 
     def overrides(self, raw: Any, key: str) -> dict[str, list[str]]:
@@ -282,7 +280,7 @@ def _shown(value: Any) -> str:
 
 
 def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
-    """What is wrong with a field's name, and the remedy; "" if nothing."""
+    """What is wrong with a field's name, and the remedy; both "" if nothing is."""
     for field_name, why, instead in reserved("vllm"):
         if name == field_name:
             return why, f"use {instead}" if instead else "leave it out"
@@ -293,7 +291,7 @@ def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
 
 
 def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
-    """What `vllm serve` of this group's engines is told, by field: the command line, then `overrides`.
+    """The words for `vllm serve` of this group's engines, by field: those of the command line, then `overrides`.
 
     Prefill and decode engines hand the KV cache over by NIXL unless `kv_transfer_config` says otherwise.
     """
@@ -305,10 +303,10 @@ def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
 
 
 def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Parallel:
-    """How an engine of `num_gpus` shares the work.
+    """How the `num_gpus` GPUs of an engine share the work.
 
     Raises:
-        ConfigError: PP x DP does not divide its GPUs, or one of them is no number above 0.
+        ConfigError: PP x DP (x PCP) does not divide them, or one of these degrees is below 1.
     """
     pipeline, data, context = (
         _degree(words, name, where)

@@ -1,7 +1,7 @@
 """The kind `vllm`: stock `vllm serve`. Nothing of vLLM is imported or patched here.
 
-What instep adds goes through vLLM's own doors: flags, environment, HTTP routes of its development mode, and the plugin
-instep-vllm (`plugins/instep-vllm`).
+instep uses vLLM's own interfaces: flags, environment variables, the HTTP routes of its development mode, and its
+plugins, one of which is instep-vllm (`plugins/instep-vllm`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
-from instep.engines.engine import Engine, EngineRefusal
+from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, installed_version
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 PROTOCOL = 1  # of the plugin instep-vllm; it refuses another one
 PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
-INFO_SECONDS = 60.0  # for what vLLM says of itself; it looks at its host first
-# A core that answers nothing for so many --heartbeat-timeout (5 minutes by default, as long as vLLM waits for its own
-# workers) hangs: there is no sign of life within a step, and a first one may have kernels to compile.
+INFO_SECONDS = 60.0  # for /server_info, which examines the host first
+# A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
+# own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
 SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
-SEVERAL = ("middleware",)  # flags that may stand there more than once
+SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
 
 class VllmKind(EngineKind):
-    """Of the vLLM that is installed here, or of `version` ("0.32.0", "0.32.0+cpu")."""
+    """Engines of the installed vLLM, or of `version` ("0.32.0", "0.32.0+cpu")."""
 
     name, title, auto_device = "vllm", "vLLM", "cuda"
     own_gpus = needs_router = True
-    sends_heartbeats = False  # its server does, which does not notice a core that hangs
-    dying_seconds = 6.0  # the server looks every 5 s whether its core has died; it answers 500 until then
+    sends_heartbeats = False  # its server sends them, but does not notice a core that hangs
+    dying_seconds = 6.0  # the server checks every 5 s whether its core has died, and answers 500 until then
 
     def __init__(self, version: str = ""):
         self._version = version
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:
-        """Raises ConfigError for a version that is older than any that instep can drive."""
+        """What this version offers. Raises ConfigError for a version that is too old for instep."""
         version = self._version or importlib.metadata.version("vllm")
         if release(version) < (0, 26):
             raise ConfigError(
@@ -67,8 +67,8 @@ class VllmKind(EngineKind):
                 where="--rollout-backend vllm",
                 remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
             )
-        told = release(version) >= (0, 32)
-        return Capabilities(self.title, version, version_spans=told, stop_reasons=told)
+        recent = release(version) >= (0, 32)
+        return Capabilities(self.title, version, version_spans=recent, stop_reasons=recent)
 
     @functools.cached_property
     def wire(self) -> WireFormat:
@@ -94,9 +94,9 @@ class VllmKind(EngineKind):
     def own_words(
         self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
-        """Flags and overrides win, but for `SEVERAL`, which are added to theirs.
+        """The words of instep for fields that flags and overrides leave open, and for those in `SEVERAL`.
 
-        Where vLLM is not installed (`instep plan`) they are those of the newest version whose flags are known.
+        Where vLLM is not installed (`instep plan`) they suit the newest version with a committed table of flags.
         """
         version = installed_version("vllm") or TABLES["vllm"][0]
         own = {
@@ -146,7 +146,7 @@ class VllmKind(EngineKind):
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
-    def identify(self, engine: Engine) -> EngineKind | None:
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:
             version = get_json(engine.url + "/version", 10.0)["version"]
         except urllib.error.HTTPError:
@@ -176,23 +176,23 @@ class VllmKind(EngineKind):
         return (match[2], match[1] or None) if match else (message, tensor)
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
-        """Never less than vLLM itself waits for its workers."""
+        """`SILENT_HEARTBEATS` heartbeats, but at least as long as vLLM itself waits for its workers."""
         theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
         return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
 
-    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
         try:
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         except EngineRefusal as refusal:
             if "a session is active" not in refusal.what:
                 raise
-            with contextlib.suppress(EngineRefusal):  # of a worker on which it is over already
+            with contextlib.suppress(EngineRefusal):  # a worker refuses on which the session has ended already
                 engine.post("/finish_weight_update", timeout=timeout)
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         engine.post("/start_weight_update", timeout=timeout)
 
-    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
         self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
         super().finish_update(engine, version, names, timeout=timeout)
 
@@ -201,13 +201,13 @@ KIND = VllmKind()
 
 
 def release(version: str) -> tuple[int, int]:
-    """(0, 32) of "0.32.0+cpu"."""
+    """Major and minor number of a version, such as (0, 32) of "0.32.0+cpu"."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-    """What follows `vllm serve` for the process on the engine's `node_rank`-th node."""
+    """The arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
     num_nodes = len(spec.nodes)
     words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
     if num_nodes > 1:
@@ -217,13 +217,13 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
             words += ["--data-parallel-rpc-port", str(at.rpc_port)]
     if node_rank:
         return [*words, "--headless"]
-    if spec.parallel.data > 1:  # else one per replica, and an abort would reach the requests of one of them
+    if spec.parallel.data > 1:  # vLLM's default is a server per replica, and an abort would reach one of them only
         words += ["--api-server-count", "1"]
     return [*words, "--host", at.host, "--port", str(at.port)]
 
 
 def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[str, str]:
-    """What the environment of the process on `node_host` must hold for these arguments."""
+    """The environment variables that depend on the addresses of the engine and of the process on `node_host`."""
     env = {"VLLM_HOST_IP": node_host} if len(spec.nodes) > 1 else {}
     if spec.num_side_channel_ports:
         env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = node_host
@@ -232,7 +232,7 @@ def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[st
 
 
 def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
-    """What the environment of every process of vLLM must hold."""
+    """The environment variables of every process of vLLM."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
@@ -254,7 +254,7 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
 
 
 def _check_heads(model: Path) -> None:
-    """Raise ConfigError for a model of which vLLM on a CPU would start, and die of the first request."""
+    """Raise ConfigError for a model with which vLLM on a CPU would start but die of the first request."""
     config = json.loads((model / "config.json").read_text())
     size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
     if size not in CPU_HEAD_SIZES:

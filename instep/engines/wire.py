@@ -1,6 +1,6 @@
-"""The wire format of a kind of engine: how responses and log-probs of a prompt are asked for and answered, as JSON.
+"""The wire format of a kind of engine: the JSON of requests for responses and for log-probs, and of their answers.
 
-`WireFormat` is vLLM's, token ids in and token ids out; a kind that speaks another one overrides its methods.
+`WireFormat` is vLLM's, token ids in and token ids out; a kind with another format overrides its methods.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from instep.errors import EngineError
 from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"
-FINAL_ONLY = 2  # vLLM's `output_kind`: only the whole responses matter; 0.26 loses all but one of n without it
-# Sends the JSON of one request; the JSON of its answer, and the weight version of all its tokens where the engine does
-# not say that itself.
+FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; 0.26 loses all but one of n without it
+# Sends the JSON of one request, and returns the JSON of its answer and, where the engine does not say it itself, the
+# weight version of all its tokens.
 Send = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], str | None]]]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response is wanted to `token_ids`.
+    """A request for one response to the prompt `token_ids`.
 
     Attributes:
         url: where it is sent; model: the name of the model there.
-        sampling_params: in vLLM's names.
-        session: requests of one session go to one engine where the router can.
+        sampling_params: the sampling parameters under vLLM's names.
+        session: the router sends requests of one session to one engine if it can.
     """
 
     url: str
@@ -38,11 +38,11 @@ class GenerationRequest:
 
 @dataclass
 class Completion:
-    """What an engine answered for one response."""
+    """One response as an engine answered it."""
 
     token_ids: list[int]
     log_probs: list[float] | None  # of the sampled tokens, under the processed distribution
-    weight_versions: list[VersionSpan]  # empty when nobody can say
+    weight_versions: list[VersionSpan]  # empty when they are unknown
     finish_reason: str
     stop_reason: int | str | None
 
@@ -54,24 +54,23 @@ class Completion:
 
 
 class WireFormat:
-    """vLLM's `/inference/v1/generate`."""
+    """The format of vLLM's `/inference/v1/generate`."""
 
     generate_route = GENERATE
     abort_route = "/abort_requests"  # POST: the engine ends all its requests, which answer with what they have
 
     async def complete(self, request: GenerationRequest, send: Send) -> Completion:
-        """The response to `request`, asked for by `send`.
+        """The response to `request`, which `send` sends.
 
         Raises:
-            EngineError: the parts of the answer do not fit each other, or what `send` raises.
+            EngineError: the parts of the answer do not fit each other; also what `send` raises.
         """
         return (await self.complete_n(request, 1, send))[0]
 
     async def complete_n(self, request: GenerationRequest, n: int, send: Send) -> list[Completion]:
-        """`n` responses by one request; response i draws with `seed + i`, as if it had been asked for alone.
+        """`n` responses by one request; response i is sampled with `seed + i`, as if it had a request of its own.
 
-        The sampled tokens' log-probs are always asked for; text of them only where the engine has to look for stop
-        strings.
+        The log-probs of the sampled tokens are always requested; text only where the engine looks for stop strings.
         """
         given = request.sampling_params
         own = {"logprobs": 0, "detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
@@ -85,18 +84,18 @@ class WireFormat:
         return [_completion(choice, request.url, version) for choice in choices]
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The JSON that asks for the log-probs of `tokens` at temperature 1, as those of a prompt."""
+        """The JSON that requests the log-probs of `tokens` at temperature 1, as log-probs of a prompt."""
         sampling_params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return {"token_ids": list(tokens), "sampling_params": sampling_params}
 
     def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
-        """Log-probs of the second to the last of `tokens`, each given those before it, from the answer about them.
+        """Log-probs of the second to the last of `tokens`, each given those before it, read from an answer.
 
         Args:
-            where: who answered, for errors.
+            where: the engine that answered, for errors.
 
         Raises:
-            EngineError: they are not there, or those of other tokens.
+            EngineError: the answer has no log-probs, or those of other tokens.
         """
         try:
             entries = answer["prompt_logprobs"]
@@ -112,7 +111,7 @@ VLLM_WIRE = WireFormat()
 
 
 def _completion(choice: dict[str, Any], url: str, version: str | None) -> Completion:
-    """`version`: of all tokens, where the engine does not say it."""
+    """One checked choice of an answer; `version` is that of all tokens where the engine does not say it."""
     try:
         ids = [int(i) for i in choice.get("token_ids") or []]
         content = (choice.get("logprobs") or {}).get("content")

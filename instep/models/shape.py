@@ -1,4 +1,4 @@
-"""What a Hugging Face configuration says about a dense decoder, as plain numbers; what cannot be trained is refused."""
+"""The shape of a dense decoder, read from its Hugging Face configuration; unsupported models are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instep.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one dense family from another, beyond the numbers."""
+    """The differences between dense families, apart from the numbers of `ModelShape`."""
 
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -49,8 +49,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     """The shape of `hf_config` (a transformers 5 `PreTrainedConfig`).
 
     Raises:
-        ConfigError: a family that is not in `FAMILIES`, or an option of one that the Megatron model does not have. All
-            such options are named at once.
+        ConfigError: a family that is not in `FAMILIES`, or options that the Megatron model does not have, all at once.
     """
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
@@ -61,9 +60,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         )
     c = hf_config.to_dict()
     rope = dict(c["rope_parameters"])
-    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    problems = _unsupported(c, rope, family)
-    if problems:
+    if problems := _unsupported(c, rope):
         raise ConfigError(
             f"the megatron train backend does not support {'; '.join(problems)}",
             where="--hf-checkpoint, config.json",
@@ -76,7 +73,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         ffn_hidden_size=c["intermediate_size"],
         num_attention_heads=c["num_attention_heads"],
         num_query_groups=c.get("num_key_value_heads") or c["num_attention_heads"],
-        kv_channels=head_dim,
+        kv_channels=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
         vocab_size=c["vocab_size"],
         max_position_embeddings=c["max_position_embeddings"],
         norm_epsilon=c["rms_norm_eps"],
@@ -87,7 +84,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _unsupported(c: dict[str, Any], rope: dict[str, Any], family: Family) -> list[str]:
+def _unsupported(c: dict[str, Any], rope: dict[str, Any]) -> list[str]:
     problems = []
     if c["hidden_act"] != "silu":
         problems.append(f"hidden_act={c['hidden_act']!r} (only silu)")

@@ -19,11 +19,10 @@ HEAD = "output_layer.weight"  # Megatron's name of the output layer
 
 
 class Kind(StrEnum):
-    """How an entry lies over tensor-parallel ranks."""
+    """The layout of an entry over tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows, padded with zeros to the padded vocabulary
-    ROWS = "rows"  # split on dim 0
     COLUMNS = "columns"  # split on dim 1
     QKV = "qkv"  # per group of key/value heads: its query heads, k, v
     GATE_UP = "gate_up"  # a rank's gate rows, then its up rows
@@ -31,7 +30,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One Megatron parameter (its name counts layers over all stages) and the Hugging Face tensors it is made of."""
+    """A Megatron parameter (its name counts layers over all stages) and the Hugging Face tensors that it is made of."""
 
     megatron: str
     names: tuple[str, ...]
@@ -48,23 +47,20 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
     """Every parameter of the model, in the order of the forward pass. A tied output layer has no entry of its own."""
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_hidden_size, shape.kv_channels
     q_rows, kv_rows = shape.num_attention_heads * head_dim, shape.num_query_groups * head_dim
+    rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
     vocab = (shape.vocab_size, hidden)
-    entries = [
-        WeightEntry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB),
-    ]
+    entries = [WeightEntry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
     for i in range(shape.num_layers):
         layer: list[tuple[str, Kind, dict[str, tuple[int, ...]]]] = [
             ("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)}),
             (
                 "self_attention.linear_qkv.weight",
                 Kind.QKV,
-                {f"self_attn.{x}_proj.weight": (q_rows if x == "q" else kv_rows, hidden) for x in "qkv"},
+                {f"self_attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()},
             ),
         ]
         if shape.qkv_bias:
-            biases: dict[str, tuple[int, ...]] = {
-                f"self_attn.{x}_proj.bias": (q_rows if x == "q" else kv_rows,) for x in "qkv"
-            }
+            biases: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()}
             layer.append(("self_attention.linear_qkv.bias", Kind.QKV, biases))
         if shape.qk_norm:
             for x in "qk":
@@ -129,9 +125,7 @@ def join(entry: WeightEntry, locals_: Sequence[Tensor], shape: ModelShape) -> li
     full = []
     for index, want in enumerate(entry.shapes):
         parts = [parts[index] for parts in per_rank]
-        if len(parts) == 1 or entry.split_dim is None:
-            tensor = parts[0]
-        else:
-            tensor = torch.cat(parts, dim=entry.split_dim)
+        whole = len(parts) == 1 or entry.split_dim is None
+        tensor = parts[0] if whole else torch.cat(parts, dim=entry.split_dim)
         full.append(tensor[: want[0]].contiguous())
     return full

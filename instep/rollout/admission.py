@@ -1,8 +1,8 @@
-"""The door of generation requests: a weight sync closes it, so that the version of every token is known.
+"""The door of generation requests: a weight sync closes it, so that the weight version of every token is known.
 
-Requests to the policy count from before they are sent until their answer is read. Where an engine does not say which
-weights made a token, `version` does: it changes only while no request is under way. Requests that do not come through
-`rollout/client.py`, and those to other models, know no door.
+A request to the policy is under way from before it is sent until its answer is read. Where an engine does not report
+which weights made a token, `version` tells: it changes only while no request is under way. The door does not hold back
+requests to other models, nor those that do not go through `rollout/client.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ LOOK_SECONDS = 0.02
 _lock = threading.Lock()
 _closed = False
 _under_way = 0
-_guarded = ""  # what the policy's URLs begin with
-version: str | None = None  # of the weights that make tokens now; None: engines say it themselves, or nothing is known
+_guarded = ""  # the beginning of the policy's URLs
+version: str | None = None  # of the weights that make tokens now; None: engines report it, or nothing is known
 
 
 @contextlib.asynccontextmanager
 async def admitted(url: str) -> AsyncIterator[None]:
-    """Wait at a closed door, then be under way. Bounded by who closed it: a sync has a deadline."""
+    """Wait until the door is open, then count as under way. The deadline of the sync that closed it bounds the wait."""
     global _under_way
     if not is_guarded(url):
         yield
@@ -45,7 +45,7 @@ def _enter() -> bool:
 
 
 def guard(url: str) -> None:
-    """The policy is asked at `url`."""
+    """Let the door hold back the requests whose URL begins with `url`."""
     global _guarded
     _guarded = url
 
@@ -67,7 +67,7 @@ def open_again(new_version: str | None = None) -> None:
 
 
 def reset() -> None:
-    """As at the start of the process, for the next run in it."""
+    """Restore the state of a new process, for the next run in this one."""
     guard("")
     open_again()
 

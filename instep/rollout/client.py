@@ -1,4 +1,4 @@
-"""The engine client: one token-in, token-out request, and the abort that goes to engines directly."""
+"""The engine client: a request with token ids in and out, and the abort of all requests of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
-MAX_RETRIES = 8  # 21 seconds, where other engines can take over what was on a dead one
+MAX_RETRIES = 8  # 21 seconds, where other engines can take over the requests of a dead one
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(
@@ -46,7 +46,7 @@ def get_model_url(args: HookSettings, model_name: str | None = None, endpoint: s
 
 
 def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
-    """The seeds' names (`max_new_tokens`, ...) to vLLM's; None means "not set".
+    """Sampling parameters with the names of slime and vime (`max_new_tokens`, ...) under vLLM's; None means "not set".
 
     Raises:
         RolloutError: a name that vLLM does not know, or two spellings with different values.
@@ -69,7 +69,7 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def wire_of(args: HookSettings) -> WireFormat:
-    """How the engines of the policy are spoken to."""
+    """The wire format of the policy's engines."""
     return kind_of(args.rollout_engine_kind).wire
 
 
@@ -84,16 +84,17 @@ async def complete(
     max_retries: int = 4,
     session: str = "",
 ) -> Completion:
-    """One response to `token_ids`; `sampling_params` in vLLM's names, always with the sampled tokens' log-probs.
+    """One response to `token_ids`, with the log-probs of its tokens.
 
-    A request that is lost with its engine is made again, and the router gives it to another one.
+    A request that is lost with its engine is sent again, and the router gives it to another engine.
 
     Args:
+        sampling_params: with vLLM's names.
         max_retries: as in `post`.
-        session: requests of one session go to one engine where the router can (the samples of a group, turns).
+        session: the requests of one session (those of a group) go to one engine, if the router can do so.
 
     Raises:
-        EngineError: refused, unreachable, or an answer whose parts do not fit each other.
+        EngineError: the request was refused, there was no answer, or its parts do not fit each other.
     """
     headers = {SESSION_HEADER: session} if session else None
 
@@ -106,9 +107,9 @@ async def complete(
 
 
 async def abort_all(engine_urls: Sequence[str], wire: WireFormat, *, timeout: float = 10.0) -> None:
-    """Ask every engine, directly, to end all its requests; they answer with what they have (`abort`).
+    """Ask every engine, past the router, to end all its requests, which are answered with the tokens they have.
 
-    One that does not answer is passed over: it has died, which is the controller's to notice.
+    An engine that does not answer is skipped if there are others: it has died, which the controller notices.
     """
     calls = (post(url + wire.abort_route, {}, max_retries=1, timeout=timeout) for url in engine_urls)
     for outcome in await asyncio.gather(*calls, return_exceptions=True):

@@ -1,14 +1,15 @@
-"""The rollout function of direct preference optimization: pairs from the data source, nothing is generated."""
+"""The rollout function of direct preference optimization, which takes pairs from the data source."""
 
 from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
 
-from instep.data.chat import response_length, tokenize_conversation
+from instep.data.chat import tokenize_conversation
 from instep.errors import DataError, RolloutError
-from instep.rollout.tokens import tokenizer_of
-from instep.types import Group, RolloutFnTrainOutput, Sample, Status
+from instep.rollout.sft_rollout import as_completed
+from instep.rollout.tokens import tokenizer_of, where_of
+from instep.types import Group, RolloutFnTrainOutput, Sample
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -17,11 +18,10 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` pairs as groups [chosen, rejected] of one execution; their rewards, 1 and 0, only tell
-    them apart.
+    """`--rollout-batch-size` pairs, each as a group [chosen, rejected] of one execution with the rewards [1, 0].
 
-    A response of messages is trained on in its assistant turns, as in SFT; one of text as a whole, with the
-    end-of-text token after it. Nothing of the prompt is.
+    The loss mask of a response of messages covers its assistant turns, as in SFT; that of a text covers all of it, with
+    the end-of-text token that is put after it. No token of the prompt is trained on.
 
     Raises:
         DataError: a pair without a trainable token.
@@ -35,23 +35,17 @@ def generate_rollout(
 
 
 def _pair(args: HookSettings, sample: Sample) -> Group:
-    where = sample.extra.get("where", f"group {sample.group_index}")
+    where = where_of(sample)
     if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
         raise DataError(
             f"the sample's label is no pair: {sample.label!r:.80}",
             where=where,
             remedy='let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind',
         )
-    pair = []
-    for name, reward in (("chosen", 1.0), ("rejected", 0.0)):
-        one = copy.deepcopy(sample)
-        ids, mask = _tokenized(args, one, sample.label[name], f"{where}, {name}")
-        one.tokens, one.response_length = ids, response_length(mask)
-        one.loss_mask = mask[-one.response_length :]
-        one.execution_id = f"{sample.group_index}.0.{sample.attempt}"
-        one.reward, one.status = reward, Status.COMPLETED
-        pair.append(one)
-    return pair
+    return [
+        as_completed(copy.deepcopy(sample), *_tokenized(args, sample, sample.label[name], f"{where}, {name}"), reward)
+        for name, reward in (("chosen", 1.0), ("rejected", 0.0))
+    ]
 
 
 def _tokenized(args: HookSettings, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:

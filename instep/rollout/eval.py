@@ -1,4 +1,4 @@
-"""Evaluation on several data sets at once, each with settings of its own."""
+"""Evaluation on several data sets at once, each with its own settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _loaded: dict[tuple[Any, ...], Dataset] = {}
 
 
 def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
-    """The rows of a data set; read once per process."""
+    """The rows of a data set, which is read once per process."""
     options: dict[str, Any] = {
         "row_format": RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key),
         "apply_chat_template": args.apply_chat_template,
@@ -52,12 +52,12 @@ def _sampling_params(args: HookSettings, dataset: EvalDataset) -> dict[str, Any]
 
 
 def _groups(args: HookSettings, dataset: EvalDataset) -> list[Group]:
-    """Samples for every row; `n_samples_per_eval_prompt` of them each."""
+    """A group of `n_samples_per_eval_prompt` samples for every row."""
     n = dataset.n_samples_per_eval_prompt
     rule = {"rm_type": dataset.rm_type} if dataset.rm_type else {}
     reward_path = dataset.custom_rm_path
     if reward_path == args.custom_rm_path and dataset.rm_type != args.rm_type:
-        reward_path = BUILT_IN  # the set's own rm_type counts more than the run's --custom-rm-path
+        reward_path = BUILT_IN  # the set's own rm_type goes before the run's --custom-rm-path
     return [
         [
             Sample(
@@ -76,13 +76,16 @@ def _groups(args: HookSettings, dataset: EvalDataset) -> list[Group]:
 
 
 def evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
-    """Generate and reward every row of every set; by name `rewards` (floats), `truncated` and `samples`, in row order.
+    """Generate and reward the samples of every row of every set, in row order.
 
     Sampling seeds do not depend on `rollout_id`, so that two evaluations differ by the policy alone.
 
+    Returns:
+        By name of the set: `rewards` (floats), `truncated` and `samples`.
+
     Raises:
         ConfigError: there is no evaluation set.
-        EngineError, RewardError, RolloutError: the evaluation is ended at once.
+        EngineError, RewardError, RolloutError: the first error ends the evaluation.
     """
     work = [(d, _groups(args, d)) for d in args.eval_datasets]
     if not work:

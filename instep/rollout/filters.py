@@ -1,4 +1,4 @@
-"""Dynamic-sampling filters: `fn(args, group) -> FilterOutput | bool`, after the rewards."""
+"""Dynamic-sampling filters: functions `fn(args, group) -> FilterOutput | bool` that are called after the rewards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class FilterOutput:
-    """Whether a group is trained on; `reason` is a short name for why not."""
+    """Whether a group is trained on, and if not, a short name of the reason."""
 
     keep: bool
     reason: str | None = None
 
 
 def check_reward_nonzero_std(args: HookSettings, group: Any) -> FilterOutput:
-    """Keep groups whose executions differ in reward: the others have zero advantage (DAPO, arXiv 2503.14476, 3.2).
+    """Keep groups whose executions differ in reward; others have zero advantage (DAPO, arXiv:2503.14476, section 3.2).
 
     Fan-out siblings count as one execution, with the mean of their rewards.
     """
@@ -36,7 +36,7 @@ def check_reward_nonzero_std(args: HookSettings, group: Any) -> FilterOutput:
 
 
 def as_filter_output(output: Any, path: str) -> FilterOutput:
-    """A filter's answer: a bool, or an object with `keep` and `reason`."""
+    """The result of a filter (a bool, or an object with `keep` and `reason`) as a FilterOutput."""
     if isinstance(output, bool):
         return FilterOutput(output, None if output else path.rpartition(".")[2])
     try:

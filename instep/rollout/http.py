@@ -1,4 +1,4 @@
-"""JSON over HTTP with bounds: the `post` that rollout hooks use, and `get`."""
+"""JSON over HTTP with bounds: `post`, which rollout hooks also use, and `get`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ async def post(
 ) -> dict[str, Any]:
     """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
 
-    A refusal (4xx) is final. A failed connection or a 5xx is tried `max_retries` times more, with growing pauses:
-    3 seconds in all by default. `timeout` bounds one attempt, in seconds.
+    A refusal (4xx) is final. After a failed connection or a 5xx there are at most `max_retries` further attempts, with
+    growing pauses (by default 3 seconds in all). `timeout` bounds one attempt, in seconds.
 
     Raises:
-        EngineError: naming the URL and the answer's own message.
+        EngineError: with the URL and the answer's own message.
     """
     return await _ask("POST", url, max_retries, timeout, headers, json=payload)
 
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
-    """GET a JSON object, as `post` does."""
+    """GET a JSON object; bounds and errors are those of `post`."""
     return await _ask("GET", url, max_retries, timeout, None)
 
 
@@ -89,7 +89,7 @@ def _parse(url: str, body: str) -> dict[str, Any]:
 
 
 def _message(body: str) -> str:
-    """The message in an error answer, in vLLM's form or FastAPI's, else its beginning."""
+    """The message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
     try:
         value = json.loads(body)
         error = value.get("error", value)

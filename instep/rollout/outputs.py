@@ -1,4 +1,4 @@
-"""What rollout functions return, in the one form that the controller reads: flat groups of checked samples."""
+"""The results of rollout functions in the form that the controller reads: flat groups of checked samples."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def check_sample(sample: Sample, where: str) -> None:
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:
-    """What a rollout function returned (RolloutFnTrainOutput or a plain list of groups) as flat, checked groups.
+    """The result of a rollout function (RolloutFnTrainOutput or a list of groups) as flat, checked groups.
 
-    Nested lists are fan-out siblings: they get a common `execution_id`; any other sample without one gets its own.
+    Nested lists are fan-out siblings, which get a common `execution_id`; any other sample without one gets its own.
 
     Raises:
         RolloutError: another type, an empty group, a group given twice, or a sample whose columns do not fit.
@@ -95,7 +95,7 @@ def _as_group(group: Any) -> Group:
 
 
 def as_eval_output(output: Any) -> RolloutFnEvalOutput:
-    """What an evaluation function returned (RolloutFnEvalOutput, or a dict by data set name), checked.
+    """The result of an evaluation function (RolloutFnEvalOutput, or a dict by data set name), checked.
 
     Missing `rewards` (of samples whose reward is a number) and `truncated` are read from `samples`.
     """

@@ -1,7 +1,7 @@
-"""The one background event loop of a process: rollouts run on it, and the caller waits with a bound.
+"""The background event loop of a process, which runs rollouts while their caller waits with a bound.
 
-`run` may be called from any thread; `cancel_all` ends whatever is in flight from another thread (a dead engine,
-Ctrl-C). A coroutine that never gives the loop back is noticed too, when it was started through `bounded_steps`.
+`run` may be called from any thread, and `cancel_all` ends all tasks from any thread (after the death of an engine, or
+Ctrl-C). A coroutine that blocks the loop is noticed if it was started through `bounded_steps`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LIMITS = aiohttp.ClientTimeout(total=3600.0, sock_connect=CONNECT_SECONDS)
 
 
 class _Loop:
-    """A running event loop in a daemon thread, and what lives and dies with it."""
+    """A running event loop in a daemon thread, with the objects that belong to it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        self.step: tuple[float, InstepError] | None = None  # deadline of the step that runs now, and what to say then
+        self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
         self.interrupts: set[concurrent.futures.Future[None]] = set()
         self.thread = threading.Thread(target=self.loop.run_forever, name="instep-rollout", daemon=True)
         self.thread.start()
@@ -78,7 +78,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
     Raises:
         RolloutError: the time is over.
-        InstepError: what `cancel_all` was given, or what a `bounded_steps` coroutine that blocks the loop stands for.
+        InstepError: the error given to `cancel_all`, or to the `bounded_steps` whose coroutine blocks the loop.
     """
     home = _ensure()
     if threading.current_thread() is home.thread:
@@ -128,7 +128,7 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def shutdown(timeout: float = 2.0) -> None:
-    """Cancel what runs, close the session and the reward workers, stop the loop; a later `run` starts a new one."""
+    """Cancel all tasks, close session and reward workers, and stop the loop; a later `run` starts a new one."""
     home = _current
     if home is None:
         return
@@ -149,7 +149,7 @@ def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """The loop's shared session; on a foreign loop (a hook's own `asyncio.run`) one for this call only."""
+    """The loop's shared session; on another loop (a hook's own `asyncio.run`) a session for this call only."""
     home = _current
     if home is None or asyncio.get_running_loop() is not home.loop:
         async with aiohttp.ClientSession(timeout=_LIMITS) as session:
@@ -162,7 +162,7 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def background_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop, if one runs; to be looked at, not to be used."""
+    """The loop, if one runs; for inspection only."""
     return _current.loop if _current is not None else None
 
 
@@ -188,12 +188,12 @@ class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps
             try:
                 yield waits_for
                 wake = None
-            except BaseException as error:  # handed to the coroutine, whose own await it is (a cancellation, mostly)
+            except BaseException as error:  # mostly a cancellation: the coroutine's own await raises it
                 wake = error
 
 
 def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """Run a blocking function beside the loop. Its thread keeps no process alive, unlike one of an executor."""
+    """Run a blocking function in a thread which, unlike one of an executor, keeps no process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -214,7 +214,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
 
 
 async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; at the first failure the others are cancelled before it is raised."""
+    """The results in order; at the first failure the other jobs are cancelled before it is raised."""
     if len(jobs) == 1:
         return [await jobs[0]]
     tasks = [asyncio.create_task(job) for job in jobs]
@@ -225,7 +225,7 @@ async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0) -> None:
-    """Cancel what is not done, and wait for it a bounded time (a hook may refuse to end)."""
+    """Cancel the tasks that are not done and wait at most `timeout` seconds for them: a hook may refuse to end."""
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()
@@ -237,12 +237,13 @@ async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0)
 
 
 def set_progress_listener(listener: ProgressListener | None) -> None:
-    """`listener(done, total, extra)` is called on the loop's thread whenever a group or evaluation sample is done."""
+    """Have `listener(done, total, extra)` called on the loop's thread whenever a group or evaluation sample is done."""
     global _listener
     _listener = listener
 
 
 def report_progress(done: int, total: int, **extra: Any) -> None:
+    """Keep the progress of this rollout or evaluation as `last_progress`, and tell the listener."""
     global last_progress
     last_progress = (done, total, extra)
     if _listener is not None:

@@ -1,4 +1,4 @@
-"""A frozen model that an engine serves, a teacher or the reference: its log-probs of what the policy sampled."""
+"""A frozen model that an engine serves (a teacher or the reference): its log-probs of the policy's samples."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
 CHECK_SECONDS = 60.0
-CONCURRENCY = 32  # samples that are with the model at a time
+CONCURRENCY = 32  # requests to the model at a time
 NUM_PROBED = 64  # entries of the vocabulary that both tokenizers must agree on
 
 
 class ServedScorer:
-    """A client of an engine, or of the router before several, that serves a frozen model, with vLLM's routes.
+    """A client of an engine that serves a frozen model through vLLM's routes, or of the router before several.
 
     Args:
-        name: what errors call the model, such as "the teacher"; where: what names it.
+        name: the model's name in errors, such as "the teacher".
+        where: the flag that gave it, for errors.
         url: `http://HOST:PORT`.
         timeout: seconds for the samples of a rollout.
-        instead: how the trainer would get such log-probs by itself.
-        wire: how it is asked for log-probs.
+        instead: the remedy for samples whose log-probs a served model cannot give.
+        wire: the wire format of its log-probs.
     """
 
     def __init__(self, name: str, where: str, url: str, timeout: float, instead: str, wire: WireFormat = VLLM_WIRE):
-        self.wire = wire
         self.name, self.where, self.url, self.timeout, self.instead = name, where, url, timeout, instead
+        self.wire = wire
 
     def check(self, tokenizer: Any, engine_url: str | None = None) -> int:
-        """Whether it answers, and has the policy's vocabulary: the same ids for a text that is spread all over it.
+        """Check that the model answers, and has the policy's vocabulary: a text from all over it has the same ids.
 
         Args:
-            engine_url: one of the engines behind a router, which would change a request that is text.
+            engine_url: one of the engines behind a router, because a router changes requests that are text.
 
         Returns:
             The most tokens of prompt and response that it can score.
 
         Raises:
-            EngineError: it does not, or has not.
+            EngineError: it does not answer, or has another vocabulary.
         """
         base = engine_url or self.url
         url = f"{base}/v1/completions"
@@ -62,7 +63,7 @@ class ServedScorer:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             remedy = "it needs vLLM's /v1/completions with return_token_ids, and /inference/v1/generate"
             raise self._error(f"{self.name} does not say how it tokenizes", remedy) from error
-        if ours not in (theirs, theirs[1:]):  # its own request may begin with a token for the beginning
+        if ours not in (theirs, theirs[1:]):  # the model may put a begin-of-text token first
             differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
             what = f"{self.name} has another vocabulary: {text!r:.60} is {theirs[: differs + 1][-3:]}..., not "
             raise self._error(
@@ -78,10 +79,11 @@ class ServedScorer:
             ) from error
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        """float32 `[num_response_tokens]`, at temperature 1; 0 for a sample of which no token is trained on.
+        """Log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1; 0 in samples without a trained
+        token.
 
         Raises:
-            EngineError: it does not answer, or not with the log-probs of these tokens.
+            EngineError: the model does not answer, or not with the log-probs of these tokens.
             RolloutError: a sample of another temperature, or the time is over.
         """
         if bool((batch.sample_columns["temperature"] != 1).any()):
@@ -110,7 +112,7 @@ class ServedScorer:
         return await runtime.gather([score(*sample) for sample in samples])
 
     async def _score(self, tokens: list[int], length: int) -> list[float]:
-        """Of the last `length` tokens."""
+        """Log-probs of the last `length` tokens."""
         wire = self.wire
         answer = await post(self.url + wire.generate_route, wire.scoring_request(tokens), timeout=self.timeout)
         out = wire.prompt_log_probs(answer, tokens, self.url)[-length:]
@@ -129,17 +131,16 @@ class ServedScorer:
 
 
 def served_reference(args: Settings, hook_args: HookSettings) -> ServedScorer | None:
-    """The model of `--ref-served-model`, once the engines run; None where the reference is in the workers."""
+    """The client of `--ref-served-model`, whose engines must run; None without the flag."""
     if args.ref_served_model is None:
         return None
     url = get_model_url(hook_args, args.ref_served_model, "")
     where = f"--ref-served-model {args.ref_served_model}, at {url}"
-    wire = wire_of(hook_args)
-    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire)
+    return ServedScorer("the reference", where, url, args.rollout_timeout, "leave the flag out", wire_of(hook_args))
 
 
 def _spread_text(tokenizer: Any) -> str:
-    """Text of entries from all over the vocabulary, those that are whole characters."""
+    """A text of tokens from all over the vocabulary, of those that are whole characters."""
     step = max(1, len(tokenizer) // NUM_PROBED)
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(0, len(tokenizer), step)]
     return "".join(text for text in texts[:NUM_PROBED] if "\ufffd" not in text)

@@ -1,13 +1,13 @@
-"""The rollout function of supervised fine-tuning: conversations from the data source, nothing is generated."""
+"""The rollout function of supervised fine-tuning, which takes conversations from the data source."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from instep.data.chat import response_length, tokenize_conversation
+from instep.data.chat import tokenize_conversation
 from instep.errors import DataError, RolloutError
 from instep.rollout.eval import evaluate
-from instep.rollout.tokens import tokenizer_of
+from instep.rollout.tokens import tokenizer_of, where_of
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def generate_rollout(
 
 
 def _tokenized(args: HookSettings, sample: Sample) -> Sample:
-    where = sample.extra.get("where", f"group {sample.group_index}")
+    where = where_of(sample)
     if not isinstance(sample.prompt, list):
         raise DataError(
             "the prompt is text, not a conversation",
@@ -46,8 +46,13 @@ def _tokenized(args: HookSettings, sample: Sample) -> Sample:
         template_kwargs=args.apply_chat_template_kwargs,
         where=where,
     )
-    sample.tokens, sample.response_length = ids, response_length(mask)
+    return as_completed(sample, ids, mask, 0.0)
+
+
+def as_completed(sample: Sample, ids: list[int], mask: list[int], reward: float) -> Sample:
+    """The sample with these token ids; its response begins at the first one that `mask` says is trained on."""
+    sample.tokens, sample.response_length = ids, len(mask) - mask.index(1)
     sample.loss_mask = mask[-sample.response_length :]
     sample.execution_id = f"{sample.group_index}.0.{sample.attempt}"
-    sample.reward, sample.status = 0.0, Status.COMPLETED
+    sample.reward, sample.status = reward, Status.COMPLETED
     return sample

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation where it is served by an engine, and rewards where it is enough."""
+"""The teacher of on-policy distillation that an engine serves, and hooks for runs that learn from it alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ServedTeacher(ServedScorer):
-    """The one at `--opd-teacher-url`."""
+    """A client of the teacher at `--opd-teacher-url`."""
 
     def __init__(self, url: str, timeout: float):
         where, instead = f"--opd-teacher-url {url}", "load the teacher with --opd-teacher-load"
@@ -20,17 +20,17 @@ class ServedTeacher(ServedScorer):
 
 
 def served_teacher(args: Settings) -> ServedTeacher | None:
-    """That of on-policy distillation, unless it is a model in the workers, or there is none."""
+    """The client of the teacher; None without one, or if the workers hold it."""
     if not (args.use_opd and args.opd_type == "engine"):
         return None
     return ServedTeacher(str(args.opd_teacher_url), args.rollout_timeout)
 
 
 async def no_reward(args: Settings, target: Sample | list[Sample]) -> Any:
-    """The reward of a run that has none but the teacher: 0."""
+    """For --custom-rm-path: the reward 0, for a run without any other."""
     return 0.0 if isinstance(target, Sample) else [0.0] * len(target)
 
 
 def no_rewards(args: Settings, samples: list[Sample]) -> tuple[list[Any], list[float]]:
-    """For --custom-reward-post-process-path: rewards are reported, but only the teacher is learnt from."""
+    """For --custom-reward-post-process-path: rewards are reported, but training uses 0 instead."""
     return [s.reward for s in samples], [0.0] * len(samples)

@@ -18,25 +18,28 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 _TURN = "\ue001"  # private use: stands for a turn of the model
-MAX_TOKENS_INLINE = 256  # to hand over to a thread and back takes longer than to decode as many
+MAX_TOKENS_INLINE = 256  # the transfer to a thread and back takes longer than to decode so many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 
 def tokenizer_of(args: Settings) -> Any:
+    """The tokenizer of `--hf-checkpoint`."""
     return load_tokenizer(str(args.hf_checkpoint))
 
 
+def where_of(sample: Sample) -> str:
+    """The file and line of the sample's prompt if they are known, else its group; for errors."""
+    return str(sample.extra.get("where", f"group {sample.group_index}"))
+
+
 def prompt_ids(args: Settings, sample: Sample) -> list[int]:
-    """Token ids of the sample's prompt: those it has, or a rendered string's, or a message list's by chat template."""
+    """Token ids of the sample's prompt: those in `tokens`, else of its text, or of its messages by chat template."""
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
-    tokenizer = tokenizer_of(args)
-    text, where = sample.prompt, sample.extra.get("where", f"group {sample.group_index}")
+    text, where = sample.prompt, where_of(sample)
     if not isinstance(text, str):
-        template_kwargs = args.apply_chat_template_kwargs or {}
-        tools = sample.metadata.get("tools")
-        require_chat_template(tokenizer)
-        text = render(text, tokenizer, tools, template_kwargs, generation_prompt=True, where=where)
+        tokenizer, kwargs = require_chat_template(tokenizer_of(args)), args.apply_chat_template_kwargs
+        text = render(text, tokenizer, sample.metadata.get("tools"), kwargs, generation_prompt=True, where=where)
     ids = _encode(str(args.hf_checkpoint), text)
     if not ids:
         raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
@@ -49,15 +52,16 @@ def _encode(path: str, text: str) -> tuple[int, ...]:
 
 
 def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids of what stands between two turns of the model: `messages` (a tool's answer, a user's words) and what
-    the chat template writes around them, from behind the end-of-turn token that the model has sampled to where its
-    next turn begins. `sample.append_response_tokens(ids, trainable=False)` makes the next prompt of them, and nothing
-    is tokenized again. Names of special tokens in a content are left out: they would become these tokens.
+    """Token ids between two turns of the model: `messages` (a tool's answer, a user's words) in the chat template.
+
+    They begin after the end-of-turn token that the model has sampled and end where its next turn begins, so that
+    `sample.append_response_tokens(ids, trainable=False)` makes the next prompt and no token is tokenized again. Names
+    of special tokens are removed from the contents, because they would become these tokens.
 
     Raises:
         DataError: the template refuses the messages, or ends a turn with no special token.
     """
-    tokenizer, kwargs = tokenizer_of(args), args.apply_chat_template_kwargs or {}
+    tokenizer, kwargs = tokenizer_of(args), args.apply_chat_template_kwargs
     special = special_tokens(tokenizer)
     messages = [{**message, "content": _without(special, str(message["content"]))} for message in messages]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
@@ -73,14 +77,14 @@ def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
 
 
 def _without(names: list[str], text: str) -> str:
-    while any(name in text for name in names):  # what is left of one and another may be a third
+    while any(name in text for name in names):  # a removal may join the parts of another name
         for name in names:
             text = text.replace(name, "")
     return text
 
 
 def token_texts(args: Settings, ids: list[int]) -> list[str]:
-    """The text of each token, special ones too. Of tokens that are a character together, the last has it."""
+    """The text of each token, special ones too; a character of several tokens is the text of the last of them."""
     tokenizer = tokenizer_of(args)
     texts, held = [], []
     for i in ids:
@@ -95,7 +99,7 @@ def token_texts(args: Settings, ids: list[int]) -> list[str]:
 
 
 async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Text of `ids`; of many, made in a thread: the tokenizer lets go of the interpreter lock while it works."""
+    """The text of `ids`; many are decoded in a thread, because the tokenizer then releases the interpreter lock."""
     tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
     if len(ids) <= MAX_TOKENS_INLINE:
@@ -104,10 +108,11 @@ async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -
 
 
 def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:
-    """Which of `stops` the last token of a response completed, for an engine that does not say.
+    """The stop string that the last token of a response completed, for an engine that does not report it.
 
     Args:
-        text: of the whole response; `before_last`: of all its tokens but the last.
+        text: the text of the whole response.
+        before_last: the text of all its tokens but the last.
     """
     whole = len(before_last.rstrip("\ufffd"))  # half a character is no text yet
     for stop in [stops] if isinstance(stops, str) else stops:
@@ -117,6 +122,6 @@ def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str 
 
 
 def trim_stop(text: str, stop: str, start: int = 0) -> str:
-    """`text` up to the stop string that ended it, which is looked for from `start` on."""
+    """`text` up to the stop string that ended it, searched from `start` on."""
     at = text.find(stop, max(0, start))
     return text if at < 0 else text[:at]

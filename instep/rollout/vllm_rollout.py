@@ -1,4 +1,4 @@
-"""The default rollout function and generate function, for every engine that speaks vLLM's HTTP routes."""
+"""The default rollout function and generate function, for every engine with vLLM's HTTP routes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
-ABORT_SECONDS = 30.0  # for what runs to end after an abort; later it is cancelled
-MAX_WASTED_ROUNDS = 50  # as many times the rollout's groups may be thrown away before it is an error
+ABORT_SECONDS = 30.0  # how long requests may take to end after an abort; then they are cancelled
+MAX_WASTED_ROUNDS = 50  # more discarded groups than this times --rollout-batch-size are an error
 
 
 async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate the response of `sample`, or more of it when it already has one (a partial rollout, a further turn).
+    """Generate the response of `sample`, or continue the one that it has (a partial rollout, a further turn).
 
-    `max_new_tokens` is the budget of the whole response, former turns included; EOS and stop tokens stay in `tokens`, a
-    stop string is cut from `response` only.
+    `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`; a stop
+    string is cut from `response` only.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -48,7 +48,7 @@ async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str
     if "min_tokens" in params:
         params["min_tokens"] = max(0, params["min_tokens"] - before)
     if before:
-        if "seed" in params:  # else the rest would repeat the random numbers of the beginning
+        if "seed" in params:  # otherwise the rest would repeat the random numbers of the beginning
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
@@ -70,7 +70,7 @@ async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str
 
 
 async def _complete(args: HookSettings, sample: Sample, params: dict[str, Any]) -> Completion:
-    """What follows the tokens of `sample`; `params` in vLLM's names."""
+    """The engine's continuation of the tokens of `sample`; `params` have vLLM's names."""
     wire = wire_of(args)
     try:
         return await complete(
@@ -93,13 +93,13 @@ async def _complete(args: HookSettings, sample: Sample, params: dict[str, Any]) 
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Generate until `--rollout-batch-size` groups stand, or evaluate all evaluation sets. Blocks.
+    """Generate until `--rollout-batch-size` groups are kept, or evaluate all evaluation sets. This call blocks.
 
-    Groups come back in the order of their `group_index`. Those that were taken but are not returned are given to
+    Groups are returned in the order of their `group_index`. Groups that were taken but are not returned go to
     `data_source.add_samples` (partial rollouts) or `data_source.drop(groups, reason)`.
 
     Raises:
-        EngineError, RewardError, RolloutError: the rollout is ended at once.
+        EngineError, RewardError, RolloutError: the first error ends the rollout.
     """
     if evaluation:
         return evaluate(args, rollout_id)
@@ -116,9 +116,9 @@ class _Rollout:
         self.target = int(args.rollout_batch_size)
         self.pending: dict[asyncio.Task[Group], Group] = {}
         self.kept: list[Group] = []
-        self.finished: list[Group] = []  # all that were generated to their end, filtered ones too
+        self.finished: list[Group] = []  # all that were generated to their end, also those that a filter rejects
         self.counts: Counter[str] = Counter()
-        self.deadline = time.monotonic() + 0.95 * args.rollout_timeout  # before the caller's, who knows less
+        self.deadline = time.monotonic() + 0.95 * args.rollout_timeout  # before the caller's, whose error says less
 
     async def run(self) -> RolloutFnTrainOutput:
         try:
@@ -143,9 +143,9 @@ class _Rollout:
                 self.pending[task] = group
 
     async def _wait(self) -> list[asyncio.Task[Group]]:
-        """Groups that are done now, by group index."""
+        """The tasks of groups that are done now, in the order of their group index."""
         left = self.deadline - time.monotonic()
-        # Who is first depends on the clock; all of them, in their order, do not.
+        # Which group is first depends on the clock; the order of all of them does not.
         when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait(self.pending, timeout=left, return_when=when)
         if done:
@@ -158,7 +158,7 @@ class _Rollout:
         )
 
     async def _settle(self, issued: Group, group: Group) -> None:
-        """Keep one group, or give it away."""
+        """Keep one group, or give it back or drop it."""
         if any(s.status is Status.ABORTED for s in group):
             self._give_back(issued, group)
             self._check_waste()
@@ -195,7 +195,7 @@ class _Rollout:
 
     def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:
         self.counts[reason] += 1
-        # Siblings of a fan-out cannot be continued; what was issued can, and is the same objects otherwise.
+        # Fan-out siblings cannot be continued; without fan-out the group consists of the samples that were issued.
         whole = len(issued) == len(group) and all(a is b for a, b in zip(issued, group, strict=True))
         if self.args.partial_rollout and whole:
             self.data_source.add_samples([group])
@@ -203,11 +203,11 @@ class _Rollout:
             self.data_source.drop([group], reason)
 
     async def _end_the_rest(self) -> None:
-        """Abort what runs on every engine until all of it has answered; in `ABORT_SECONDS`, else cancel it."""
+        """Abort the requests on every engine until all are answered; after `ABORT_SECONDS`, cancel the rest."""
         self.execution.aborted = True
         deadline = time.monotonic() + ABORT_SECONDS
         while self.pending and time.monotonic() < deadline:
-            # Again and again: a request may have been under way to an engine when the abort arrived there.
+            # Repeated, because a request may arrive at an engine after the abort.
             await abort_all(self.args.rollout_engine_urls, wire_of(self.args))
             done, _ = await asyncio.wait(self.pending, timeout=0.2)
             for task in sorted(done, key=lambda task: _order(self.pending[task])):
@@ -230,11 +230,9 @@ class _Rollout:
 
     async def _output(self) -> RolloutFnTrainOutput:
         args, groups = self.args, sorted(self.kept, key=_order)
-        if args.rollout_sample_filter_path:
-            path = args.rollout_sample_filter_path
+        if path := args.rollout_sample_filter_path:
             await call_hook(path, "all groups", load_function(path), args, groups)
-        if args.rollout_all_samples_process_path:
-            path = args.rollout_all_samples_process_path
+        if path := args.rollout_all_samples_process_path:
             everything = sorted(self.finished, key=_order)
             await call_hook(path, "all groups", load_function(path), args, everything, self.data_source)
         metrics = {f"rollout/num_groups_{k}": float(n) for k, n in self.counts.items()}

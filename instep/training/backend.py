@@ -1,9 +1,9 @@
-"""The thin protocol between the backend-neutral worker and a train backend (one object per process, SPMD).
+"""The protocol between the backend-neutral worker and a train backend, of which each process (rank) has one.
 
-All ranks call every method in the same order. A loss sees log-probs and entropy of response tokens (logits only where
-a user's own loss asks for them), so that no backend grows a loss of its own. Gradients are *summed* over micro-batches
-and data-parallel ranks: `loss_fn` weighs each token with the denominators of the whole optimizer step
-(`TokenBatch.token_columns["loss_weights"]`), so that nothing depends on the layout of micro-batches or ranks.
+A loss sees the log-probs and the entropy of response tokens (logits only where a user's own loss asks for them), so
+that no backend grows a loss of its own. Gradients are *summed* over micro-batches and data-parallel ranks: the loss
+weighs each token with the denominators of the whole optimizer step (`TokenBatch.token_columns["loss_weights"]`), so
+that nothing depends on the layout of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from instep.types import TokenBatch
-from instep.weights.source import TensorSpec, WeightSource
-
-__all__ = [
-    "LossFn",
-    "LossOutput",
-    "ParallelInfo",
-    "Role",
-    "StepResult",
-    "TensorSpec",
-    "TokenOutputs",
-    "TrainBackend",
-    "WeightSource",
-]
+from instep.weights.source import WeightSource
 
 
 @dataclass
 class ParallelInfo:
-    """Where this process stands."""
+    """The place of this process among the ranks of its role."""
 
     rank: int
     world_size: int
@@ -49,14 +37,14 @@ class ParallelInfo:
 
 @dataclass
 class TokenOutputs:
-    """Per response token of a micro-batch, samples in order, on the last pipeline stage.
+    """What the model says about the response tokens of a micro-batch, samples in order; on the last pipeline stage.
 
     Attributes:
-        log_probs: float32 `[num_response_tokens]`, of the token that stands there, at the sample's sampling
-            temperature (`sample_columns["temperature"]`), padded vocabulary columns left out. Of a critic: empty.
+        log_probs: float32 `[num_response_tokens]`, of each response token at the temperature that its sample was
+            sampled with (`sample_columns["temperature"]`), without padded vocabulary columns. A critic's are empty.
         entropy: float32 `[num_response_tokens]` of the same distribution, or None if not asked for.
-        logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient, if a
-            custom loss asked for them; they are as large as they sound.
+        logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient; only
+            if a custom loss asked for them, because they take much memory.
         values: float32 `[num_response_tokens]`, only of a critic: the value of the state in which the token was chosen.
     """
 
@@ -66,7 +54,7 @@ class TokenOutputs:
     values: torch.Tensor | None = None
 
     def cpu(self) -> TokenOutputs:
-        """The same in host memory, in float32."""
+        """A copy in host memory, in float32."""
         columns = (self.log_probs, self.entropy, self.logits, self.values)
         return TokenOutputs(*(None if x is None else x.float().cpu() for x in columns))
 
@@ -75,7 +63,7 @@ class TokenOutputs:
 class LossOutput:
     """What a loss returns for one micro-batch: the scalar to differentiate, and detached metrics.
 
-    `sums` are added up over micro-batches and data-parallel ranks, `maxes` are maximised.
+    The worker adds up `sums` over micro-batches and data-parallel ranks, and takes the maximum of `maxes`.
     """
 
     loss: torch.Tensor
@@ -98,29 +86,43 @@ Role = Literal["actor", "critic"]
 
 
 class TrainBackend(Protocol):
-    """What a train backend offers to `training/worker.py`.
+    """What a train backend offers to `training/worker.py`. All ranks call every method in the same order.
 
-    In the role of a critic the output layer is one row, without bias: `TokenOutputs.values` instead of log-probs.
+    Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; the worker relies on it to know
+    which samples a call is about. `hf` loops over them. Megatron's schedules (0.16: no pipelining, and 1F1B without
+    interleaving) take them from one iterator and run the forward passes of a stage in that order, whatever the order of
+    the backward passes; the loss belongs to the forward pass of the last stage, on each of its tensor-parallel ranks.
+    Activation recomputation repeats layers and the output layer, never the loss.
+
+    A critic has an output layer of one row, without bias, and gives `TokenOutputs.values` instead of log-probs.
     """
 
     parallel: ParallelInfo
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """Log-probs (a critic: values) without gradients, one per micro-batch, on CPU; None but on the last stage."""
+        """Outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
         ...
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
     ) -> list[LossOutput] | None:
-        """Add the gradients of all micro-batches, summed over data-parallel ranks; None except on the last stage."""
+        """Make the gradients of all micro-batches of an optimizer step, summed over data-parallel ranks.
+
+        Args:
+            loss_fn: called once per micro-batch, in order, on the ranks of the last pipeline stage.
+            logits: whether `loss_fn` reads `TokenOutputs.logits`.
+
+        Returns:
+            What `loss_fn` returned, in the same order; None except on the last stage.
+        """
         ...
 
     def optimizer_step(self, lr: float) -> StepResult:
-        """Clip, step with learning rate `lr`, zero the gradients. A non-finite norm skips the step."""
+        """Clip the gradients, step with learning rate `lr`, zero the gradients. A non-finite norm skips the step."""
         ...
 
     def publish(self, version: str) -> None:
-        """Make the current weights those that `weight_source` yields. Nothing to do but for single copy."""
+        """Make the current weights those that `weight_source` yields; no-op where it reads the live weights."""
         ...
 
     def weight_source(self) -> WeightSource: ...
@@ -140,10 +142,15 @@ class TrainBackend(Protocol):
         """Read what `save` wrote, also under another parallel layout.
 
         Args:
-            fresh_head: a critic takes an actor's weights, without its output layer; as with `load_hf`.
+            optimizer: False leaves the optimizer's moments as they are.
+            fresh_head: the output layer becomes zero, for a critic that begins with an actor's weights.
         """
         ...
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        """Move model and optimizer to host memory; no-op on a CPU."""
+        ...
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...

@@ -1,6 +1,5 @@
-"""Log-probs and entropy of given tokens from logits, also when the vocabulary is split over tensor-parallel ranks.
-
-And the values of a critic, whose output layer is one row.
+"""Log-probs and entropy of given tokens from logits, also with the vocabulary split over tensor-parallel ranks; and
+the values of a critic, whose output layer is one row.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Keeps one `[T, V_local]` buffer, the log-softmax, for the backward pass.
+    """Log-probs and entropy with one `[T, V_local]` buffer, the log-softmax, kept for the backward pass.
 
     With z = logits / temperature, p = softmax(z), y the target: log p_y = z_y - logsumexp(z) and H = -sum p log p, so
     d log p_y / dz = 1_y - p and dH / dz = -p (log p + H). Every tensor-parallel rank runs the same loss on the same
@@ -63,7 +62,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 def _vocab_parallel(
     z: Tensor, local: Tensor, here: Tensor, group: Any, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two all-reduces: the maximum, then (sum exp, target, sum exp * z) together. `z` becomes the log-softmax."""
+    """Log-softmax (in the memory of `z`), log-probs of targets and entropy.
+
+    It makes two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
+    """
     num_tokens, kept = z.shape
     top = z.amax(-1) if kept else z.new_full((num_tokens,), -torch.inf)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -94,10 +96,10 @@ def log_probs_and_entropy(
     """Log-prob of `targets` under softmax(logits / temperature), and that distribution's entropy; differentiable.
 
     Args:
-        logits: `[num_tokens, V_local]`, this rank's columns (rank r of `tp_group` holds those from r * V_local on).
+        logits: `[num_tokens, V_local]`, this rank's columns: rank r of `tp_group` holds r * V_local and following.
         targets: int64 `[num_tokens]`, global ids below `vocab_size`.
-        temperature: `[num_tokens]`, positive. Gets no gradient.
-        vocab_size: columns from here on are padding: no probability, no gradient.
+        temperature: `[num_tokens]`, positive; it gets no gradient.
+        vocab_size: later columns are padding, with neither probability nor gradient.
         tp_group: the tensor-parallel process group; None when this rank holds the whole vocabulary.
 
     Returns:

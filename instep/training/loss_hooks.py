@@ -1,8 +1,8 @@
-"""Users' functions inside a loss, under the signatures of slime: importance correction, reducer, whole losses.
+"""Users' functions inside a loss, with slime's signatures: importance correction, reducer, whole losses.
 
-They see a micro-batch as lists of one tensor per sample, and know nothing of `loss_weights`: what they reduce is
-multiplied by `loss_scale`, 1 over the step's executions (its tokens with `--calculate-per-token-loss`), as slime does.
-Functions that they import from slime's trainer are in `instep.training.slime_api`.
+A hook sees a micro-batch as lists of one tensor per sample, without `loss_weights`: what it reduces is multiplied by
+`loss_scale`, 1 / (executions of the step), or 1 / (its tokens) with `--calculate-per-token-loss`, as in slime.
+The functions that such hooks import from slime's trainer are in `instep.training.slime_api`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class LossHooks:
     """The functions of `--custom-tis-function-path` and `--custom-pg-loss-reducer-function-path`.
 
     Attributes:
-        args: what the functions see of the arguments.
+        args: the arguments as the functions see them.
+        tis, reducer: their dotted paths; None for the built-in formula.
     """
 
     args: HookSettings | None = None
@@ -45,8 +46,11 @@ class LossHooks:
         return cls(args.view({}), args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path)
 
     def correction(self, batch: TokenBatch) -> Correct | None:
-        """f(args=, pg_loss=, train_log_probs=, rollout_log_probs=, loss_masks=, total_lengths=, response_lengths=)
-        -> (pg_loss, masks, metrics): pg_loss `[num_tokens]`, one mask per sample, metrics `[num_tokens]` each."""
+        """The importance correction of `--custom-tis-function-path`, which has the signature
+
+        f(args=, pg_loss=, train_log_probs=, rollout_log_probs=, loss_masks=, total_lengths=, response_lengths=)
+        -> (pg_loss, masks, metrics): pg_loss `[num_tokens]`, one mask per sample, metrics `[num_tokens]` each.
+        """
         if self.tis is None:
             return None
         path, lengths = self.tis, batch.response_lengths.tolist()
@@ -77,7 +81,10 @@ class LossHooks:
         return correct
 
     def reduction(self, batch: TokenBatch) -> Reduce | None:
-        """f(total_lengths, response_lengths, masks, per_token) -> function from `[num_tokens]` to a scalar."""
+        """The reduction of `--custom-pg-loss-reducer-function-path`, which has the signature
+
+        f(total_lengths, response_lengths, masks, per_token) -> function from `[num_tokens]` to a scalar.
+        """
         if self.reducer is None or self.args is None:
             return None
         path, lengths = self.reducer, batch.response_lengths.tolist()
@@ -93,14 +100,15 @@ class LossHooks:
 
 
 def custom_loss_fn(args: Args) -> LossFn:
-    """`--custom-loss-function-path` f(args, batch, logits, reducer) -> (loss, metrics).
+    """The loss of `--custom-loss-function-path`, which has the signature f(args, batch, logits, reducer) ->
+    (loss, metrics).
 
     batch: a dict of lists, one entry per sample: `unconcat_tokens`, `total_lengths`, `response_lengths`, `loss_masks`
     and every token column (`advantages`, `log_probs`, `ref_log_probs`, `rollout_log_probs`, ...); `tokens` is the
-    packed `[1, num_tokens]`, sample columns (`rewards`, `metadata`, ...) stand under their names. logits: float32
+    packed `[1, num_tokens]`, sample columns (`rewards`, `metadata`, ...) keep their names. logits: float32
     `[1, num_tokens, vocab_size]` before the temperature, with gradient. reducer: `[num_response_tokens]` -> the sum
-    over executions of their token means (over tokens with `--calculate-per-token-loss`). metrics: scalars, made by
-    `reducer` or added up likewise over micro-batches.
+    over executions of their token means (the sum over tokens with `--calculate-per-token-loss`). metrics: scalars, made
+    by `reducer` or added up in the same way over micro-batches.
     """
     path, view = str(args.custom_loss_function_path), args.view({})
 
@@ -125,7 +133,7 @@ def custom_loss_fn(args: Args) -> LossFn:
 
 
 def hook_batch(batch: TokenBatch) -> dict[str, Any]:
-    """What a custom loss sees of a micro-batch; see `custom_loss_fn`."""
+    """A micro-batch as a custom loss sees it; see `custom_loss_fn`."""
     total, lengths = batch.total_lengths.tolist(), batch.response_lengths.tolist()
     columns: dict[str, Any] = {name: list(column.split(lengths)) for name, column in batch.token_columns.items()}
     columns["loss_masks"] = columns["loss_mask"]
@@ -134,7 +142,7 @@ def hook_batch(batch: TokenBatch) -> dict[str, Any]:
 
 
 def _scale(batch: TokenBatch) -> float:
-    """Of the optimizer step that the micro-batch belongs to."""
+    """The `loss_scale` of the optimizer step that the micro-batch belongs to."""
     return float(batch.sample_columns["loss_scale"][0])
 
 

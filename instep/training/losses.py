@@ -1,4 +1,4 @@
-"""The losses of `algorithms` as the backends call them: a micro-batch and its outputs in, a `LossOutput` out."""
+"""The losses of `algorithms` as functions that a train backend calls: micro-batch and outputs -> `LossOutput`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from instep.algorithms.losses.dpo import dpo_loss
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
 from instep.algorithms.losses.sft import sft_loss
+from instep.algorithms.losses.value import value_loss
 from instep.algorithms.segments import segment_sum
 from instep.errors import RolloutError
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
@@ -18,8 +19,6 @@ from instep.types import TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-
-__all__ = ["PolicyLossConfig", "dpo_loss_fn", "finish_metrics", "loss_fn_from_args", "policy_loss_fn", "sft_loss_fn"]
 
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",
@@ -34,14 +33,15 @@ _MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfr
 
 
 def loss_fn_from_args(args: Settings) -> LossFn:
-    """The loss of `--loss-type`, with the users' functions that belong to it."""
+    """The loss that `--loss-type` names, with the users' functions that belong to it."""
     return LOSSES[args.loss_type](args)
 
 
 def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> LossFn:
     """The policy loss (`algorithms.losses.policy.policy_loss`) over the columns of a `TokenBatch`.
 
-    Reads `loss_weights` and `advantages`; `log_probs` (old), `ref_log_probs`, `rollout_log_probs` where there are any.
+    It reads `loss_weights` and `advantages`, and where they exist `log_probs` (old), `ref_log_probs` and
+    `rollout_log_probs`.
 
     Raises (when called):
         RolloutError: a column that `config` needs is missing, or trained tokens lack engine log-probs that it needs.
@@ -94,8 +94,8 @@ def sft_loss_fn() -> LossFn:
 def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
     """DPO (`algorithms.losses.dpo.dpo_loss`): the mean over the pairs of a step.
 
-    The samples stand as chosen, rejected, chosen, ...; those of a pair have one `execution_id`. Reads `loss_mask`,
-    `ref_log_probs` and the sample column `loss_scale`, which is 1 over the pairs of the step.
+    The samples alternate (chosen, rejected, chosen, ...), and those of a pair have one `execution_id`. The loss reads
+    `loss_mask`, `ref_log_probs` and the sample column `loss_scale`, which is 1 / (number of pairs in the step).
 
     Raises (when called):
         RolloutError: a sample without its other half, or no `ref_log_probs`.
@@ -130,6 +130,24 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
     return loss_fn
 
 
+def value_loss_fn(value_clip: float) -> LossFn:
+    """The critic's loss (`algorithms.losses.value.value_loss`), weighted by `loss_weights`.
+
+    It reads the columns `values` (those that the advantages were made from) and `returns`.
+    """
+
+    def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+        assert outputs.values is not None, "a critic's backend has values"
+        weights, columns = batch.token_columns["loss_weights"], batch.token_columns
+        zeros = torch.zeros_like(weights)  # for what stands at tokens of weight 0, NaN of a hook's returns among it
+        old, returns = (torch.where(weights > 0, columns[name], zeros) for name in ("values", "returns"))
+        tokens = value_loss(outputs.values, old, returns, value_clip=value_clip)
+        loss = (weights * tokens.loss).sum()
+        return LossOutput(loss, {"value_clipfrac": (weights * tokens.clipped).sum(), "loss_weight": weights.sum()})
+
+    return loss_fn
+
+
 # By `--loss-type`: the losses that algorithms name, and the user's own, which takes the place of the policy loss.
 LOSSES: dict[str, Callable[[Any], LossFn]] = {
     "policy_loss": lambda args: policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args)),
@@ -142,8 +160,8 @@ LOSSES: dict[str, Callable[[Any], LossFn]] = {
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from its `sums` and `maxes`, added up over all micro-batches and data-parallel ranks.
 
-    What is a mean of tokens becomes one: it is divided by the sum of the weights. The trainer-engine gap becomes the
-    mean over the tokens that have engine log-probs; where none has, its metrics are left out ("not available") and
+    A metric that is a mean over tokens is divided by the sum of the weights. The trainer-engine gap becomes the mean
+    over the tokens that have engine log-probs; where no token has one, its metrics are left out ("not available") and
     only `log_prob_gap_coverage` = 0 stays.
     """
     out = {**sums, **maxes}
@@ -173,7 +191,7 @@ def _column(batch: TokenBatch, name: str, needed_by: str) -> torch.Tensor:
 
 
 def _first_sample(batch: TokenBatch, tokens: torch.Tensor) -> int:
-    """Which sample of the batch the first marked token belongs to; its `index` where that is known."""
+    """The sample that the first marked token belongs to: its `index` if that is known, else its place in the batch."""
     position = int(tokens.nonzero()[0])
     row = int((batch.response_lengths.cumsum(0) <= position).sum())
     index = batch.sample_columns.get("index")

@@ -17,11 +17,11 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Linear warm-up from `init_lr` to `lr` over `warmup` steps, then `style` down to `min_lr` at step `decay`.
+    """A linear warm-up from `init_lr` to `lr` over `warmup` steps, then `style` down to `min_lr` at step `decay`.
 
     `style` is one of `STYLES`. WSD (warm-up, stable, decay; MiniCPM, arXiv:2404.06395) stays at `lr` until the last
-    `wsd_decay` steps and decays there by `wsd_style`. Steps are optimizer steps (Megatron counts samples; only
-    inverse-square-root without a warm-up can tell).
+    `wsd_decay` steps and decays there by `wsd_style`. Steps are optimizer steps, where Megatron counts samples: this
+    makes a difference only for inverse-square-root without a warm-up.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -64,7 +64,7 @@ class LRSchedule:
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of the optimizer step that `step` steps went before (the first has `step` 0)."""
+        """The learning rate of optimizer step number `step`, counted from 0."""
         if self.warmup > 0 and step <= self.warmup:
             return self.init_lr + (self.lr - self.init_lr) * step / self.warmup
         if self.style == "constant":
@@ -76,7 +76,7 @@ class LRSchedule:
         return self.min_lr + self._coefficient(step) * (self.lr - self.min_lr)
 
     def _coefficient(self, step: int) -> float:
-        """Between 1 and 0, of the way from `min_lr` to `lr`."""
+        """The fraction, from 1 down to 0, of the distance from `min_lr` to `lr`."""
         style, ratio = self.style, (step - self.warmup) / (self.decay - self.warmup)
         if style == "WSD":
             assert self.wsd_decay is not None
@@ -94,12 +94,7 @@ class LRSchedule:
 
 
 def from_args(args: Settings, total_steps: int) -> LRSchedule:
-    """The schedule that `--lr*` and `--min-lr` describe, for a run of `total_steps` optimizer steps.
-
-    Args:
-        args: `lr, min_lr, lr_decay_style, lr_warmup_init, lr_warmup_iters, lr_warmup_fraction, lr_decay_iters`,
-            and for WSD `lr_wsd_decay_iters, lr_wsd_decay_style`.
-    """
+    """The schedule that `--lr*` and `--min-lr` describe, for a run of `total_steps` optimizer steps."""
     decay = args.lr_decay_iters or total_steps
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         raise ConfigError(
@@ -114,6 +109,6 @@ def from_args(args: Settings, total_steps: int) -> LRSchedule:
         warmup=args.lr_warmup_iters or 0 if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay,
         decay=decay,
         style=args.lr_decay_style,
-        init_lr=getattr(args, "lr_warmup_init", 0.0),
+        init_lr=args.lr_warmup_init,
         **wsd,
     )

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: one stream of tokens, cut into segments that do not see each other."""
+"""Causal attention over packed sequences: one stream of tokens, divided into segments that do not see each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.training.packing import SharedPrefixes, within
 # torch 2.11 takes grouped heads as they are; later versions want to be told.
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _MAX_PADDING = 1.25  # padded tokens over real ones, within a chunk of the padded path
-_SHORT = 128  # segments up to here are attended by plain products: on a CPU faster than the fused kernel, and small
+_SHORT = 128  # the longest segments for plain products, which on a CPU are faster than the fused kernel, and small
 
 
 def packed_attention(
@@ -35,7 +35,7 @@ def packed_attention(
         cu_seqlens: int32 `[num_segments + 1]` from 0 to num_tokens, on the device of `q`.
         max_seqlen: the longest segment.
         scale: of q k^T; 1 / sqrt(head_dim) when None.
-        shared: `q`, `k`, `v` and the result hold only the `num_kept` tokens of the stream that are computed.
+        shared: where given, `q`, `k`, `v` and the result hold only the `num_kept` tokens that are computed.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
@@ -60,7 +60,7 @@ def rows(x: Tensor, indices: Tensor) -> Tensor:
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, shared: SharedPrefixes | None
 ) -> Tensor:
-    """Segments padded at their end, where causality keeps the padding out of real tokens, in chunks of like length."""
+    """Attention over padded chunks of segments of similar length; causality hides the padding at their ends."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     cu_queries = cu_seqlens if shared is None else shared.cu_kept
     query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
@@ -69,7 +69,7 @@ def _padded_attention(
     for chunk in chunks:
         which = torch.tensor(chunk, device=q.device)
         start, length, num = starts[which], lengths[which], num_queries[which]
-        if not num.any():  # all of it stands elsewhere, too
+        if not num.any():  # all of the chunk is computed in other segments
             continue
         longest = int(length.max())
         short = q.device.type == "cpu" and longest <= _SHORT
@@ -98,7 +98,7 @@ def _padded_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """`[segments, heads, num_queries, head_dim]`, by plain products."""
+    """Attention by plain matrix products -> `[segments, heads, num_queries, head_dim]`."""
     segments, heads, num_queries, head_dim = q.shape
     grouped = q.reshape(segments, k.shape[1], -1, head_dim)
     scores = (grouped @ k.transpose(-1, -2)).view(segments, heads, num_queries, -1) * scale
@@ -107,7 +107,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
 
 
 def _chunks(lengths: list[int]) -> list[list[int]]:
-    """Indices of segments, as few chunks as keep each chunk's padding bounded."""
+    """Indices of segments in as few chunks as bounded padding allows."""
     if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
         return [list(range(len(lengths)))]
     chunks: list[list[int]] = []

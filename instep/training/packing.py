@@ -1,4 +1,4 @@
-"""Where things stand in the packed stream of a `TokenBatch`. All results are on the device of the batch."""
+"""Positions in the packed stream of a `TokenBatch`. All results are on the device of the batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WORTH_SHARING = 0.9  # of a stream's tokens, at most, are computed; else all ar
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """A packed stream in which what several samples begin with is computed once (in a causal model it is the same).
+    """A packed stream in which a common prefix of several samples is computed once; a causal model gives the same.
 
     Attributes:
-        kept: int64 `[num_kept]`, ascending: the places in the stream that are computed; of each sample the last ones.
+        kept: int64 `[num_kept]`, ascending: positions of the stream that are computed, the last ones of each sample.
         copies: int64 `[num_tokens]`: which entry of `kept` stands for each token of the stream.
-        cu_kept: int32 `[num_samples + 1]`, where each sample's begin in `kept` (and the last end).
-        max_kept: the most that a sample has.
+        cu_kept: int32 `[num_samples + 1]`, where the entries of each sample begin in `kept` (and the last ones end).
+        max_kept: the most entries of one sample.
     """
 
     kept: Tensor
@@ -31,9 +31,9 @@ class SharedPrefixes:
 
 
 def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
-    """Which tokens to compute: a group's prompt once, and all else that samples begin with alike; None if few are so.
+    """The tokens to compute: a group's prompt, and any other common prefix of samples, once; None if few are common.
 
-    By content: in lexicographic order a sample has its longest common prefix with the one before it.
+    Prefixes are found by content: in lexicographic order each sample shares its longest prefix with the one before it.
     """
     tokens, lengths = batch.tokens.cpu().numpy(), batch.total_lengths.tolist()
     starts = (np.cumsum(lengths) - lengths).tolist()
@@ -59,7 +59,7 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
 
 
 def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> int:
-    """How many tokens from `one` on equal those from `other` on."""
+    """The number of equal tokens from `one` on and from `other` on, at most `longest`."""
     differs = tokens[one : one + longest] != tokens[other : other + longest]
     return int(differs.argmax()) if differs.any() else longest
 
@@ -93,6 +93,7 @@ def position_ids(batch: TokenBatch) -> Tensor:
     return within(batch.total_lengths)
 
 
-def expand_to_tokens(batch: TokenBatch, per_sample: Tensor) -> Tensor:
-    """`[num_samples]` -> `[num_response_tokens]`: each sample's value at each of its response tokens."""
+def response_temperatures(batch: TokenBatch) -> Tensor:
+    """float32 `[num_response_tokens]`: the temperature that the sample of each response token was sampled with."""
+    per_sample = torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device)
     return per_sample.repeat_interleave(batch.response_lengths)

@@ -1,7 +1,7 @@
-"""What losses and corrections written for slime import from its trainer; only the import path changes.
+"""The functions that losses and corrections written for slime import from its trainer; only the import path changes.
 
-There is no context parallelism yet: a rank has all tokens of its samples, and both functions over its slices are the
-identity.
+There is no context parallelism yet: a rank has all tokens of its samples, so that both functions about slices return
+what they are given.
 """
 
 from __future__ import annotations

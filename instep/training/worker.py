@@ -1,4 +1,4 @@
-"""The backend-neutral training worker: what one rank does when the controller asks. Same code on every backend.
+"""The backend-neutral training worker: what one rank does when the controller calls it.
 
 The controller calls the same method on all ranks at once; tensors come in and go out on the CPU.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,7 @@ import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
-from instep.training.losses import finish_metrics, loss_fn_from_args
-from instep.training.value_loss import value_loss_fn
+from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
 from instep.types import TokenBatch
 from instep.weights.way import Order, way_named
 
@@ -55,20 +55,20 @@ class Worker:
         """Join the process group and build the model, without weights.
 
         Args:
-            args: those of this role (`arguments.roles`).
+            args: the arguments of this role (`arguments.roles`).
             rendezvous: a file that all ranks see, or `tcp://HOST:PORT`; rank 0 gets `tcp://HOST:PORT?fd=N` with a
                 socket that listens there.
-            gpu: of those that this process sees, counted in a circle; default: `rank`.
+            gpu: index of the GPU, modulo the number of GPUs that this process sees; default: `rank`.
 
         Returns:
-            Where this rank stands, without its process group.
+            The place of this rank, without its process group.
         """
         self.args, self.role = args, role
         torch.set_num_threads(num_threads)
         cuda = args.device == "cuda"
         if cuda:
             torch.cuda.set_device((rank if gpu is None else gpu) % torch.cuda.device_count())
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=_store(rendezvous, world_size, args.train_timeout),
@@ -80,14 +80,12 @@ class Worker:
         np.random.seed(args.seed + rank)
         torch.manual_seed(args.seed)
         torch.use_deterministic_algorithms(args.deterministic_mode)
-        self.device = device
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
-        info = self.backend.parallel
-        return ParallelInfo(**{**vars(info), "dp_group": None})
+        return replace(self.backend.parallel, dp_group=None)
 
     def _build(self, *, with_optimizer: bool, like: Path | None = None) -> TrainBackend:
-        """A model of the shape that the Hugging Face folder `like` has (default: --hf-checkpoint)."""
+        """A model, without weights, of the shape of the Hugging Face folder `like` (default: --hf-checkpoint)."""
         from transformers import AutoConfig
 
         options: dict[str, Any] = {
@@ -110,24 +108,20 @@ class Worker:
         return HfBackend(self.args, **options)
 
     def load_reference(self, path: Path) -> None:
-        """Build the frozen reference model from a Hugging Face checkpoint or one of ours."""
+        """Build the frozen reference model from a Hugging Face checkpoint or one that instep saved."""
         self.reference = self._frozen(path)
 
     def load_teacher(self, path: Path) -> None:
-        """The same for the teacher of on-policy distillation, which may have another shape (not: vocabulary)."""
+        """Build the teacher of on-policy distillation likewise; its shape may differ, its vocabulary may not."""
         self.teacher = self._frozen(path)
 
     def _frozen(self, path: Path) -> TrainBackend:
-        if (path / "config.json").exists():
-            model = self._build(with_optimizer=False, like=path)
-            model.load_hf(path)
-        else:
-            model = self._build(with_optimizer=False)
-            model.load(path, optimizer=False)
+        model = self._build(with_optimizer=False, like=path if (path / "config.json").exists() else None)
+        _load_weights(model, path)
         return model
 
     def refresh_reference(self, scratch: Path) -> None:
-        """The reference becomes a copy of the actor as it is now (--ref-update-interval)."""
+        """Make the reference a copy of the current actor (--ref-update-interval)."""
         assert self.reference is not None
         self.export_hf(scratch)
         dist.barrier()
@@ -139,12 +133,12 @@ class Worker:
         """Score a data-parallel rank's samples under the old policy (`log_probs`), the reference and the teacher.
 
         Args:
-            names: of `log_probs` (this model as it is now), `ref_log_probs` and `teacher_log_probs`; of a critic,
+            names: some of `log_probs` (of the current weights), `ref_log_probs`, `teacher_log_probs`; for a critic
                 `values`.
 
         Returns:
-            On the rank that answers for its data-parallel rank, name -> float32 `[num_response_tokens]` in the order
-            of `micro_batches`; None elsewhere.
+            Name -> float32 `[num_response_tokens]` in the order of `micro_batches`, on the output rank of this
+            data-parallel rank; None on its other ranks.
         """
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
@@ -172,9 +166,9 @@ class Worker:
             keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
 
         Returns:
-            On the rank that answers for its data-parallel rank, None on the others: metrics of each step; and by
-            index the log-probs `[response_length]` of the wanted samples of the first step, as its forward pass has
-            seen them, which is before the policy moves.
+            The metrics of each step; and by index the log-probs `[response_length]` of the wanted samples of the
+            first step, from its forward pass, which is before the policy moves. None except on the output rank of
+            this data-parallel rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
@@ -195,8 +189,8 @@ class Worker:
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]
     ) -> LossFn:
-        """The loss; on the way it copies the log-probs of the `wanted` samples into `kept`."""
-        calls = iter(micro_batches)  # every backend takes them in their order, once each
+        """The loss, which also copies the log-probs of the `wanted` samples into `kept`."""
+        calls = iter(micro_batches)  # a call each, in this order: see `TrainBackend`
 
         def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
             parts = outputs.log_probs.detach().split(batch.response_lengths.tolist())
@@ -206,7 +200,7 @@ class Worker:
         return loss_fn
 
     def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
-        """Add up the metrics of micro-batches and data-parallel ranks; all of them have the same names."""
+        """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
         sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
         for name in outputs[0].sums:
             sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
@@ -222,24 +216,24 @@ class Worker:
         )
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Log-probs of the probe's tokens, float32 `[num_response_tokens]`; all ranks score the same batch."""
+        """Log-probs of a sync's probe, float32 `[num_response_tokens]`; all ranks score the same batch."""
         outputs = self.backend.forward_only([batch.to(self.device)])
         return outputs[0].log_probs.cpu() if outputs is not None and self.backend.parallel.is_output_rank else None
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def publish(self, way: str, order: Order) -> None:
-        """Send the weights as version `order.version` by `way`; what is ready is told to the controller at once."""
+        """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
         self.backend.publish(order.version)
         way_named(way).send(self.backend.weight_source(), order, self._emit)
 
     def weight_digests(self, way: str) -> dict[str, str]:
-        """The digest of every weight by name, of the kind that `way` makes; collective, empty but on emitting ranks."""
+        """The digest of every weight by name, as `way` computes it; collective, empty except on emitting ranks."""
         digest = way_named(way).digest
         return {spec.name: digest(t) for spec, t in self.backend.weight_source() if t is not None}
 
     def broken_weights(self) -> list[str]:
-        """Names of the weights that are not finite; collective, empty on ranks that do not gather."""
+        """Names of the weights that are not finite; collective, empty except on emitting ranks."""
         return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
 
     def export_hf(self, path: Path) -> None:
@@ -251,14 +245,11 @@ class Worker:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
-        """Weights only, from a Hugging Face checkpoint or one of ours; `fresh_head`: a critic from an actor's."""
-        if (path / "config.json").exists():
-            self.backend.load_hf(path)
-        else:
-            self.backend.load(path, optimizer=False, fresh_head=fresh_head)
+        """Load weights alone, from a Hugging Face checkpoint or one that instep saved; see `TrainBackend.load`."""
+        _load_weights(self.backend, path, fresh_head)
 
     def save(self, path: Path) -> None:
-        """Model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
+        """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
         try:
             self.backend.save(path)
         except OSError as error:
@@ -270,7 +261,7 @@ class Worker:
             raise _cannot_write(path, error) from error
 
     def load(self, path: Path, optimizer: bool) -> None:
-        """Continue from what `save` wrote."""
+        """Read what `save` wrote; without `optimizer` the weights alone."""
         self.backend.load(path, optimizer=optimizer)
         rng = path / f"rng_{self.backend.parallel.rank}.pt"
         if optimizer and rng.exists():
@@ -280,9 +271,17 @@ class Worker:
             np.random.set_state(state["numpy"])
 
     def memory(self) -> dict[str, float]:
+        """The most memory that was allocated on this rank's GPU, in bytes; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         return {"perf/gpu_peak_bytes": float(torch.cuda.max_memory_allocated(self.device))}
+
+
+def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> None:
+    if (path / "config.json").exists():
+        model.load_hf(path)
+    else:
+        model.load(path, optimizer=False, fresh_head=fresh_head)
 
 
 def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:

@@ -1,4 +1,4 @@
-"""The way `disk`: a Hugging Face checkpoint that engines load anew. It is slow, and the golden twin of other ways."""
+"""The way `disk`: engines load a Hugging Face checkpoint. It is slow; other ways are compared with it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from instep.weights.way import Carriage, Order, Sent
 
 
 class Disk:
-    """See `Way`."""
-
     digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[TensorRecord], None]) -> None:
-        """Write a checkpoint into `order.folder`, and emit the record of each tensor in it."""
+        """Write a checkpoint as `order.folder`, and emit the record of each of its tensors."""
         export_hf(_Recorded(source, emit), order.hf_checkpoint, order.folder)
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the engines load the checkpoint when it is complete; it is removed afterwards."""
+        """Let the engines load the complete checkpoint, then remove it."""
         tensors: list[TensorRecord] = []
         with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=carriage.disk_folder) as root:
             path = Path(root).absolute() / "hf"
@@ -37,7 +35,7 @@ WAY = Disk()
 
 
 class _Recorded:
-    """A weight source that tells of each tensor as it passes."""
+    """A weight source that tells the record of each tensor that it yields."""
 
     def __init__(self, source: WeightSource, tell: Callable[[TensorRecord], None]):
         self._source, self._tell = source, tell

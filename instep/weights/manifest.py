@@ -1,7 +1,7 @@
-"""What a weight sync claims to have sent: one record per tensor, with a digest of its bytes.
+"""Manifests of a weight sync: one record per tensor that was sent, with a digest of its bytes.
 
-The controller receives the manifest from the trainer and hands it to each engine over HTTP; the bytes travel another
-way (a shared-memory file, a checkpoint on disk). The engine compares the two before it loads anything.
+The controller receives a manifest from the trainer and hands it to each engine over HTTP, while the bytes travel in a
+shared-memory file or a checkpoint on disk. The engine compares the two before it loads anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xxhash
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), place in it, xxh3-128 of its bytes."""
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, and their xxh3-128."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class BucketManifest:
-    """One bucket of a sync. `nonce` is new in every sync, so that an old bucket is never taken for a new one."""
+    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one."""
 
     path: str
     version: str
@@ -60,7 +60,7 @@ DIGEST_KIND = "xxh3-128"
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the tensor's bytes, which are copied to the host for it."""
+    """The xxh3-128 of the tensor's bytes, which are copied to the host if necessary."""
     return digest(tensor_bytes(tensor.detach().to("cpu")))
 
 

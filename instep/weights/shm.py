@@ -1,6 +1,6 @@
-"""The way `shm`: weights become buckets in shared memory, and tensors again on the engine's side.
+"""The way `shm`: weights travel as buckets in shared memory.
 
-Only the ranks that get full tensors write; the others take part in the gathering. A bucket is handed on as soon as it
+Only the ranks that get full tensors write; the others take part in gathering them. A bucket is delivered as soon as it
 is full, so that engines load one while the next is gathered.
 """
 
@@ -29,8 +29,6 @@ from instep.weights.way import Carriage, Order, Sent
 
 
 class Shm:
-    """See `Way`."""
-
     digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
@@ -54,7 +52,7 @@ class Shm:
         for spec, tensor in source:
             if tensor is None:
                 continue
-            part = tensor.detach().to("cpu", copy=True).contiguous()  # valid only until the next one: keep a copy
+            part = tensor.detach().to("cpu", copy=True).contiguous()  # a copy, as a tensor is valid until the next
             records.append(record_of(spec.name, part, offset))
             parts.append(part)
             offset += records[-1].nbytes
@@ -64,7 +62,7 @@ class Shm:
             flush()
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Deliver each bucket when it is written, one after another, while the workers gather the next."""
+        """Deliver each bucket as soon as it is written, while the workers gather the next."""
         tensors: list[TensorRecord] = []
         loads: list[Future[None]] = []
 
@@ -114,10 +112,10 @@ class BucketMismatch(Exception):
 
 
 def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, in private mapped memory, after each one's bytes were found to have their digest.
+    """The tensors of a bucket, in private mapped memory, after a check of every tensor's digest.
 
     Raises:
-        BucketMismatch: no such file, a record outside it or at odds with itself, a name twice, another digest.
+        BucketMismatch: the file is missing, a record contradicts it or itself, a name comes twice, a digest differs.
     """
     tensors: dict[str, torch.Tensor] = {}
     first = manifest.tensors[0].name if manifest.tensors else None

@@ -1,4 +1,4 @@
-"""What a trainer offers to a sync: its weights, one after another, under Hugging Face names."""
+"""The weight source, through which a trainer hands its weights to a sync or an export, one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class TensorSpec:
-    """Name (as in a Hugging Face checkpoint), full shape and serving dtype of one weight."""
+    """The Hugging Face name, the full shape and the serving dtype of one weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,8 +21,8 @@ class TensorSpec:
 class WeightSource(Protocol):
     """The policy's weights under Hugging Face names; tied weights appear once.
 
-    Iterating is collective: all ranks, one order. A yielded tensor is valid until the next one. On ranks that are not
-    `emits` the tensor is None.
+    Iterating is collective: all ranks iterate in the same order. A yielded tensor is valid until the next one, and is
+    None on ranks whose `emits` is False.
     """
 
     specs: list[TensorSpec]  # known without moving a byte

@@ -1,7 +1,7 @@
-"""A way carries one version of the weights from the trainer to the engines: the protocol, and the names of all ways.
+"""The ways of a weight sync: the protocol of a way, and the names of all ways. This file needs no torch.
 
-Each way is one file, `weights/<name>.py`, with both of its sides: `send` runs in every worker, `drive` in the
-controller. A session (`controller/sync/session.py`) owns what comes before and after. This file needs no torch.
+A way carries one weight version from the trainer to the engines. It is one file, `weights/<name>.py`, whose `send` runs
+in every worker and whose `drive` runs in the controller, within a session (`controller/sync/session.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
 
-WAYS = ("shm", "disk")  # choices of --sync-way
-ON_ONE_HOST = frozenset({"shm"})  # trainer and engines share what they carry the weights through
-GOLDEN = "disk"  # the slow twin that every other way is compared with
+WAYS = ("shm", "disk")  # choices of --sync-way; the first is the default
+ON_ONE_HOST = frozenset({"shm"})  # these need trainer and engines on one host
+GOLDEN = "disk"  # the slow way that every other way is compared with
 
 
 @dataclass(frozen=True)
 class Order:
-    """What every worker is told when it is to send the weights.
+    """The order to send the weights, which every worker gets.
 
     Attributes:
-        version, nonce: those of the session.
+        version, nonce: the weight version and the nonce of the session.
         folder: where a way that writes files puts them.
-        bucket_bytes: about so many bytes travel at a time.
-        hf_checkpoint: configuration and tokenizer of the model.
+        bucket_bytes: about how many bytes travel at a time.
+        hf_checkpoint: the folder with configuration and tokenizer of the model.
     """
 
     version: str
@@ -43,11 +43,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Sent:
-    """What has travelled.
-
-    Attributes:
-        tensors: one record per tensor; the digests are those of `digest_kind`.
-    """
+    """What has been sent: one record per tensor, with a digest of `digest_kind`."""
 
     tensors: tuple[TensorRecord, ...]
     digest_kind: str
@@ -58,41 +54,42 @@ class Sent:
 
 
 class Carriage(Protocol):
-    """The session as a way's driver sees it.
+    """A session as `Way.drive` sees it.
 
     Attributes:
-        memory_folder: in shared memory of this host.
-        disk_folder: on a disk that trainer and engines see; None: any folder of this host is such a one.
+        memory_folder: a folder in the shared memory of this host.
+        disk_folder: a folder that trainer and engines see; None: they see all folders of this host.
     """
 
     memory_folder: Path
     disk_folder: Path | None
 
     def publish(self, folder: Path, on_event: Callable[[Any], None]) -> None:
-        """Let every worker `send` into `folder`; `on_event` gets what they emit, while they go on."""
+        """Let every worker `send` into `folder`; `on_event` gets what they emit on the way."""
 
     def deliver(self, info: dict[str, Any]) -> None:
-        """Let every engine of the session load what `info` names (`update_info` of `/update_weights`)."""
+        """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`."""
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline. Raises SyncError when there are none."""
+        """The seconds until the deadline of the session. Raises SyncError when it has passed."""
 
 
 class Way(Protocol):
     """Both sides of a way.
 
     Attributes:
-        digest: makes the digest of a tensor; digests of one `digest_kind` can be compared.
+        digest_kind: what `digest` computes; only digests of one kind can be compared.
+        digest: the function that digests a tensor.
     """
 
     digest_kind: str
     digest: Callable[[torch.Tensor], str]
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Any], None]) -> None:
-        """The workers' side; collective. `emit` tells the driver of what is ready."""
+        """Send the weights: the workers' side, collective. `emit` reports to the controller what is ready."""
 
     def drive(self, carriage: Carriage) -> Sent:
-        """The controller's side: publish, and deliver to the engines what is emitted."""
+        """Drive the session: the controller's side, which publishes and delivers to the engines what is emitted."""
 
 
 def way_named(name: str) -> Way:

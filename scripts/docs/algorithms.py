@@ -1,4 +1,4 @@
-"""The parts of docs/algorithms.md that are made: the table of the algorithms, and what goes with what.
+"""The generated parts of docs/algorithms.md: the table of the algorithms, and flags that do not go together.
 
 `python scripts/docs/algorithms.py` writes them; a test compares them with the document.
 """
@@ -18,7 +18,7 @@ OFFLINE_SECTION = "sft-dpo-distillation"
 
 
 def made(text: str) -> str:
-    """The document with its two parts made anew."""
+    """The document with its two generated parts renewed."""
     for name, part in (("algorithms", overview()), ("combinations", combinations())):
         begin, end = f"<!-- made: {name} -->\n", f"<!-- end of {name} -->\n"
         before, _, rest = text.partition(begin)

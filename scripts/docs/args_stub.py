@@ -1,6 +1,6 @@
 """instep/arguments/settings.pyi, the types of all settings: `python scripts/docs/args_stub.py` writes it.
 
-A flag's type follows from its record, that of an attribute which follows from others from its resolver.
+The type of an attribute is that of its resolver; where it has none, the type follows from the record of its flag.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from instep.arguments.flag import Flag
 from instep.arguments.validate import RESOLVERS
 
 PATH = Path(__file__).parents[2] / "instep/arguments/settings.pyi"
-# Rules see to it that these are given or follow from others; they are None only in commands that do not read them.
+# Rules require that these are given or follow from others; they are None only in commands that do not read them.
 REQUIRED = {
     *("hf_checkpoint", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size"),
     "port",
 }
-# What neither a flag nor a resolver sets.
+# Attributes that neither a flag nor a resolver sets.
 FURTHER = {
     "command": 'Literal["train", "sft", "dpo", "serve", "plan"]',
     "eval_datasets": "list[EvalDataset]",

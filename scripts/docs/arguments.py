@@ -6,7 +6,7 @@ from instep.arguments.all_flags import GROUPS, own_flags, passed_through
 from instep.arguments.flag import Flag
 from instep.arguments.help import default_text
 
-_SEEDS = {
+_WHOSE = {
     "V": "vime's guide",
     "R": "vime's readme",
     "S": "slime's guide",
@@ -30,7 +30,7 @@ def flags_markdown() -> str:
         f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
         f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "
         "error that says why. *From* tells whose flag it is: "
-        + ", ".join(_SEEDS.values())
+        + ", ".join(_WHOSE.values())
         + "; otherwise instep's own.",
         "",
     ]
@@ -65,7 +65,7 @@ def _names(flag: Flag) -> str:
 
 
 def _origin(flag: Flag) -> str:
-    return ", ".join(_SEEDS[letter] for letter in flag.seeds)
+    return ", ".join(_WHOSE[letter] for letter in flag.whose)
 
 
 def _row(*cells: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from instep.arguments.engine_help import negation, record
+from instep.arguments.engine_flags import prefixed
+from instep.arguments.engine_help import record
 from instep.engines.flags import PREFIXES, TABLES, FlagTable, Package, read_table
 
 _INTRODUCTION = """\
@@ -50,7 +51,7 @@ def _section(package: Package, tables: list[FlagTable]) -> list[str]:
     for name, known in sorted(newest.items()):
         flag = record(package, known)
         having = [table.version for table in tables if name in table.by_name]
-        other = f" `{negation(package, known)}`" if known.negations else ""
+        other = f" `{prefixed(package, known.negations[0])}`" if known.negations else ""
         refused = flag.status != "acts"
         cells = (
             f"`{flag.name}`{other}",

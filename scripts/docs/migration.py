@@ -1,7 +1,7 @@
 """docs/migration.md: what the flags of slime, vime, TRL and verl are here.
 
 `python scripts/docs/migration.py > docs/migration.md` writes it. What slime and vime say comes from the flag table;
-TRL and verl have tables here. Their status is that of the flags they name, unless a value of a flag is what is missing.
+TRL and verl have tables here, in which the status of a setting is that of the flags that it names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WORST: tuple[FlagStatus, ...] = ("refused", "later", "acts")
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of a neighbour.
+    """One setting of TRL or verl.
 
     Attributes:
-        default: the neighbour's.
+        default: its default there.
         here: instep's flags, as one would type them; empty if there is none.
     """
 
@@ -269,7 +269,7 @@ def markdown() -> str:
 
 
 def _slime_and_vime() -> Iterator[str]:
-    flags = [f for f in dict.fromkeys(own_flags().values()) if set(f.seeds) & set("VRSC")]
+    flags = [f for f in dict.fromkeys(own_flags().values()) if set(f.whose) & set("VRSC")]
     other = [f for f in flags if f.status != "acts"]
     yield "## slime and vime"
     yield ""
@@ -290,7 +290,7 @@ def _slime_and_vime() -> Iterator[str]:
 
 
 def _by_note(flags: list[Flag]) -> list[Flag]:
-    """Those with one reason together, in the order in which the reasons come first."""
+    """The flags sorted by their note, in the order in which the notes first appear."""
     notes = list(dict.fromkeys(f.note for f in flags))
     return sorted(flags, key=lambda f: notes.index(f.note))
 

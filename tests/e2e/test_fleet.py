@@ -224,7 +224,7 @@ def test_a_vllm_whose_core_hangs_is_started_anew_and_the_last_one_ends_the_run(t
         options = {"kind": VllmKind("0.32.0"), "restart": restarted.append}
         fleet = of_processes(tiny, tmp_path, codes, router.server_port, **options)
         try:
-            fleet._args.heartbeat_timeout = 2.0 / SILENT_HEARTBEATS
+            fleet._args = fleet._args.replace(heartbeat_timeout=2.0 / SILENT_HEARTBEATS)
             first = fleet.engines[0]
             fleet.wait_ready(30)
             fleet.admit(fleet.engines)
@@ -244,7 +244,7 @@ def test_a_vllm_of_somebody_else_that_hangs_stays_away(tiny, tmp_path, fast):
     """Though its server is well."""
     with Server() as first, Server() as second, Server() as router:
         fleet = fleet_of(tiny, tmp_path, [first, second], router)
-        fleet._args.heartbeat_timeout = 1.0 / SILENT_HEARTBEATS
+        fleet._args = fleet._args.replace(heartbeat_timeout=1.0 / SILENT_HEARTBEATS)
         first.version = "0.32.0"
         fleet.wait_ready(10)
         fleet.admit(fleet.engines)

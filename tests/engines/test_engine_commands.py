@@ -12,17 +12,17 @@ import urllib.request
 import pytest
 
 from instep.arguments import parse
-from instep.arguments.engine_flags import all_engine_flags
+from instep.arguments.engine_help import record
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.engines.flags import (
     TABLES,
     EngineFlag,
     Package,
+    engine_words,
     flag_table,
     installed_version,
     read_table,
     router_arguments,
-    vllm_arguments,
 )
 from instep.engines.reserved_flags import reserved
 from instep.engines.spec import Addresses
@@ -169,7 +169,7 @@ def test_vllms_table_and_commands(tmp_path, monkeypatch):
     known = [flag for flag in flag_table(package).flags if flag.field not in refused]
     given = [["--vllm-" + flag.name.removeprefix("--"), *example(flag)] for flag in known if flag.field != "dtype"]
     given += [["--vllm-" + flag.negations[0].removeprefix("--")] for flag in known if flag.negations]
-    argvs = [vllm_arguments(parse(words, "plan")) for words in given]
+    argvs = [[w for ws in engine_words(parse(words, "plan")).values() for w in ws] for words in given]
     two_nodes = (
         "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-data-parallel-size 8 "
         "--vllm-pipeline-parallel-size 2 --vllm-enable-expert-parallel --vllm-gpu-memory-utilization 0.7 "
@@ -216,4 +216,4 @@ def extracted(package: Package) -> tuple[EngineFlag, ...]:
 def test_every_flag_has_a_record():
     for package in TABLES:
         table = flag_table(package, extract=False)
-        assert len(all_engine_flags(table)) == len(table.flags)
+        assert all(record(package, flag).passed_to in (package, "") for flag in table.flags)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.embedded.kind import EmbeddedKind
-from instep.engines.engine import Engine
-from instep.engines.kind import register
+from instep.engines.kind import RunningEngine, register
 from instep.engines.spec import Addresses, EngineSpec
 
 if TYPE_CHECKING:
@@ -65,22 +64,22 @@ class ThirdKind(EmbeddedKind):
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         return 2 * heartbeat_timeout
 
-    def pause(self, engine: Engine, mode: str, *, timeout: float) -> None:
+    def pause(self, engine: RunningEngine, mode: str, *, timeout: float) -> None:
         engine.post("/third/hold", timeout=timeout, mode=mode)
 
-    def reset_cache(self, engine: Engine, *, timeout: float) -> None:
+    def reset_cache(self, engine: RunningEngine, *, timeout: float) -> None:
         engine.post("/third/forget", timeout=timeout)
 
-    def resume(self, engine: Engine, *, timeout: float) -> None:
+    def resume(self, engine: RunningEngine, *, timeout: float) -> None:
         engine.post("/third/go", timeout=timeout)
 
-    def start_update(self, engine: Engine, version: str, nonce: str, *, timeout: float) -> None:
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         engine.post("/third/begin", {"version": version, "nonce": nonce}, timeout=timeout)
 
-    def update(self, engine: Engine, info: dict[str, Any], *, timeout: float) -> None:
+    def update(self, engine: RunningEngine, info: dict[str, Any], *, timeout: float) -> None:
         engine.post("/third/take", {"update_info": info}, timeout=timeout)
 
-    def finish_update(self, engine: Engine, version: str, names: Sequence[str], *, timeout: float) -> None:
+    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
         engine.post("/third/done", {"weight_version": version}, timeout=timeout)
 
 

@@ -12,7 +12,7 @@ from instep.algorithms.advantages.gae import gae
 from instep.algorithms.losses.value import explained_variance, value_loss
 from instep.algorithms.reductions import loss_weights
 from instep.training.backend import TokenOutputs
-from instep.training.value_loss import value_loss_fn
+from instep.training.losses import value_loss_fn
 from instep.types import TokenBatch
 
 CLOSE = {"rel": 1e-6, "abs": 1e-9}

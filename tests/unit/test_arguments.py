@@ -11,7 +11,7 @@ import pytest
 
 from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
 from instep.arguments.all_flags import nearest, own_flags, passed_through
-from instep.arguments.concern import Draft, Unreadable
+from instep.arguments.args import Draft, Unreadable
 from instep.arguments.help import format_help
 from instep.arguments.serving import SERVED
 from instep.cluster.placement import make_plan

@@ -1,4 +1,4 @@
-"""The table of all flags: slime's, the seeds', Megatron's; its defaults and its documentation."""
+"""The table of all flags: its sources (slime, vime, Megatron, ...), its defaults and its documentation."""
 
 import ast
 import importlib.util
@@ -143,7 +143,7 @@ def test_records_are_well_formed():
     for group in GROUPS:
         for flag in group.flags:
             assert flag.help if flag.status == "acts" else flag.note, flag.name
-            assert set(flag.seeds) <= set("VRSCATM"), flag.name
+            assert set(flag.whose) <= set("VRSCATM"), flag.name
             if flag.choices and flag.default is not None:
                 assert flag.default in flag.choices, flag.name
 

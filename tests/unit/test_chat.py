@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.chat import response_length, tokenize_conversation
+from instep.data.chat import tokenize_conversation
 from instep.errors import ConfigError, DataError
 from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
 
@@ -47,7 +47,7 @@ def test_qwen2_masks_assistant_turns_through_their_end_token(tokenizer: PreTrain
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
     before = prompt_ids(tokenizer, TALK[:3])
     assert ids[: len(before)] == before and mask[len(before)] == 1 and mask[len(before) - 1] == 0
-    assert response_length(mask) == len(ids) - len(prompt_ids(tokenizer, TALK[:1]))
+    assert len(mask) - mask.index(1) == len(ids) - len(prompt_ids(tokenizer, TALK[:1]))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch
 from instep.errors import RolloutError, TrainingError
 from instep.training.backend import TokenOutputs
-from instep.training.value_loss import value_loss_fn
+from instep.training.losses import value_loss_fn
 from instep.types import Sample
 
 

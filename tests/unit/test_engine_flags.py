@@ -16,10 +16,11 @@ from instep.arguments.help import format_help
 from instep.arguments.sglang import SGLANG
 from instep.cli import main
 from instep.engines import flags
-from instep.engines.flags import PREFIXES, TABLES, flag_table, merge, read_table, router_arguments, vllm_arguments
+from instep.engines.flags import PREFIXES, TABLES, engine_words, flag_table, merge, read_table, router_arguments
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 from scripts.docs.engines_flags import engine_flags_markdown
+from tests.command_line import vllm_words
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,10 @@ def committed(monkeypatch):
 
 def arguments(*words: str):
     return parse(words, "plan")
+
+
+def vllm_arguments(args) -> list[str]:
+    return [word for words in engine_words(args).values() for word in words]
 
 
 def refusal(*words: str) -> str:
@@ -81,7 +86,7 @@ def test_values_reach_the_command_lines_unchanged():
         *("--router-policy", "round_robin", "--router-request-timeout-secs", "900", "--router-disable-retries"),
         *("--router-balance-abs-threshold", "0", "--router-request-id-headers", "x-a", "x-b"),
     )
-    assert vllm_arguments(args) == [
+    assert vllm_words(args) == [
         *("--max-model-len", "4096", "--dtype", "float32", "--gpu-memory-utilization", "0.70"),
         *("--enable-expert-parallel", "--no-enable-prefix-caching", "--disable-log-stats"),
         *("--max-num-batched-tokens", "2k", "--cudagraph-capture-sizes", "1", "2", "4"),
@@ -94,7 +99,7 @@ def test_values_reach_the_command_lines_unchanged():
     ]
     assert args.rollout_backend == "vllm"  # what auto means with such flags
     assert json.loads(json.dumps(args.to_dict()))["vllm_overrides"]["max_num_batched_tokens"][1] == "2k"
-    assert arguments().rollout_backend == "auto" and vllm_arguments(arguments()) == []
+    assert arguments().rollout_backend == "auto" and vllm_words(arguments()) == []
 
 
 def test_a_length_may_be_written_as_vllm_takes_it():
@@ -104,9 +109,9 @@ def test_a_length_may_be_written_as_vllm_takes_it():
 
 def test_the_last_of_two_spellings_counts():
     args = arguments("--vllm-enforce-eager", "--vllm-no-enforce-eager")
-    assert vllm_arguments(args) == ["--no-enforce-eager"]
+    assert vllm_words(args) == ["--no-enforce-eager"]
     args = arguments("--vllm-no-enforce-eager", "--vllm-enforce-eager")
-    assert vllm_arguments(args) == ["--enforce-eager"]
+    assert vllm_words(args) == ["--enforce-eager"]
 
 
 WRONG = [
@@ -142,7 +147,7 @@ def test_what_is_wrong_is_told(words, what, remedy):
 
 def test_json_may_hold_vllms_sizes():
     args = arguments("--vllm-kv-transfer-config", '{"kv_connector": "A 8k", "kv_role": "kv_both", "bytes": 80m}')
-    assert vllm_arguments(args)[1].endswith('"bytes": 80m}')
+    assert vllm_words(args)[1].endswith('"bytes": 80m}')
 
 
 def test_later_words_replace_earlier_ones():

@@ -14,7 +14,7 @@ from instep.training.backend import LossOutput, TokenOutputs
 from instep.training.log_probs import log_probs_and_entropy
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.training.losses import policy_loss_fn
-from instep.training.packing import expand_to_tokens, response_positions, response_targets
+from instep.training.packing import response_positions, response_targets, response_temperatures
 from instep.types import TokenBatch
 
 LENGTHS = [3, 1, 4, 2]
@@ -52,7 +52,7 @@ def make_batch(per_token: bool = False) -> tuple[TokenBatch, torch.Tensor]:
 
 
 def outputs_of(batch: TokenBatch, logits: torch.Tensor) -> TokenOutputs:
-    temperature = expand_to_tokens(batch, batch.sample_columns["temperature"].double())
+    temperature = response_temperatures(batch)
     scores = logits[0][response_positions(batch)]
     out = log_probs_and_entropy(scores, response_targets(batch), temperature, vocab_size=VOCAB, with_entropy=True)
     return TokenOutputs(*out, logits)

@@ -29,5 +29,5 @@ def test_each_named_flag_exists_and_has_the_stated_status(row):
 def test_all_flags_of_slime_and_vime_that_do_not_act_are_listed():
     text = markdown().partition("## TRL")[0]
     for flag in own_flags().values():
-        if set(flag.seeds) & set("VRSC"):
+        if set(flag.whose) & set("VRSC"):
             assert (f"| `{flag.name}` | {flag.status} |" in text) == (flag.status != "acts"), flag.name

@@ -13,6 +13,7 @@ def make_batch() -> TokenBatch:
         tokens=torch.tensor([t for prompt, response in samples for t in prompt + response]),
         total_lengths=torch.tensor([len(p) + len(r) for p, r in samples]),
         response_lengths=torch.tensor([len(r) for _, r in samples]),
+        sample_columns={"temperature": torch.tensor([0.5, 1.0, 2.0])},
     )
 
 
@@ -21,7 +22,7 @@ def test_positions_targets_and_expansion_of_a_hand_made_batch():
     assert packing.response_positions(batch).tolist() == [2, 3, 5, 6, 7]
     assert packing.response_targets(batch).tolist() == [8, 9, 2, 3, 4]
     assert packing.position_ids(batch).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]
-    assert packing.expand_to_tokens(batch, torch.tensor([0.5, 1.0, 2.0])).tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
+    assert packing.response_temperatures(batch).tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
     starts, longest = packing.cu_seqlens(batch)
     assert starts.tolist() == [0, 5, 9, 11] and starts.dtype is torch.int32 and longest == 5
 

@@ -1,7 +1,7 @@
-"""The functions of the advantage estimators, by the names that `catalog.Estimator` gives them.
+"""The functions of the advantage estimators, by the names of `catalog.Estimator`.
 
-An estimator has two functions: `compare`, on rewards of samples (None: they stay as they are), and `spread`, which
-makes the advantages of tokens. A hook that processes the rewards takes the place of `compare`.
+An estimator has two functions: `compare` changes the rewards of samples (None: it does not), and `spread` makes the
+advantages of tokens from them. A hook that processes the rewards takes the place of `compare`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Compare = Callable[[Tensor, Sequence[int] | Tensor, Sequence[Hashable | None] | 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the advantages of tokens are made from.
+    """The data that the advantages of tokens are made from.
 
     Attributes:
-        rewards: float64 `[num_samples]`, compared within groups already if the estimator does so.
+        rewards: float64 `[num_samples]`, after the estimator's `compare`.
         loss_mask: `[num_response_tokens]`.
         response_lengths: of each sample.
         kl: `[num_response_tokens]`, old policy against reference; None without `kl_coef`.
-        values: `[num_response_tokens]` of the critic, where there is one.
+        values: `[num_response_tokens]` of the critic; None without one.
     """
 
     rewards: Tensor
@@ -47,14 +47,14 @@ class Inputs:
 
 
 class Estimate(NamedTuple):
-    """Float64 `[num_response_tokens]` each; `returns` are what a critic learns, if there is one."""
+    """Advantages, and the returns that a critic learns if there is one; float64 `[num_response_tokens]` each."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
 class Formulas(NamedTuple):
-    """The two functions of an estimator; see above."""
+    """The two functions of an estimator; see the module."""
 
     compare: Compare | None
     spread: Callable[[Inputs], Estimate]

@@ -14,7 +14,7 @@ def dr_grpo(
 ) -> Tensor:
     """A_i = r_i - mean(group) (arXiv:2503.20783).
 
-    A division by the std would weigh up questions that are nearly always or nearly never solved. Arguments, result and
-    errors are those of `groups.relative_to_group`.
+    A division by the std would give more weight to questions that are nearly always or never solved. Arguments, result
+    and errors are those of `groups.relative_to_group`.
     """
     return relative_to_group(rewards, group_index, execution_ids, lambda r, own, all_: r - all_.mean())

@@ -21,7 +21,7 @@ def gae(
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """GAE (arXiv:1506.02438, eq. 16) over the trained tokens of each response; tokens with mask 0 are as if not there.
+    """GAE (arXiv:1506.02438, eq. 16) over the trained tokens of each response, as if those with mask 0 did not exist.
 
     With the n trained tokens of a response in order, rho_k = -kl_coef kl_k, to whose last one the sample's reward is
     added, and V_{n+1} = 0 after the end:

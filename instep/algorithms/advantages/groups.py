@@ -1,4 +1,4 @@
-"""Who is compared with whom: the samples of a group, and the fan-out siblings of one execution among them."""
+"""Comparing the rewards of a group, in which the fan-out siblings of one execution count once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def relative_to_group(
     """Apply `formula` to each group by itself.
 
     Groups are found by `group_index`, never by position, so that order and group sizes are free. Fan-out siblings
-    (equal `execution_ids`; None stands for an execution of its own) count once in the statistics, by their mean reward.
+    (equal `execution_ids`; a sample with None is an execution) count once in the statistics, with their mean reward.
 
     Args:
         rewards: `[num_samples]`.

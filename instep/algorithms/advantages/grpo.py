@@ -1,4 +1,4 @@
-"""GRPO's advantage; also that of GSPO, CISPO, SAPO and DAPO, which differ in the loss or in the data."""
+"""The advantage of GRPO, GSPO, CISPO, SAPO and DAPO, which differ in the loss or in the data."""
 
 from __future__ import annotations
 

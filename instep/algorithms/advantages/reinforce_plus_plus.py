@@ -21,8 +21,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), not whitened yet (arXiv:2501.03262).
 
-    Sums and steps go over the trained tokens of a response: those of a tool (mask 0) are no actions, they cost no KL
-    and are not discounted over. The reward stands at the last trained token.
+    Sums and steps are over the trained tokens of a response: tokens of a tool (mask 0) are no actions: they cost no KL
+    and do not discount. The last trained token has the reward.
 
     Args:
         rewards: `[num_samples]`.
@@ -30,7 +30,7 @@ def reinforce_plus_plus(
         kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
 
     Returns:
-        float64 `[num_response_tokens]`, 0 where the mask is 0. The whitening (`whitening.whiten`) is the caller's.
+        float64 `[num_response_tokens]`, 0 where the mask is 0; the caller whitens them (`whitening.whiten`).
     """
     given = trained_rewards(rewards, loss_mask, response_lengths, kl, kl_coef)
     out = torch.zeros(loss_mask.numel(), dtype=torch.float64, device=rewards.device)

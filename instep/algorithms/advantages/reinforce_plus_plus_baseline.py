@@ -14,14 +14,14 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """A_t = (r - mean(group)) - kl_coef kl_t, not whitened yet (arXiv:2501.03262).
 
-    The paper has its KL in the loss (`--use-kl-loss --kl-loss-type k2`); with `kl_coef` each token bears its own.
+    The paper has its KL in the loss (`--use-kl-loss --kl-loss-type k2`); `kl_coef` subtracts it token by token.
 
     Args:
         centred: `[num_samples]`, the rewards less their group's mean (`dr_grpo`).
         kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
 
     Returns:
-        float64 `[num_response_tokens]`. The whitening (`whitening.whiten`) is the caller's.
+        float64 `[num_response_tokens]`; the caller whitens them (`whitening.whiten`).
     """
     advantages = expand(centred.detach().double(), response_lengths)
     if not kl_coef:

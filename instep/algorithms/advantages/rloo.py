@@ -14,7 +14,7 @@ def rloo(
 ) -> Tensor:
     """A_i = r_i - mean(r_j, j != i, of the group), unbiased (arXiv:2402.14740).
 
-    The others of a fan-out sample are the other executions. Arguments, result and errors are those of
+    A fan-out sample is compared with the other executions. Arguments, result and errors are those of
     `groups.relative_to_group`.
     """
     return relative_to_group(

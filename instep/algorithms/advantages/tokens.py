@@ -1,4 +1,4 @@
-"""Along a response: the KL in its reward, the rewards of its tokens, discounting."""
+"""The KL in the reward of a response, the rewards of its tokens, and discounted sums over them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from instep.algorithms.segments import segment_sum
 def penalised_rewards(
     rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Sequence[int] | Tensor, kl_coef: float
 ) -> Tensor:
-    """KL in the reward of an estimator with one advantage per response: r_i - kl_coef * sum_t m_t kl_t.
+    """Rewards with a KL penalty, for estimators with one advantage per response: r_i - kl_coef * sum_t m_t kl_t.
 
-    It comes before the comparison within the group, as in verl, whose `apply_kl_penalty` takes it off the token
-    rewards and whose outcome advantages begin with their sum over a response. Tool tokens (mask 0) are free.
+    The penalty precedes the comparison within the group, as in verl, whose `apply_kl_penalty` subtracts it from token
+    rewards and whose outcome advantages begin with their sum over a response. Tool tokens (mask 0) cost nothing.
 
     Args:
         rewards: `[num_samples]`.
@@ -49,7 +49,7 @@ class TrainedRewards(NamedTuple):
 def trained_rewards(
     rewards: Tensor, loss_mask: Tensor, response_lengths: Sequence[int], kl: Tensor | None, kl_coef: float
 ) -> TrainedRewards:
-    """-kl_coef kl_t for each trained token, and the sample's reward in addition for its last one.
+    """The reward of each trained token: -kl_coef kl_t, and for the last one of a sample the sample's reward, too.
 
     The reward of a response without a trained token is left out.
 
@@ -72,7 +72,7 @@ def trained_rewards(
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
     """G_t = v_t + factor * G_{t+1} within each sequence, G = 0 after its end.
 
-    From the end of all sequences at once, so that there are as many passes as the longest has values, and no padding.
+    All sequences are summed at once from their ends, in as many passes as the longest has values, without padding.
 
     Args:
         values: `[sum(lengths)]`, sequences one after another; a length may be 0.

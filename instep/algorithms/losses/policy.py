@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch, put together: ratio form, corrections, KL, entropy; and its metrics."""
+"""The policy loss of a micro-batch (ratio form, corrections, KL and entropy together) and its metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """What the policy loss depends on: the form that belongs to the algorithm, and the flags of the same names."""
+    """The settings of the policy loss: the form of the algorithm, and the flags of the same names."""
 
     form: str = "ppo_clip"  # a key of FORMS
     eps_clip: float = 0.2
@@ -80,12 +80,12 @@ class PolicyLossConfig:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """The bounds of a ratio or a weight, as the forms that have them take them."""
+        """The bounds of a ratio or a weight, as keyword arguments of a form."""
         return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
 
     @classmethod
     def from_args(cls, args: Settings) -> PolicyLossConfig:
-        """The fields, read from the flat arguments of the same names; `form` is that of the run's algorithm."""
+        """The settings of a run: arguments of the same names, and the form of its algorithm."""
         form = algorithm_of(args).loss.name
         return cls(form, **{name: getattr(args, name) for name in cls.__dataclass_fields__ if name != "form"})
 
@@ -141,15 +141,15 @@ def policy_loss(
 ) -> LossTerms:
     """sum_t w_t (c_t * pg_t - entropy_coef * H_t + kl_loss_coef * kl_t), w = `loss_weights`.
 
-    pg is the form that `config.form` names, c the product of what corrects it: weights (`use_tis`), rejection
-    (`use_rs`), off-policy sequence masking (`use_opsm`); the denominators in w stay. The ratio's base is
-    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Tokens of
-    weight 0 have no part in anything, whatever stands there (NaN too). The metrics are weighted like the loss; those of
-    the gap between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and are to be divided by
-    `log_prob_gap_coverage` once they are summed (`training.losses.finish_metrics` does it).
+    pg is the form that `config.form` names, c the product of its corrections: weights (`use_tis`), rejection (`use_rs`)
+    and off-policy sequence masking (`use_opsm`), which do not change the denominators in w. The ratio's base is
+    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Values at
+    tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
+    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and
+    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`.
 
     Args:
-        log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; what `config` needs must be there.
+        log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
         response_lengths: `[num_samples]`.
         correct: takes the place of `use_tis` and `use_rs`.
         reduce: takes the place of sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
@@ -229,7 +229,7 @@ def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> 
 
 
 def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Trainer against engine, over trained tokens that have engine log-probs: weighted sums, and the largest gap."""
+    """Weighted sums of the gap between trainer and engine, over trained tokens with engine log-probs; its maximum."""
     covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
     engine = torch.where(covered, rollout_log_probs, scored)
     gap = (scored - engine).abs()

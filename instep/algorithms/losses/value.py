@@ -19,8 +19,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
     """max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2), without a factor 1/2.
 
     The squared error is L^VF of PPO (arXiv:1707.06347, eq. 9); the clip is that of the authors' code (see
-    arXiv:2005.12729, section 3), pessimistic like the policy's: a value that has moved further than `value_clip` from
-    where it was gets no gradient unless that leads it back.
+    arXiv:2005.12729, section 3), pessimistic like the policy's: a value further than `value_clip` from its old one gets
+    a gradient only towards it.
 
     Args: all `[num_tokens]`; the gradient flows through `values` only.
     """
@@ -32,9 +32,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns), over `[num_tokens]`: 1 for a critic that knows, 0 for a constant.
+    """1 - Var(returns - values) / Var(returns), over `[num_tokens]`; None where all returns are equal.
 
-    None where all returns are equal.
+    It is 1 for exact values and 0 for constant ones.
     """
     if not returns.numel() or returns.min() == returns.max():
         return None

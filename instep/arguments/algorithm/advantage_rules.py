@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from instep.algorithms.catalog import ALGORITHMS, listed, names_where
 from instep.arguments.algorithm.combination import Combination, only_with
-from instep.arguments.args import Args
+from instep.arguments.concern import Settings
 
 _DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
 _WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
@@ -12,7 +12,7 @@ _SUCCESS_RATES = names_where(lambda estimator, loss: estimator.takes_success_rat
 _UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
-def _compares(args: Args) -> bool:
+def _compares(args: Settings) -> bool:
     """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
     return args.rewards_normalization and args.custom_reward_post_process_path is None
 

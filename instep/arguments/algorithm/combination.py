@@ -1,4 +1,4 @@
-"""Flags that do not go together: one record each, which the validator applies and the documentation shows."""
+"""Flags that do not go together: each combination is a record, which is a rule and a line of docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instep.algorithms.catalog import algorithm_of
-from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings
+from instep.arguments.flag import attribute_name
 
-When = Callable[[Args, set[str]], bool]
-
-
-def attribute(flag: str) -> str:
-    """The attribute of a flag that names none of its own."""
-    return flag.lstrip("-").replace("-", "_")
+When = Callable[[Settings, set[str]], bool]
 
 
 def given(*flags: str) -> When:
-    """Whether one of these flags is on the command line."""
-    names = {attribute(flag) for flag in flags}
+    """The condition that one of these flags is on the command line."""
+    names = {attribute_name(flag) for flag in flags}
     return lambda args, given: bool(given & names)
 
 
@@ -28,10 +23,10 @@ class Combination:
     """Flags whose combination makes no sense, or has one flag too many.
 
     Attributes:
-        algorithms: the values of `--advantage-estimator` that it is about (`catalog.names_where`); empty: it is about
-            every algorithm, SFT and DPO too.
-        flags: the other flags, as one would type them.
-        when: whether these flags are given so, from the arguments and the names of those that were given.
+        algorithms: the values of `--advantage-estimator` for which it holds (`catalog.names_where`); empty: it holds
+            for every algorithm, SFT and DPO too.
+        flags: the other flags, as a user types them.
+        when: whether the combination is there, from the arguments and the attributes of the flags that were given.
         what: why the combination makes no sense.
         remedy: what to do.
         refused: False: the run starts, with a note.
@@ -44,7 +39,7 @@ class Combination:
     remedy: str
     refused: bool = True
 
-    def __call__(self, args: Args, given: set[str]) -> Iterator[Problem]:
+    def __call__(self, args: Settings, given: set[str]) -> Iterator[Problem]:
         """The combination as a rule of the validator: it yields one problem, or nothing."""
         name = algorithm_of(args).name
         if (self.algorithms and name not in self.algorithms) or not self.when(args, given):
@@ -54,11 +49,11 @@ class Combination:
 
 
 def only_with(needed: tuple[str, ...], *flags: str) -> list[Combination]:
-    """Flags that have an effect only where one of the flags `needed` is given, of which none may be 0."""
-    others = [attribute(flag) for flag in needed]
+    """Flags that have an effect only where one of the attributes of the flags `needed` is neither 0 nor unset."""
+    others = [attribute_name(flag) for flag in needed]
 
     def unused(name: str) -> When:
         return lambda args, given: name in given and not any(getattr(args, other) for other in others)
 
     what = f"has no effect without {' or '.join(needed)}"
-    return [Combination((), flag, unused(attribute(flag)), what, "give both") for flag in flags]
+    return [Combination((), flag, unused(attribute_name(flag)), what, "give both") for flag in flags]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem
+from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.model import folder_to_load
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
 
@@ -19,11 +19,7 @@ _ADD_CRITIC = (
 )
 RULES = tuple(
     Combination(
-        names_where(lambda estimator, loss: not estimator.has_critic),
-        flag,
-        given(flag),
-        _NO_CRITIC,
-        _ADD_CRITIC,
+        names_where(lambda estimator, loss: not estimator.has_critic), flag, given(flag), _NO_CRITIC, _ADD_CRITIC
     )
     for flag in (
         "--critic-load",
@@ -37,10 +33,10 @@ RULES = tuple(
 )
 
 
-def size(args: Args, given: set[str]) -> Iterator[Problem]:
+def size(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("critic_num_nodes", "critic_num_gpus_per_node"):
         if name in given and not algorithm_of(args).has_critic:
-            yield Problem(_NO_CRITIC, "--" + name.replace("_", "-"), _ADD_CRITIC)
+            yield Problem(_NO_CRITIC, flag_name(name), _ADD_CRITIC)
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:
@@ -78,12 +74,7 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
             "--critic-lr-warmup-iters",
             f"use less than {own.lr_decay_iters}",
         )
-    yield from _folders(args)
-
-
-def _folders(args: Args) -> Iterator[Problem]:
-    if args.critic_load is not None and not os.path.isdir(args.critic_load):
-        yield Problem(f"no folder {args.critic_load}", "--critic-load", "give a checkpoint's folder")
+    yield from folder_to_load("critic_load")(args, given)
     if args.critic_save is not None and args.save is not None:
         if Path(args.critic_save).absolute() == Path(args.save).absolute():
             yield Problem("is the actor's --save", "--critic-save", "leave it out: --save holds the critic, too")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from instep.algorithms.catalog import listed, names_where
 from instep.arguments.algorithm.combination import Combination, given, only_with
-from instep.arguments.args import Args
+from instep.arguments.concern import Settings
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
 _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
 
-def _corrects(args: Args) -> bool:
+def _corrects(args: Settings) -> bool:
     """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
     return args.use_tis or args.use_rs
 

@@ -1,46 +1,45 @@
-"""What follows for the algorithm's flags from those that are given: its own defaults, and bounds that are not given."""
+"""Defaults of the algorithm's flags: those that the algorithm has of its own, and bounds that follow from others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from instep.algorithms.catalog import algorithm_of
-from instep.arguments.args import Args
-from instep.arguments.concern import Given
+from instep.arguments.concern import Given, Settings
 
 
-def own_defaults(args: Args, given: Given) -> dict[str, Any]:
-    """The values of flags that are not given and for which the algorithm has a default of its own, by attribute."""
+def own_defaults(args: Settings, given: Given) -> dict[str, Any]:
+    """The algorithm's own defaults of flags that are not given, by attribute."""
     algorithm = algorithm_of(args)
     defaults = {"loss_type": algorithm.loss.type, **algorithm.defaults}
     kept = {*given, "eps_clip_high"} if "eps_clip" in given else given
     return {name: value for name, value in defaults.items() if name not in kept}
 
 
-def eps_clip_high(args: Args, given: Given) -> float:
+def eps_clip_high(args: Settings, given: Given) -> float:
     return args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
 
 
-def rs_lower_bound(args: Args, given: Given) -> float:
+def rs_lower_bound(args: Settings, given: Given) -> float:
     return args.tis_clip_low if args.rs_lower_bound is None else args.rs_lower_bound
 
 
-def rs_upper_bound(args: Args, given: Given) -> float:
+def rs_upper_bound(args: Settings, given: Given) -> float:
     return args.tis_clip if args.rs_upper_bound is None else args.rs_upper_bound
 
 
-# ---- names under which slime's examples read ours --------------------------------------------------------------------
+# ---- names under which slime's examples read these attributes --------------------------------------------------------
 
 
-def tis_lower_bound(args: Args, given: Given) -> float:
+def tis_lower_bound(args: Settings, given: Given) -> float:
     return args.tis_clip_low
 
 
-def tis_upper_bound(args: Args, given: Given) -> float:
+def tis_upper_bound(args: Settings, given: Given) -> float:
     return args.tis_clip
 
 
-def tis_batch_normalize(args: Args, given: Given) -> bool:
+def tis_batch_normalize(args: Settings, given: Given) -> bool:
     return False
 
 

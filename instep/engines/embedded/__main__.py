@@ -1,4 +1,4 @@
-"""`python -m instep.engines.embedded --model DIR --port N`: what can be refused is refused before anything loads."""
+"""`python -m instep.engines.embedded --model DIR --port N`: checks everything that it can before it loads anything."""
 
 import argparse
 import gc
@@ -58,10 +58,10 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
 
 
 def main() -> None:
-    """The engine is this process, its HTTP server a child: neither outlives the other."""
+    """Run the engine in this process and its HTTP server in a child; each ends with the other."""
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))  # nothing here outlives the process
+        signal.signal(number, lambda *_: os._exit(0))  # there is nothing to save or to close
     sock, (ours, theirs), (beats, lifeline) = socket.socket(), Pipe(), socket.socketpair()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""The kind `embedded`: the engine of this folder, which speaks vLLM's routes; one GPU or the CPU."""
+"""The kind `embedded`: the engine of this folder, which speaks vLLM's routes and uses one GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from instep.engines.capabilities import Capabilities
-from instep.engines.engine import Engine
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, engine_dtype
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-_FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # of vLLM's command line that it has, too
+_FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # it shares these with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
 _INSTEAD = "use --rollout-backend vllm"
 
 
 class EmbeddedKind(EngineKind):
-    """One process computes, and sends heartbeats; another, without which it ends, answers HTTP."""
+    """Engines of two processes: one computes and sends heartbeats, the other answers HTTP; they end together."""
 
     name, title, auto_device = "embedded", "the embedded engine", "cpu"
     max_num_gpus = 1
@@ -42,7 +41,7 @@ class EmbeddedKind(EngineKind):
         return GroupedWire()
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
-        """Flags that only vLLM has, and what groups of `--vllm-config` ask for and this engine has not."""
+        """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""
         flags = ["--vllm-" + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
         for given in (", ".join(flags), "--prefill-num-servers" if args.prefill_num_servers else ""):
             if given:
@@ -73,7 +72,7 @@ class EmbeddedKind(EngineKind):
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
-    def identify(self, engine: Engine) -> EngineKind | None:
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:
             models = get_json(engine.url + "/v1/models", 10.0).get("data", ())
         except urllib.error.HTTPError:
@@ -85,7 +84,7 @@ KIND = EmbeddedKind()
 
 
 def _override_problem(name: str, value: str) -> str:
-    """What is wrong about an override of `--vllm-config`; "" if nothing."""
+    """What is wrong with an override of `--vllm-config`; "" if nothing is."""
     if name not in _FIELDS:
         return f"the embedded engine has no such thing, only {', '.join(_FIELDS)}"
     if value in _DTYPES if name == "dtype" else value.isdigit():

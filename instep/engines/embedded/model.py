@@ -1,4 +1,4 @@
-"""A transformers decoder with a key/value cache of our own: one row per running request, rows kept dense."""
+"""A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from instep.errors import CheckpointError
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """No mask: a prefill, causal. A mask `[rows, 1, 1, length]`: a decode step of one query per row, in which the
-    query heads that share a key head are folded into the query axis: no copy of the cache."""
+    """Attention of a causal prefill (no mask) or of a decode step with one query per row (mask `[rows, 1, 1, length]`).
+    A decode step folds the query heads that share a key head into the query axis, which saves a copy of the cache."""
     rows, heads, num_queries, dim = query.shape
     if attention_mask is None:
         gqa = heads != key.shape[1]
@@ -30,7 +30,7 @@ AttentionInterface.register("instep_embedded", _attention)
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
-    """The causal model in `path`; CheckpointError if weights are missing or its attention is not full."""
+    """The causal model in `path`. Raises CheckpointError if weights are missing or its attention is not full."""
     config = AutoConfig.from_pretrained(path)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -45,10 +45,10 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
 
 
 class Runner(Cache):
-    """Forward passes and the cache `data`: `[layers, 2, rows, kv_heads, length, head_dim]`, grown by doubling."""
+    """Forward passes and the cache `data` `[layers, 2, rows, kv_heads, length, head_dim]`, which grows by doubling."""
 
     def __init__(self, model: PreTrainedModel, max_rows: int, max_length: int, fixed: bool = False):
-        """`fixed`: every decode step has all rows and the whole length, so that a row's bits depend on it alone."""
+        """With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others."""
         super().__init__(layers=[])
         self.fixed, self.prefill_tokens = fixed, 0 if fixed else 8192  # padded, per forward pass
         self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
@@ -75,7 +75,7 @@ class Runner(Cache):
         self.data = data
 
     def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int) -> torch.Tensor:
-        """Fill the rows from `first_row` on with sequence `source[i]` each; float32 logits `[len(source), vocab]`."""
+        """Fill row `first_row + i` with `sequences[source[i]]`; returns float32 logits `[len(source), vocab]`."""
         longest = max(map(len, sequences))
         self._reserve(first_row + len(source), longest)
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
@@ -87,7 +87,7 @@ class Runner(Cache):
         return logits[rows].float()
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Append `tokens[i]` as the last of `lengths[i]` to row i; float32 logits `[batch, vocab]` of what follows."""
+        """Append `tokens[i]` to row i, which then has `lengths[i]` tokens; returns float32 logits `[batch, vocab]`."""
         used, longest = len(tokens), self.max_length if self.fixed else max(lengths)
         self.num_rows = self.max_rows if self.fixed else used
         self._reserve(self.num_rows, longest)
@@ -109,7 +109,7 @@ class Runner(Cache):
         return [p for part, at in parts for p in part.float().log_softmax(-1).gather(1, at)[:, 0].tolist()]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Called by the model's attention: store the new keys and values, return those to attend to."""
+        """Store new keys and values, and return those to attend to; the model's attention calls this."""
         for cache, new in zip(self.data[layer_idx], (key_states, value_states), strict=True):
             if self.source is not None:
                 cache[self.first_row : self.first_row + self.source.numel(), :, : new.shape[2]] = new[self.source]

@@ -1,4 +1,4 @@
-"""vLLM's JSON: what a request may say, checked key by key, and the state of one response."""
+"""vLLM's JSON: checks of every key of a request, and the state of one response."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ STATUS = {"BadRequestError": 400, "NotFoundError": 404, "SessionError": 409, "We
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error reply. `kind` decides its status; `tensor` names the weight that a mismatch is about."""
+    """An error reply whose `kind` decides its HTTP status; `tensor` names the weight that a mismatch is about."""
 
     kind: str
     message: str
@@ -20,7 +20,7 @@ class HttpError(Exception):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One response in the making. `eos_ids` are the model's, or empty where they are ignored."""
+    """One response in the making; `eos_ids` are the model's end-of-sequence tokens, or empty to ignore them."""
 
     id: str  # the client's
     number: int = -1  # ours
@@ -69,7 +69,7 @@ def check_keys(given: dict[str, Any], known: set[str]) -> None:
 
 
 def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_size: int) -> dict[str, Any]:
-    """Fields of a Request, and `n`, from JSON; `own` are the other keys of that object. Raises HttpError."""
+    """Read `n` and fields of a Request from JSON, which may also have the keys `own`. Raises HttpError."""
     if not isinstance(given, dict):
         raise HttpError("BadRequestError", "sampling_params must be an object")
     check_keys(given, own | _ACTING)

@@ -1,4 +1,4 @@
-"""The next token: the processed distribution, and a draw that depends on nothing but (seed, position)."""
+"""Sampling of the next token from the processed distribution, with a draw that depends on (seed, position) only."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Float64 `[batch]` in [0, 1) by splitmix64; 40 bits, so that u times a total near 1 stays below the total."""
+    """Draw float64 `[batch]` in [0, 1) by splitmix64, with 40 bits: times a total near 1 they stay below the total."""
     return _shift(_mix(_mix(seeds + _GAMMA) + positions * _GAMMA), 24).double() * 2.0**-40
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: one thread owns model, cache and requests; the HTTP process reaches it through a pipe."""
+"""Continuous batching in one thread, which owns model, cache and requests; a pipe connects it with the HTTP process."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +16,7 @@ from instep.engines.embedded.weights import LiveWeights
 
 
 class Scheduler:
-    """Row i of the cache belongs to `running[i]`. What `calls` names is called through `pipe`, between two steps."""
+    """Schedules requests: `running[i]` has row i of the cache. Calls come through `pipe` between two steps."""
 
     def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, pipe: Connection):
         self.runner, self.weights, self.tokenizer = runner, weights, tokenizer
@@ -27,7 +27,7 @@ class Scheduler:
         self.queue = CallQueue(pipe, self.calls(), HttpError, partial(HttpError, "InternalServerError"))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control routes, each of which gets its JSON body, and what else the routes need."""
+        """The control routes, whose functions get the JSON body, and the other calls of the HTTP process."""
         weights = self.weights
         return {
             "GET /health": lambda body: {},
@@ -72,7 +72,7 @@ class Scheduler:
             raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
 
     def abort(self, which: Collection[int | str] | None = None, reason: str = "abort") -> int:
-        """End the requests of these numbers or ids (None: all) with what they have; returns how many."""
+        """End the requests of these numbers or ids (None: all) with the tokens that they have; returns how many."""
         gone = {r for r in (*self.running, *self.waiting) if which is None or r.number in which or r.id in which}
         self._compact([i for i, r in enumerate(self.running) if r in gone])
         self.waiting = deque(r for r in self.waiting if r not in gone)
@@ -80,7 +80,8 @@ class Scheduler:
         return len(gone)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """abort: end all; keep: freeze, and fill the cache anew later if `clear_cache`; wait: let what runs end."""
+        """Pause: abort ends all requests, keep freezes them (and later refills the cache if `clear_cache`), wait lets
+        running ones end."""
         self.paused = mode
         if mode == "abort":
             self.abort()
@@ -126,7 +127,7 @@ class Scheduler:
         self._step(first, partial(self.runner.prefill, list(unique), source, first))
 
     def _step(self, first: int, forward: Callable[[], torch.Tensor]) -> None:
-        """One token for each of `running[first:]` from the logits that `forward` gives; those that are done leave."""
+        """Sample a token for each of `running[first:]` from the logits of `forward`; finished requests leave."""
         requests, device = self.running[first:], self.runner.device
         # On the device before the forward pass: a copy to it waits for what runs there.
         positions = [len(r.prompt) + len(r.tokens) for r in requests]
@@ -176,7 +177,7 @@ class Scheduler:
             request.spans.append((self.weights.version, start, len(request.tokens)))
 
     def _finish(self, requests: Collection[Request], reason: str | None = None) -> None:
-        """Answer `requests`; those that end as "error" with why nothing may be generated."""
+        """Answer `requests`; with the reason "error" they get the failure of the weights."""
         for request in requests:
             self._close_span(request)
             request.finish_reason = reason or request.finish_reason

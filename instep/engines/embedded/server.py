@@ -1,4 +1,4 @@
-"""The HTTP routes, in a process without torch: it parses and formats while the engine's process computes."""
+"""The HTTP server, a process without torch that parses and formats while the engine's process computes."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ _OWN = "model request_id return_token_ids"  # parameters that are not about samp
 
 
 class Server:
-    """Routes over the engine at the other end of `pipe` (`scheduler.Scheduler`); `calls` are the names of its calls."""
+    """The routes to the engine (`scheduler.Scheduler`) at the other end of `pipe`; `calls` are the calls it takes."""
 
     def __init__(self, pipe: Connection, name: str, calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any):
         self.engine, self.name, self.calls, self.eos_ids = Caller(pipe), name, calls, eos_ids
@@ -33,7 +33,7 @@ class Server:
         self.routes["GET /v1/models"] = self.models
 
     async def handle(self, http: web.Request) -> web.Response:
-        """Any route: JSON in, JSON out, refusals in vLLM's form."""
+        """Answer a request to any route with JSON; refusals have vLLM's form."""
         try:
             if not isinstance(body := json.loads(await http.read() or b"{}"), dict):
                 raise json.JSONDecodeError("no object", "", 0)
@@ -53,7 +53,7 @@ class Server:
         return web.json_response({"error": error_body}, status=status)
 
     async def generate(self, http: web.Request, body: Body) -> Body:
-        """Token ids in, token ids out."""
+        """Answer token ids with token ids."""
         protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params"})
         given = body.get("sampling_params") or {}
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
@@ -74,7 +74,7 @@ class Server:
         return await self._run("chatcmpl", http, [prompt], body, given, f"{_OWN} messages chat_template_kwargs")
 
     async def _run(self, kind: str, http: web.Request, prompts: list[Any], body: Body, given: Any, own: str) -> Body:
-        """The reply of all three routes: prompt-major choices, n per prompt. `own`: keys that `given` may also have."""
+        """The reply of all three routes, with n choices per prompt, in order; `given` may also have the keys `own`."""
         params = protocol.sampling_params(given, {*own.split()}, self.eos_ids, self.vocab_size)
         num, seed, limit = params.pop("n", 1), params.pop("seed", None), params.pop("max_tokens", self.max_model_len)
         model = str(body.get("model") or self.name)
@@ -138,7 +138,7 @@ class Server:
 
 
 def serve(sock: socket.socket, pipe: Connection, name: str) -> None:
-    """For ever, from when the engine has loaded its model."""
+    """Serve for ever, once the engine has loaded its model."""
     app = web.Application(client_max_size=256 << 20)
     try:
         app.router.add_route("*", "/{route:.*}", Server(pipe, name, **pipe.recv()).handle)

@@ -1,4 +1,4 @@
-"""The engine's side of a weight sync: a session that checks every byte before it loads (docs/architecture.md)."""
+"""The engine's side of a weight sync: sessions that check all bytes before they load them (docs/architecture.md)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ FAILED, NOT_STARTED = "the last weight update failed", "no weight update was sta
 
 
 class LiveWeights:
-    """The parameters that serve, by Hugging Face name; tied weights once. They are written in place.
+    """The live parameters by Hugging Face name, written in place; tied weights appear once.
 
-    `failure` is why nothing may be generated: a session failed, and the parameters may be a mixture.
+    `failure` says why nothing may be generated: a session failed, and the parameters may be of two weight versions.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -32,7 +32,7 @@ class LiveWeights:
         self.session, self.delivered = (version, nonce), set()
 
     def update(self, info: Any) -> int:
-        """Check one bucket, then load it; returns the number of its tensors. A WeightMismatch fails the session."""
+        """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         try:
@@ -46,7 +46,7 @@ class LiveWeights:
         return len(written)
 
     def finish(self, version: str | None) -> str:
-        """End the session; returns the new version. WeightMismatch if a tensor of the model was not delivered."""
+        """End the session and return the new version. Raises WeightMismatch if a tensor was not delivered."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         started = self.session[0]
@@ -57,13 +57,13 @@ class LiveWeights:
         return version or started or self.version
 
     def abandon(self) -> None:
-        """An unfinished session that already wrote is a failure, one that did not is forgotten."""
+        """Drop an unfinished session; if it has written weights already, this is a failure."""
         if self.session is not None and self.delivered:
             self.failure = f"{FAILED}: it was not finished"
         self.session = None
 
     def digests(self) -> dict[str, str]:
-        """xxh3-128 of the bytes of each live parameter, as in a manifest."""
+        """The xxh3-128 of the bytes of each live parameter, as in a manifest."""
         return {name: digest(tensor_bytes(p.cpu())) for name, p in self.parameters.items()}
 
     def _load_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ class LiveWeights:
             raise HttpError("WeightMismatch", str(error), error.tensor) from error
 
     def _load_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Load a Hugging Face checkpoint (the golden twin); its dtype may differ, its names and shapes may not."""
+        """Load a Hugging Face checkpoint, whose dtype may differ from the model's, but not its names and shapes."""
         folder = Path(info["path"])
         tensors: dict[str, torch.Tensor] = {}
         try:
@@ -89,7 +89,7 @@ class LiveWeights:
         return self._write({name: t for name, t in tensors.items() if name not in self.aliases}, exact=False)
 
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
-        """All of them or none; `exact`: in the dtype that the model has."""
+        """Write all tensors or none; with `exact` they must have the dtype of the model."""
         for name, tensor in tensors.items():
             parameter = self.parameters.get(name)
             if parameter is None or name in self.delivered:

@@ -1,4 +1,4 @@
-"""The embedded engine's wire format: vLLM's, where requests that can be made together are made together."""
+"""The embedded engine's wire format: vLLM's, with the requests of a group joined into one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_TOGETHER = 64  # responses of one request
 
 @dataclass
 class _Turn:
-    """What was asked for in one turn of the event loop with one prompt and one set of parameters.
+    """The requests of one turn of the event loop for one prompt with one set of parameters.
 
     Attributes:
-        requests: by their first seed; waiting: how many wait for a response of each.
+        requests: the joined requests by their first seed; waiting: how many responses of each are waited for.
     """
 
     seeds: set[int] = field(default_factory=set)
@@ -27,10 +27,10 @@ class _Turn:
 
 
 class GroupedWire(WireFormat):
-    """Makes one request of those for the same prompt with the same parameters and consecutive seeds.
+    """Joins requests for the same prompt with the same parameters and consecutive seeds into one.
 
-    These are a group's, which begin in the same turn of the event loop. The engine then parses, prefills and answers
-    once instead of n times; response i draws with `seed + i`, so that each is what it would be alone.
+    The requests of a group are such: they begin in the same turn of the event loop. The engine then parses, prefills
+    and answers once instead of n times; response i is sampled with `seed + i`, so that it is the same as alone.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class GroupedWire(WireFormat):
         key = (*where, tuple(request.token_ids), json.dumps(params, sort_keys=True))
         turn = self._turns.setdefault(key, _Turn())
         turn.seeds.add(seed)
-        await asyncio.sleep(0)  # until all that begin in this turn are there
+        await asyncio.sleep(0)  # until all requests of this turn have come
         if self._turns.get(key) is turn:
             del self._turns[key]
         first = seed

@@ -1,4 +1,4 @@
-"""The reward of a sample or a group: custom functions and built-in rules, with a bound and named errors."""
+"""The reward of a sample or a group, by custom functions or built-in rules, with a bound and named errors."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
-BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type, whatever --custom-rm-path says
+BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type instead of --custom-rm-path
 MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
 
 async def apply_rewards(args: HookSettings, samples: Group, reward_key: str | None) -> None:
-    """Set `reward` on the samples that have none; with --group-rm in one call for all of them.
+    """Set `reward` on the samples that have none; with --group-rm on all samples, in one call.
 
-    Of a dict, the entry `reward_key` must be a finite number.
+    In a reward that is a dict, the entry `reward_key` must be a finite number.
 
     Raises:
-        RewardError: naming function, group and sample.
+        RewardError: with the names of function, group and sample.
     """
     todo = [s for s in samples if s.reward is None]
     if args.group_rm and todo:
-        rewards = await compute_reward(args, samples)
+        todo, rewards = samples, await compute_reward(args, samples)
     else:
         rewards = await runtime.gather([compute_reward(args, s) for s in todo])
-    for sample, reward in zip(samples if args.group_rm and todo else todo, rewards, strict=True):
+    for sample, reward in zip(todo, rewards, strict=True):
         sample.reward = reward
     for sample in samples:
         try:
@@ -48,10 +48,10 @@ async def apply_rewards(args: HookSettings, samples: Group, reward_key: str | No
 
 
 async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
-    """The reward of a sample (a number or a dict), or the list of them for the samples of a group.
+    """The reward of a sample (a number or a dict), or a list of the rewards of a group.
 
-    The first of these decides: the sample's `custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`.
-    A custom function gets a list only where `target` is one.
+    The first that is set decides: the sample's `custom_rm_path`, --custom-rm-path, `metadata["rm_type"]`, --rm-type.
+    A custom function gets `target` as it is.
 
     Raises:
         ConfigError: no reward is chosen, or an unknown one.
@@ -100,7 +100,7 @@ async def _await(awaitable: Awaitable[T]) -> T:
 
 
 async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) -> T:
-    """The result, or `error` after `limit` seconds; unlike `wait_for` it does not wait for the end of what is hung."""
+    """The result, or `error` after `limit` seconds; unlike `wait_for` it does not wait for the end of a hung task."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait([task], timeout=limit)
@@ -112,7 +112,7 @@ async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) ->
 
 
 def rm_type_of(args: HookSettings, sample: Sample) -> str:
-    """The built-in reward of a sample, checked."""
+    """The name of a sample's built-in reward, checked."""
     name = (sample.metadata or {}).get("rm_type") or args.rm_type
     if not name:
         raise ConfigError("no reward is chosen", where=name_of(sample), remedy="give --rm-type or --custom-rm-path")
@@ -161,7 +161,7 @@ async def _math(args: HookSettings, sample: Sample, answer: str | None) -> float
     """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     pool = shared_pool(args.reward_num_workers)
-    pool.warm()  # by the time that an answer needs algebra it is there
+    pool.warm()  # so that a worker runs when an answer needs algebra
     if answer is None:
         return 0.0
     hard = []
@@ -180,7 +180,7 @@ async def _math(args: HookSettings, sample: Sample, answer: str | None) -> float
 
 
 async def _remote(args: HookSettings, sample: Sample, response: str) -> Any:
-    """POST {prompt, response, label} to --rm-url; the answer is {"reward": ...}, or itself the reward as a dict."""
+    """POST {prompt, response, label} to --rm-url; the answer is {"reward": ...}, or the reward itself as a dict."""
     if not args.rm_url:
         raise ConfigError("no address of the reward server", where="--rm-type remote_rm", remedy="give --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}

@@ -1,4 +1,4 @@
-"""Reward workers: a few small processes beside the event loop, replaced when a job takes too long."""
+"""A pool of reward workers: small processes beside the event loop, replaced when a job takes too long."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PATIENCE_SECONDS = 0.5  # before one more worker is started
 
 
 class RewardPool:
-    """At most `num_workers` worker processes. Lives on one event loop.
+    """At most `num_workers` worker processes, for one event loop.
 
-    A worker takes seconds to start and milliseconds for most jobs: a job waits for whichever is free first, and only
-    when that takes long a further worker is started.
+    A worker takes seconds to start and milliseconds for most jobs: a job waits for the first free worker, and another
+    worker is started only when that takes long.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -31,7 +31,7 @@ class RewardPool:
         self._starting: set[asyncio.Task[None]] = set()
 
     def warm(self) -> None:
-        """Have a worker started, if there is none."""
+        """Start a worker if there is none."""
         if not self._all and not self._starting:
             self._start()
 
@@ -47,7 +47,7 @@ class RewardPool:
         except TimeoutError:
             if not self._starting and len(self._all) < self._num_workers:
                 self._start()
-            worker = await self._ready.get()  # bounded: each job that is before this one is, and so is a start
+            worker = await self._ready.get()  # bounded, as the earlier jobs and the start of a worker are
         if isinstance(worker, OSError):
             raise RewardError(
                 f"a reward worker did not start: {worker}", where=where, remedy="see memory and processes"
@@ -64,9 +64,9 @@ class RewardPool:
         finally:
             if result:
                 self._ready.put_nowait(worker)
-            else:  # also when this task is cancelled: a worker with half a job is of no use
+            else:  # also when this task is cancelled: its worker is in the middle of a job
                 self._kill(worker)
-                if self._ready.empty():  # nobody may wait for ever
+                if self._ready.empty():  # other jobs may wait
                     self.warm()
         if not result:
             raise RewardError("the worker of the math reward died", where=where, remedy="was it killed for its memory?")
@@ -114,7 +114,7 @@ class RewardPool:
 
 
 async def _ask(worker: asyncio.subprocess.Process, job: dict[str, Any]) -> dict[str, Any]:
-    """The worker's answer; empty if it has died."""
+    """The worker's answer, or {} if it has died."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(job).encode() + b"\n")
@@ -129,7 +129,7 @@ _pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None
 
 
 def shared_pool(num_workers: int | None = None) -> RewardPool:
-    """The pool of the running loop; by default with half as many workers as cores, at most 8."""
+    """The pool of the running loop, by default with a worker for every two cores, at most 8."""
     global _pool
     loop = asyncio.get_running_loop()
     if _pool is None or _pool[0] is not loop:

@@ -1,4 +1,4 @@
-"""Answers out of responses, and whether they are right. Pure text; nothing heavy is imported."""
+"""Extracting answers from responses and comparing them, as text. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none. One pass."""
+    """The content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none."""
     open_braces: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
     for token in _BRACE.finditer(text):
@@ -29,9 +29,9 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
-@functools.lru_cache(4096)  # the answers of a group repeat, and have one label
+@functools.lru_cache(4096)  # answers within a group are often equal, and have one label
 def normalize(answer: str) -> str:
-    """An answer without what does not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
+    """The answer without marks that do not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
     out = answer.strip().strip("$").strip()
     out = _WRAPPED.sub(r"\1", out)
     for old, new in (("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\ ", ""), ("\\$", ""), ("\\%", "")):
@@ -55,7 +55,7 @@ def as_exact_number(text: str) -> Fraction | None:
 
 
 def quick_equal(answer: str, label: str) -> bool | None:
-    """Whether two answers agree, as far as text and exact numbers tell; None if only algebra can."""
+    """Whether two answers are equal as text or as exact numbers; None if only algebra can tell."""
     a, b = normalize(answer), normalize(label)
     if a == b:
         return bool(a)
@@ -66,7 +66,7 @@ def quick_equal(answer: str, label: str) -> bool | None:
 
 
 def after_thinking(response: str) -> str | None:
-    """What follows `</think>` or `###Response`; None without either (the deepscaler format)."""
+    """The text after `</think>` or `###Response` (the deepscaler format); None without either."""
     for mark in ("</think>", "###Response"):
         if mark in response:
             return response.rsplit(mark, 1)[1]
@@ -103,7 +103,7 @@ def _f1(prediction: list[str], truth: list[str]) -> float:
 def gpqa(response: str, label: Any, metadata: dict[str, Any]) -> float:
     """Multiple choice: the last letter that is boxed, or stands alone after "answer", or alone on the last line.
 
-    `label` is a letter, or the text of an option; then `metadata["choices"]` (list, or dict by letter) has the texts.
+    `label` is a letter, or the text of an option in `metadata["choices"]` (a list, or a dict by letter).
     """
     text = after_thinking(response) or response
     choices = metadata.get("choices") or []

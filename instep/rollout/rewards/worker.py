@@ -1,7 +1,7 @@
 """A reward worker: one JSON job per line of stdin, one line of stdout per job.
 
-Started as `python -m instep.rollout.rewards.worker`; it imports nothing heavy before a job needs it, and ends with
-its parent, whatever it is computing.
+It is started as `python -m instep.rollout.rewards.worker`, imports math-verify with the first job, and ends with its
+parent, also in the middle of a job.
 """
 
 from __future__ import annotations

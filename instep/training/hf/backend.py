@@ -1,8 +1,8 @@
 """The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and FSDP2 over several.
 
-Precision (one table for all backends): master weights, gradients and moments are float32. On one float32 rank the
-masters are the model's own parameters; else FSDP2 shards them, casts a layer's to `dtype` to compute with it, and
-reduces gradients in float32 (on one bf16 rank, too).
+Precision: master weights, gradients and moments are float32. On one float32 rank the masters are the model's own
+parameters; otherwise (also on one bf16 rank) FSDP2 shards them, casts each layer to `dtype` for computing, and reduces
+gradients in float32.
 """
 
 from __future__ import annotations
@@ -35,19 +35,15 @@ if TYPE_CHECKING:
 
 
 class HfBackend:
-    """`TrainBackend` over transformers. `torch.distributed` is initialised by the caller, also for one rank.
+    """A `TrainBackend` over transformers. The caller has initialised `torch.distributed`, also for one rank.
 
     Args:
-        args: `adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad, recompute_granularity,
-            no_save_optim`.
         hf_config: the model's configuration. `load_hf` or `load` must follow: weights start undefined.
-        device: this rank's.
-        dtype: what forward and backward compute in, and what engines serve.
-        with_optimizer: False for a policy that is only scored (a reference).
-        role: a critic has values instead of log-probs.
+        dtype: the type that forward and backward compute in, and that engines serve.
+        with_optimizer: False for a model that only scores (a reference).
 
     Raises:
-        ConfigError: the model is not decoder-only, or cannot be run packed (seen at the first forward).
+        ConfigError: the model is not decoder-only, or cannot be run packed (noticed at the first forward pass).
     """
 
     def __init__(
@@ -69,23 +65,13 @@ class HfBackend:
         if self._sharded:
             _shard(self.policy, device, dtype)
         self.policy.to(device)
-        group = dist.group.WORLD
-        self.parallel = ParallelInfo(
-            dist.get_rank(),
-            dist.get_world_size(),
-            dist.get_rank(),
-            dist.get_world_size(),
-            dp_group=group,
-            device=device,
-        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.parallel = ParallelInfo(rank, size, rank, size, dp_group=dist.group.WORLD, device=device)
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
     def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
-        temperature = torch.as_tensor(
-            batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device
-        )
         outputs = self.policy(
             batch.tokens,
             packing.position_ids(batch),
@@ -93,7 +79,7 @@ class HfBackend:
             max_seqlen,
             packing.response_positions(batch),
             packing.response_targets(batch),
-            packing.expand_to_tokens(batch, temperature),
+            packing.response_temperatures(batch),
             with_entropy=entropy,
             shared=None if logits else packing.shared_prefixes(batch),
             check=not self._checked,
@@ -142,7 +128,7 @@ class HfBackend:
         return float(square.sqrt())
 
     def publish(self, version: str) -> None:
-        """Nothing to do: `weight_source` reads the live weights."""
+        """No-op: `weight_source` reads the live weights."""
 
     def weight_source(self) -> HfWeightSource:
         return HfWeightSource(self.policy.model, self.dtype)
@@ -152,7 +138,7 @@ class HfBackend:
 
     @torch.no_grad()
     def _fresh_head(self, fresh: bool) -> str | None:
-        """With `fresh` the output layer becomes zero; its name."""
+        """With `fresh`, set the output layer to zero and return its name."""
         if not fresh:
             return None
         head = self.policy.model.get_output_embeddings().weight
@@ -160,12 +146,11 @@ class HfBackend:
         return next(name for name, weight in named_weights(self.policy.model).items() if weight is head)
 
     def _state(self, optimizer: bool) -> dict[str, Any]:
-        """Everything that `save` writes, by name; loading writes into the same tensors."""
+        """Everything that `save` writes, by name; `load` copies into the same tensors."""
         weights = named_weights(self.policy.model)
         state: dict[str, Any] = {"model": {name: w.detach() for name, w in weights.items()}}
         if optimizer and self.optimizer is not None:
-            moments = {name: self.optimizer.state[w] for name, w in weights.items() if w in self.optimizer.state}
-            state["optimizer"] = moments
+            state["optimizer"] = {n: self.optimizer.state[w] for n, w in weights.items() if w in self.optimizer.state}
         return state
 
     def save(self, path: Path) -> None:
@@ -223,8 +208,10 @@ def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
-    """Decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters. Moments exist from the start,
-    so that a checkpoint has them before the first step and memory holds no surprise."""
+    """AdamW with decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters.
+
+    Moments exist from the start, so that a checkpoint has them before the first step and memory does not grow later.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, p in policy.named_parameters():
@@ -244,7 +231,7 @@ def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
 
 
 def _cause(error: OSError | CheckpointException) -> BaseException:
-    """What went wrong on the first rank that failed; the exception itself holds all tracebacks."""
+    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
     if isinstance(error, CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +36,9 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # among them dropout: the engine has none, so that the policy has none
+    **_: Any,  # among them dropout, which the engine does not have either
 ) -> tuple[Tensor, None]:
-    """transformers' interface: `[1, heads, num_tokens, head_dim]` in, `[1, num_tokens, heads, head_dim]` out."""
+    """An attention of transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
     windowed = sliding_window is not None and sliding_window < packed_max_seqlen
     if packed_cu_seqlens is None or softcap is not None or s_aux is not None or windowed:
         reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}"
@@ -63,10 +62,10 @@ def _refuse(name: str, why: str) -> None:
 
 
 class Policy(nn.Module):
-    """The model, asked for log-probs of response tokens only; logits stand for one chunk at a time.
+    """The model, which computes log-probs of response tokens only, with the logits of one chunk of them at a time.
 
-    As a critic (`value_head`) its output layer has one row, and its outputs are values.
-    One root module around it all, so that FSDP2's hooks see one forward per micro-batch.
+    As a critic (`value_head`) its output layer has one row, and its outputs are values. It is one root module, so that
+    FSDP2's hooks see one forward pass per micro-batch.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, recompute: bool, value_head: bool = False):
@@ -112,10 +111,12 @@ class Policy(nn.Module):
         check: bool = False,
         with_logits: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """The fields of `TokenOutputs` for `targets`, a tuple for FSDP2's sake; `check` runs `check_packing` first.
-        `with_logits` (not with `shared`) also gives the logits of the whole stream, float32 `[1, num_tokens, V]`.
+        """The fields of `TokenOutputs` for `targets`, as a tuple, which FSDP2 understands.
 
-        With `shared`, what samples begin with alike runs through the model once; only keys and values are copied.
+        Args:
+            shared: common prefixes of samples run through the model once; only their keys and values are copied.
+            check: run `check_packing` first.
+            with_logits: also give the logits of the whole stream, float32 `[1, num_tokens, V]`; not with `shared`.
         """
         if check:
             self.check_packing(tokens.device)
@@ -126,31 +127,30 @@ class Policy(nn.Module):
         states = self.model.base_model(**kwargs).last_hidden_state
         if with_logits:
             logits = self.model.get_output_embeddings()(states).float()
-            scores = rows(logits[0], positions)
-            size = self.vocab_size
-            outputs = log_probs_and_entropy(scores, targets, temperature, vocab_size=size, with_entropy=with_entropy)
-            return *outputs, logits
+            return *self._score(rows(logits[0], positions), targets, temperature, with_entropy), logits
         hidden = rows(states[0], positions)
         if self.value_head:
             return hidden.new_empty(0), None, None, values(hidden, self.model.get_output_embeddings().weight)
-        head = partial(self._log_probs, with_entropy=with_entropy)
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         if hidden.shape[0] <= chunk:
-            return head(hidden, targets, temperature)
+            return self._head(hidden, targets, temperature, with_entropy)
         parts = [
-            checkpoint(head, *inputs, use_reentrant=False)
+            checkpoint(self._head, *inputs, with_entropy, use_reentrant=False)
             for inputs in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
         ]
         entropy = torch.cat([p[1] for p in parts]) if with_entropy else None
         return torch.cat([p[0] for p in parts]), entropy
 
-    def _log_probs(
-        self, hidden: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool
+    def _head(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits = self.model.get_output_embeddings()(hidden)
-        return log_probs_and_entropy(
-            logits, targets, temperature, vocab_size=self.vocab_size, with_entropy=with_entropy
-        )
+        return self._score(self.model.get_output_embeddings()(hidden), targets, temperature, with_entropy)
+
+    def _score(
+        self, logits: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        size = self.vocab_size
+        return log_probs_and_entropy(logits, targets, temperature, vocab_size=size, with_entropy=with_entropy)
 
     @torch.no_grad()
     def check_packing(self, device: torch.device) -> None:
@@ -175,11 +175,7 @@ class Policy(nn.Module):
 
 
 def _inputs(
-    tokens: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    shared: SharedPrefixes | None = None,
+    tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPrefixes | None = None
 ) -> dict[str, Any]:
     return dict(
         input_ids=tokens[None],

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
-from instep.training.backend import TensorSpec
+from instep.weights.source import TensorSpec
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 class HfWeightSource:
-    """`WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering."""
+    """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._weights = named_weights(model)
@@ -51,7 +51,7 @@ def load_hf(model: nn.Module, path: Path, *, fresh: str | None = None) -> None:
     """Copy a checkpoint's weights into `model`, each rank its own shard, with no communication.
 
     Args:
-        fresh: a weight that is left as it is, whether the checkpoint has one of that name or not.
+        fresh: the name of a weight that keeps its value, whether the checkpoint has it or not.
 
     Raises:
         CheckpointError: a missing or unreadable file, a weight missing, unexpected or of another shape.

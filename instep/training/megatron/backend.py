@@ -31,17 +31,13 @@ if TYPE_CHECKING:
 
 
 class MegatronBackend:
-    """A `TrainBackend` (see instep/training/backend.py). torch.distributed must be initialised, by gloo or nccl.
+    """A `TrainBackend` over Megatron-Core. The caller has initialised `torch.distributed`, with gloo or nccl.
 
     Args:
-        args: the flat view of the arguments.
-        hf_config: of the checkpoint that will be loaded (qwen3, qwen2 or llama, dense).
+        hf_config: the configuration of a dense qwen3, qwen2 or llama. Weights are random until `load_hf` or `load`.
         device: this rank's device; with the CPU, stand-ins for torch.cuda are put into this process.
         dtype: of the model and of the weights that it serves: torch.float32 or torch.bfloat16.
-        with_optimizer: False for a model that is only scored with, such as a reference.
-        role: a critic has values instead of log-probs.
-
-    Weights are random until `load_hf` or `load`.
+        with_optimizer: False for a model that only scores (a reference).
 
     Raises:
         ConfigError: a model or a layout that this backend does not have.
@@ -89,7 +85,7 @@ class MegatronBackend:
         self._host = HostPool()
 
     def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[Any, Any]:
-        """The model in Megatron's wrappers for bfloat16 and for data parallelism, and its optimizer."""
+        """The model, wrapped for bfloat16 and for data parallelism, and its optimizer."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -100,7 +96,7 @@ class MegatronBackend:
             return wrapped, None
         wrapped = DistributedDataParallel(self.config, ddp_config, wrapped)
         wrapped.broadcast_params()
-        # Megatron would divide the gradients by a number of tokens here; the loss has its denominators in it.
+        # Megatron would divide the gradients by a number of tokens here; the loss weights already contain it.
         self.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
@@ -110,8 +106,6 @@ class MegatronBackend:
     # Scoring and gradients
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """See `TrainBackend.forward_only`."""
-
         def keep(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
             return outputs.log_probs.sum(), outputs.cpu()
 
@@ -124,11 +118,6 @@ class MegatronBackend:
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
     ) -> list[LossOutput] | None:
-        """See `TrainBackend.forward_backward`. One call per optimizer step.
-
-        Raises:
-            InstepError: called twice without an `optimizer_step` between.
-        """
         if self.optimizer is None:
             raise InstepError("forward_backward on a model without an optimizer")
         if self._has_gradients:
@@ -188,7 +177,6 @@ class MegatronBackend:
         return results if self.parallel.is_last_stage else None
 
     def optimizer_step(self, lr: float) -> StepResult:
-        """See `TrainBackend.optimizer_step`."""
         if self.optimizer is None:
             raise InstepError("optimizer_step on a model without an optimizer")
         for group in self.optimizer.param_groups:
@@ -211,7 +199,7 @@ class MegatronBackend:
         return [p.grad for p in params if p.grad is not None]
 
     def _grad_norm(self) -> float:
-        """Over the whole model: parameters that several ranks hold count once."""
+        """The norm over the whole model, in which a parameter that several ranks hold counts once."""
         squares = torch.zeros((), device=self.parallel.device)
         for opt in self.optimizer.chained_optimizers:
             grads = opt.get_main_grads_for_grad_norm()
@@ -228,41 +216,25 @@ class MegatronBackend:
     # Weights and checkpoints
 
     def publish(self, version: str) -> None:
-        """Nothing to do: `weight_source` reads the live parameters."""
+        """No-op: `weight_source` reads the live parameters."""
 
     def weight_source(self) -> MegatronWeightSource:
-        """Full tensors on global rank 0, in `dtype`. See `WeightSource`."""
         parameters = local_parameters(self.model, self.placement)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
 
     def load_hf(self, path: Path) -> None:
-        """See `TrainBackend.load_hf`; each rank reads only its slices.
-
-        Raises:
-            CheckpointError
-        """
         parameters = local_parameters(self.model, self.placement)
         load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
     def save(self, path: Path) -> None:
-        """See `TrainBackend.save`.
-
-        Raises:
-            CheckpointError
-        """
         from instep.training.megatron import checkpoint
 
         with cpu_platform.scope():
             checkpoint.save(Path(path), self.model, None if self.args.no_save_optim else self.optimizer)
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
-        """See `TrainBackend.load`.
-
-        Raises:
-            CheckpointError
-        """
         from instep.training.megatron import checkpoint
 
         with cpu_platform.scope():
@@ -271,7 +243,7 @@ class MegatronBackend:
             self.optimizer.reload_model_params()
 
     def offload(self) -> None:
-        """Move model and optimizer to host memory; gradients are dropped. No-op on a CPU or if already done."""
+        """Move model and optimizer to host memory and drop the gradients; no-op on a CPU or if already done."""
         if self.parallel.device.type != "cuda":
             return
         keep: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
@@ -285,12 +257,11 @@ class MegatronBackend:
         self._host.take(keep, drop)
 
     def onload(self) -> None:
-        """Undo `offload`."""
         self._host.give_back()
 
 
 def _initialise_parallel(args: Settings, num_layers: int, device: torch.device) -> tuple[Placement, ParallelInfo]:
-    """Megatron's process groups (made once per process and shared by its models) and where this rank stands in them."""
+    """Make Megatron's process groups, once per process for all its models; the place of this rank in them."""
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -38,7 +38,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Master:
-    """What the optimizer of this rank keeps of one parameter: elements [start, stop) of it, flattened."""
+    """The part of one parameter that the optimizer of this rank steps: its elements [start, stop), flattened."""
 
     tensor: Tensor  # what the optimizer steps: the parameter itself, a float32 copy, or a flat piece of either
     state: dict[str, Any]
@@ -47,7 +47,7 @@ class Master:
 
 
 def masters(optimizer: Any) -> dict[torch.nn.Parameter, Master]:
-    """By model parameter; with the distributed optimizer only those that this rank has a piece of."""
+    """Masters by model parameter; the distributed optimizer has them for the parameters of this rank's piece."""
     found: dict[torch.nn.Parameter, Master] = {}
     for opt in optimizer.chained_optimizers:
         inner = opt.optimizer
@@ -67,7 +67,7 @@ def masters(optimizer: Any) -> dict[torch.nn.Parameter, Master]:
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """The format of Megatron's `torch_dist` strategy, written by this process.
+    """Megatron's `torch_dist` strategy, with the files written by this process itself.
 
     Upstream's starts a multiprocessing manager (3 s, and a main guard in the user's script), forks writers out of a
     process with threads, and waits for them without a bound.
@@ -94,7 +94,7 @@ def _sharded_parameters(model_state: dict[str, Any]) -> dict[int, Any]:
 
 
 def _like(base: Any, name: str, data: Tensor) -> Any:
-    """`data` (shaped like the parameter) described like the parameter, under a name of its own."""
+    """A description of `data`, which has the shape and the layout of the parameter, under a name of its own."""
     key = f"optimizer.{name}.{base.key}"
     if isinstance(base, ShardedTensorFactory):
         return replace(base, key=key, data=data)
@@ -127,7 +127,7 @@ def _optimizer_state(optimizer: Any, sharded: dict[int, Any], parameters: list[t
 
 
 def _step(optimizer: Any) -> float:
-    """How many steps the optimizer has made (torch keeps it per parameter, Transformer Engine per group)."""
+    """The number of steps of the optimizer (torch keeps it per parameter, Transformer Engine per group)."""
     steps = [float(master.state["step"]) for master in masters(optimizer).values() if "step" in master.state]
     return max(steps + [float(group.get("step", 0)) for group in optimizer.param_groups])
 

@@ -1,4 +1,4 @@
-"""What the megatron backend refuses, told from arguments and checkpoint alone: imports nothing heavy."""
+"""The arguments and models that the megatron backend refuses. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ def padded_vocab_size(vocab_size: int, args: Settings) -> int:
 
 
 def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
-    """Refuse, all at once, what this backend does not do with a model of this shape.
-
-    Raises:
-        ConfigError
-    """
+    """Raise one ConfigError that names everything which this backend does not do with a model of this shape."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     problems = []
     if args.sequence_parallel and tp == 1:

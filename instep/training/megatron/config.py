@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def configs(
     args: Settings, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, OptimizerConfig]:
-    """The three configurations; `args.megatron_overrides` are laid over them by field name.
+    """The configurations of model, data parallelism and optimizer; `args.megatron_overrides` replaces their fields.
 
     Raises:
         ConfigError: an override that is no field, or values that megatron-core refuses.

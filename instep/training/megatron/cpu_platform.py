@@ -1,7 +1,7 @@
 """Stand-ins for the parts of `torch.cuda` that Megatron-Core 0.16.x calls without asking, so that it runs on a CPU.
 
-`install()` is explicit, belongs into a worker process that trains on the CPU, comes before the first import of
-`megatron.core`, and is refused where CUDA is. What it replaces for the life of the process:
+A worker process that trains on the CPU calls `install()` before its first import of `megatron.core`; it is refused
+where CUDA is available. It replaces, for the life of the process:
 
 - `torch.cuda.current_device`, used as `device=`: the CPU device;
 - streams, events, `synchronize`, `empty_cache`: nothing to do;
@@ -10,7 +10,7 @@
 
 `scope()`, to be entered around the calls into Megatron that need it, also turns `device="cuda"` literals
 (`schedules.py`, `optimizer.py`) into CPU and lets `Tensor.type()` say `torch.cuda.FloatTensor`, which the optimizers
-compare with. It is off elsewhere: it costs time on every torch call, and it is a lie.
+compare with. It is off elsewhere, because it costs time on every torch call and reports a wrong type.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def install() -> None:
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:
-    """The context for calls into Megatron: `device="cuda"` means CPU inside it, if `install` ran; else nothing."""
+    """The context for calls into Megatron: inside it `device="cuda"` means the CPU; no-op unless `install` ran."""
     return _CudaIsCpu() if _installed else contextlib.nullcontext()

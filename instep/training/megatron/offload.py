@@ -1,4 +1,4 @@
-"""Tensors to host memory and back without replacing them: views, buffers and optimizers keep working."""
+"""Moving tensors to host memory and back in place, so that views, buffers and optimizers keep working."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ class HostPool:
         self._away: list[tuple[torch.UntypedStorage, int, bool]] = []  # storage, bytes, to be restored
 
     def take(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> None:
-        """Move the storages of `keep` here and free those of `drop`, which come back as zeros. No-op if done."""
+        """Move the storages of `keep` here and free those of `drop`, which come back as zeros; no-op if done."""
         if self._away:
             return
-        self._away = [(s, s.nbytes(), True) for s in _storages(keep)] + [
-            (s, s.nbytes(), False) for s in _storages(drop)
-        ]
+        self._away = [(s, s.nbytes(), kept) for t, kept in ((keep, True), (drop, False)) for s in _storages(t)]
         total = sum(size for _, size, restored in self._away if restored)
         if total > self._pool.numel():
             self._pool = torch.empty(0, dtype=torch.uint8)

@@ -23,10 +23,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from instep.training.log_probs import log_probs_and_entropy, values
 from instep.training.packed_attention import packed_attention
-from instep.training.packing import cu_seqlens, expand_to_tokens, position_ids, response_positions, response_targets
+from instep.training.packing import (
+    cu_seqlens,
+    position_ids,
+    response_positions,
+    response_targets,
+    response_temperatures,
+)
 from instep.types import TokenBatch
 
-# So many logits are made and consumed at a time: 1 GiB in float32, of which the head needs several copies.
+# The number of logits that exist at a time: 1 GiB in float32, of which the head needs several copies.
 HEAD_LOGITS = 2**28
 
 
@@ -59,7 +65,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class PackedInput(PackedSeqParams):
-    """What a micro-batch brings along through Megatron's layers, from the embedding to the log-probs."""
+    """A micro-batch as it travels through Megatron's layers, from the embedding to the log-probs."""
 
     tokens: Tensor  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
     cos: Tensor
@@ -72,13 +78,7 @@ class PackedInput(PackedSeqParams):
 
 
 def pack(
-    batch: TokenBatch,
-    rope: Rope,
-    *,
-    dtype: torch.dtype,
-    multiple: int,
-    with_entropy: bool,
-    with_logits: bool = False,
+    batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, with_entropy: bool, with_logits: bool = False
 ) -> PackedInput:
     """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own."""
     bounds, longest = cu_seqlens(batch)
@@ -90,7 +90,6 @@ def pack(
         positions = torch.cat([positions, torch.arange(padding, device=positions.device)])
         longest = max(longest, padding)
     cos, sin = rope.cos_sin(positions, dtype)
-    temperature = torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32, device=tokens.device)
     return PackedInput(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -102,15 +101,15 @@ def pack(
         sin=sin,
         positions=response_positions(batch),
         targets=response_targets(batch),
-        temperature=expand_to_tokens(batch, temperature),
+        temperature=response_temperatures(batch),
         with_entropy=with_entropy,
         with_logits=with_logits,
     )
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Of the residual stream. Megatron's torch norm refuses sequence parallelism; the mark makes
-    `finalize_model_grads` add up its gradient over tensor-parallel ranks."""
+    """The norm of the residual stream. Megatron's torch norm refuses sequence parallelism; the attribute of the weight
+    makes `finalize_model_grads` add up its gradient over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -118,7 +117,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadRMSNorm(torch.nn.RMSNorm):
-    """Of queries and keys; Megatron adds up its gradient by name (`q_layernorm`, `k_layernorm`)."""
+    """The norm of queries and keys; Megatron adds up its gradient by name (`q_layernorm`, `k_layernorm`)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""Faults of Megatron-Core 0.16.x that also bite on a GPU when Transformer Engine is not installed.
+"""Corrections of faults in Megatron-Core 0.16.x that also occur on a GPU where Transformer Engine is not installed.
 
-Two more are gone around rather than patched: `DistributedOptimizer.state_dict` / `load_state_dict` with torch's AdamW
-(KeyError 'step'; one `step` tensor shared by all parameters), by the optimizer checkpoint of `checkpoint.py`; and the
-norm that waits for the device once per tensor, by `optimizer_step` of `backend.py`.
+Two more faults are avoided, not patched: `checkpoint.py` has its own optimizer checkpoint instead of
+`DistributedOptimizer.state_dict` / `load_state_dict`, which fail with torch's AdamW (KeyError 'step'; one `step` tensor
+shared by all parameters); `optimizer_step` of `backend.py` computes the norm without waiting for the device per tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from instep.training.megatron.version import require_megatron
 
 
 def apply() -> None:
-    """Mend, once per process, what is needed. A no-op where upstream is whole."""
+    """Correct the faults in this process; no-op where they are corrected or Megatron-Core does not have them."""
     require_megatron("upstream_fixes.te_general_gemm")
     from megatron.core.transformer.moe import moe_utils
 

@@ -1,4 +1,4 @@
-"""The one range of Megatron-Core versions that this room's patches were read against."""
+"""The range of Megatron-Core versions that the patches of this folder were written for."""
 
 from __future__ import annotations
 

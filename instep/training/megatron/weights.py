@@ -1,4 +1,4 @@
-"""A Megatron model's weights under Hugging Face names: out of it (a `WeightSource`) and into it."""
+"""A Megatron model's weights under Hugging Face names: reading them (a `WeightSource`) and loading them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, fuse, join, part_range, weight_entries
-from instep.training.backend import TensorSpec
+from instep.weights.source import TensorSpec
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What instep adds to stock vLLM, through vLLM's own extension points; nothing here imports instep.
+"""What instep adds to stock vLLM through vLLM's own extension points. The plugin does not import instep.
 
 vLLM calls `register` in its API server, its engine core and each worker (entry point `vllm.general_plugins`).
 """
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """vLLM's processes end with the one that has started them, however that one ends."""
+    """End this process with the one that has started it, however that one ends."""
     global _watching
     if _watching:
         return

@@ -1,4 +1,4 @@
-"""A bucket of weights in shared memory, and its manifest: every byte is checked before a tensor is handed out."""
+"""Reads a bucket of weights from shared memory, and checks its bytes by its manifest (instep's weights/shm.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 
 
 class WeightMismatch(Exception):
-    """What arrived is not what was announced. The message begins with the tensor's name in a form instep reads back."""
+    """The weights are not those that were announced. The message begins with the tensor's name, which instep parses."""
 
     def __init__(self, message: str, tensor: str | None = None):
         super().__init__(f"WeightMismatch[{tensor or ''}]: {message}")
@@ -21,7 +21,7 @@ class WeightMismatch(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor: Hugging Face name, shape, dtype ("float32"), place in the bucket, xxh3-128 of its bytes."""
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, and their xxh3-128."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,10 +48,10 @@ class Manifest:
 
 
 def read(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, in private mapped memory that outlives the file.
+    """The tensors of a bucket, in private mapped memory that outlives the file, after a check of every tensor's digest.
 
     Raises:
-        WeightMismatch: no such file, a record outside it or at odds with itself, a name twice, another digest.
+        WeightMismatch: the file is missing, a record contradicts it or itself, a name comes twice, a digest differs.
     """
     first = manifest.tensors[0].name if manifest.tensors else None
     try:

@@ -1,6 +1,6 @@
 """The weight-transfer engine `instep_shm`, one per worker: buckets from shared memory, or a checkpoint from disk.
 
-A session, all of it over vLLM's own routes:
+A session uses vLLM's own routes:
 
     POST /init_weight_transfer_engine {"init_info": {"protocol": 1, "version": "3", "nonce": "..."}}
     POST /start_weight_update
@@ -8,14 +8,14 @@ A session, all of it over vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
-With several workers (TP, PP) each one reads, checks and loads for itself, and takes its own shard. What one refuses all
-refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
-the first failure; what the others say then would be taken for answers to the next call.) A refusal ends the session;
-layers that had arrived whole by then keep their new weights, the others their old ones. So after a refusal only a later
-session mends the mixture: instep keeps the engine paused until one has succeeded.
+Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all do:
+they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at the
+first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
+arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
+session has succeeded.
 
-vLLM counts a session as active on those workers that did not raise. So a session that is announced while one is active
-is refused with ACTIVE, and POST /finish_weight_update ends what there is.
+vLLM regards a session as active on the workers that did not raise. So a session that is announced while one is active
+is refused with ACTIVE, and POST /finish_weight_update ends the active one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ACTIVE = "a session is active: POST /finish_weight_update ends it"
 
 @dataclass
 class Session(WeightTransferInitInfo):
-    """What instep announces: its protocol, and what every bucket of this session must carry."""
+    """What instep announces: its protocol, and the weight version and nonce of every bucket of this session."""
 
     protocol: int
     version: str
@@ -76,7 +76,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        return init_dict  # looked at below, where a fault is told in order
+        return init_dict  # checked below, where the workers agree on a failure
 
     def init_transfer_engine(self, init_info: Any) -> None:
         failure = None
@@ -119,7 +119,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             raise
 
     def _agree(self, failure: str | None) -> None:
-        """If any worker has failed, the session ends on all of them, and the last one raises."""
+        """If any worker has failed, end the session on all of them and raise on the last one."""
         failures = [failure]
         for group in (get_tp_group(), get_pp_group()):
             if group.world_size > 1:
@@ -161,7 +161,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract in vLLM 0.26, gone later; instep's trainer has no part of vLLM."""
+        """Abstract in vLLM 0.26 and absent later; instep's trainer does not use vLLM."""
         raise NotImplementedError
 
     # ---- checks --------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         return read(manifest)
 
     def _checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
-        """All tensors of a Hugging Face checkpoint (the golden twin of the buckets)."""
+        """All tensors of a Hugging Face checkpoint."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -196,7 +196,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         return {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
-        """All that was announced, and every weight of this worker's model, has arrived."""
+        """Raise WeightMismatch unless all `names` and every weight of this worker's model have arrived."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -241,7 +241,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._repack_tied()
 
     def _repack_tied(self) -> None:
-        """On a CPU a tied lm_head keeps the packed copy of the old embedding, because no tensor of its own arrives."""
+        """Repack a tied lm_head: on a CPU it would keep its packed copy of the old embedding, as it gets no tensor."""
         if self.device.type != "cpu":
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -252,7 +252,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a local checkpoint, from the headers; empty if it is none."""
+    """The shape of every tensor of a local checkpoint by name, from the files' headers; empty if there is none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

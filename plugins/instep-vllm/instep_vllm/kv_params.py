@@ -1,7 +1,7 @@
-"""For prefill and decode engines of vLLM before 0.32, as `--middleware instep_vllm.kv_params.Middleware`.
+"""A middleware for prefill and decode engines of vLLM before 0.32: `--middleware instep_vllm.kv_params.Middleware`.
 
-Their token route answers with `kv_transfer_params`, but passes over those of a request, so that the engine that decodes
-would compute every prompt anew and never say so. The core reads them from the sampling parameters' `extra_args`.
+Their token route answers with `kv_transfer_params`, but ignores those of a request, so that the decode engine would
+silently compute every prompt again. The core reads them from the sampling parameters' `extra_args`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Middleware:
-    """Moves `kv_transfer_params` of a request for tokens to where the core reads them (ASGI)."""
+    """An ASGI middleware that moves `kv_transfer_params` of a request for tokens to where the core reads them."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
         self.app = app
@@ -47,7 +47,7 @@ class Middleware:
 
 
 def moved(body: bytes) -> bytes:
-    """A request's JSON; as it is where it has no such parameters, or is none that vLLM would take."""
+    """The JSON of a request with its parameters moved; unchanged without them, or where vLLM will refuse it."""
     try:
         request = json.loads(body)
         params = request.pop("kv_transfer_params", None)

@@ -1,4 +1,4 @@
-"""What an importance weight between trainer and engine is taken over: a token, a sequence, or a sequence's mean."""
+"""The level of an importance weight between trainer and engine: a token, a sequence, or the mean over a sequence."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """0.0 for tokens with A < 0 of a sample with mean_t (old_log_probs - log_probs) > delta, else 1.0.
 
-    The policy has moved away from such samples already; to push them down further is what makes off-policy training
+    The policy has already moved away from such samples; lowering their log-probs further makes off-policy training
     unstable. The mean is over tokens with mask 1. Source: DeepSeek-V3.2, arXiv:2512.02556.
 
     Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here. No gradient.

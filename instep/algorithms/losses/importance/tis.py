@@ -1,4 +1,4 @@
-"""Truncated importance sampling and its kin: a bounded weight on each token's loss."""
+"""Truncated importance sampling and its variants: a bounded weight on each token's loss."""
 
 from __future__ import annotations
 
