@@ -162,7 +162,7 @@ class AlarmWatch:
                     self.first.setdefault(name, int(row["step"]))
 
     def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those that are new."""
+        """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those raised first now."""
         self._steps.append(_of_interest(metrics))
         del self._steps[START:-_KEEP]
         out, new = {}, []

@@ -243,6 +243,7 @@ def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_pat
     assert not rows(tmp_path / "run") and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
     """Four calls of a good reward more, and the same run."""
     with_hooks(tmp_path, monkeypatch)

@@ -50,6 +50,7 @@ def test_it_learns_to_prefer(tiny, pairs, tmp_path, backend):
     assert min(row["train/reward_accuracy"] for row in rows(tmp_path / "scored")) > 0.8
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tiny, pairs, tmp_path):
     def save(name):
         return ["--train-backend", "hf", "--save", str(tmp_path / name), "--load", str(tmp_path / name)]

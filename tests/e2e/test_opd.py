@@ -117,6 +117,7 @@ def test_a_teacher_of_another_vocabulary(tiny, tmp_path, capsys):
     assert "EngineError: the teacher has another vocabulary" in error and engine.url in error
 
 
+@pytest.mark.slow
 def test_a_teacher_that_dies_on_the_way(tiny, teacher, tmp_path):
     engine = serve(teacher[0], tmp_path / "log.txt")
     running = start(arguments(tiny, tmp_path / "run", "--num-rollout", "1000", "--opd-teacher-url", engine.url))

@@ -53,7 +53,7 @@ def check_versions(folder, mode, found):
         assert max(counts) > 1
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+@pytest.mark.parametrize("mode", ["abort", "keep", pytest.param("wait", marks=pytest.mark.slow)])
 def test_responses_across_weight_syncs(long, mode):
     check_versions(long, mode, train(long, mode))
 

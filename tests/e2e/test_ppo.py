@@ -75,6 +75,7 @@ def test_the_critic_is_part_of_the_checkpoint_and_lies_in_its_own_folder(trained
     assert {p.name for p in (run_dir / "logs").iterdir()} >= {"actor-rank0.log", "critic-rank0.log"}
 
 
+@pytest.mark.slow
 def test_a_trained_critic_serves_another_run(trained, tiny, tmp_path):
     run_dir, _ = trained
     more = [*TASK, *PPO, "--num-rollout", "1", "--critic-load", str(run_dir / "critic")]

@@ -71,6 +71,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
     process.communicate()
 
 
+@pytest.mark.slow
 def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG, "--deterministic-mode"))
     ranks, engines = (matching(children(process.pid), name) for name in ("worker_main", "engines.embedded"))
@@ -90,12 +91,14 @@ def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, t
     assert "could not be looked at" not in text
 
 
+@pytest.mark.slow
 def test_rollouts_alone_start_no_rank(tiny, tmp_path, ray_tmp):
     result = run(on_ray(tiny, tmp_path, "--num-rollout", "1", "--debug-rollout-only"))
     assert result.returncode == 0, result.stderr[-3000:]
     assert [p.name for p in sorted((tmp_path / "logs").glob("*.log"))] == ["engine-0.log"]
 
 
+@pytest.mark.slow
 def test_ppo_on_ray_is_the_run_of_one_host(tiny, tmp_path, ray_tmp):
     """There with a critic of two ranks, here of one."""
     ppo = ["--advantage-estimator", "ppo", "--critic-lr", "5e-3", "--global-batch-size", "8"]

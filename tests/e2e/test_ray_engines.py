@@ -107,6 +107,7 @@ def as_planned(stub, spec, engine, former=()):
     return entries
 
 
+@pytest.mark.slow
 @pytest.mark.router
 def test_a_killed_engine_costs_no_sample_on_ray(tiny, tmp_path, ray_tmp):
     steps = kill_one(tmp_path, two_engines(tiny, tmp_path, "embedded", "--cluster", "ray", "--ray-address", "local"))

@@ -212,6 +212,7 @@ def test_a_killed_engine_comes_back(root):
         assert server.end(signal.SIGTERM) == 0, server.text
 
 
+@pytest.mark.slow
 def test_the_only_engine_comes_back(root):
     """Without a router; while it is away a client waits for it."""
     with Server(root, "--rollout-backend", "embedded") as server:
