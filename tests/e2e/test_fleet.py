@@ -251,10 +251,14 @@ def test_a_vllm_of_somebody_else_that_hangs_stays_away(tiny, tmp_path, fast):
         urls = [engine.url for engine in fleet.engines]
         first.hangs = True
         wait_until(lambda: router.workers == urls[1:])
+        with pytest.raises(EngineError, match="engine 0 does not answer any more"):  # a control call to it ends so
+            fleet.check_reachable(fleet.engines[0])
+        fleet.check_reachable(fleet.engines[1])
         time.sleep(2.0)
         assert not fleet.waiting()
         first.hangs = False
         wait_until(fleet.waiting)
+        fleet.check_reachable(fleet.engines[0])
         fleet.close()
 
 
