@@ -81,6 +81,9 @@ class Shm:
             carriage.publish(carriage.memory_folder, on_event)
             for future in loads:
                 future.result(timeout=carriage.seconds_left())
+        except TimeoutError:
+            carriage.seconds_left()  # none are left, which this tells
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
         return Sent(tuple(tensors), self.digest_kind)
