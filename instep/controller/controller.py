@@ -22,7 +22,6 @@ from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
-from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
 from instep.controller.round_metrics import (
@@ -39,6 +38,7 @@ from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
+from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.engines.kind import kind_of
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import find_checkpoint, read_state
-from instep.controller.ledger import LedgeredDataSource, group_indices
+from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import ConfigError
 from instep.types import Group
 

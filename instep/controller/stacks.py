@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from instep.cluster.local import WorkerGroup
-from instep.controller.ledger import Ledger
+from instep.data.ledger import Ledger
 from instep.engines.engine import Engine
 from instep.engines.http import get_json
 from instep.processes import Process

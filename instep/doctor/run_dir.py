@@ -14,7 +14,7 @@ import psutil
 
 from instep.checkpoints.folders import TRACKER, read_state
 from instep.checkpoints.integrity import check_whole
-from instep.controller.ledger import Ledger
+from instep.data.ledger import Ledger
 from instep.doctor.check import Check
 from instep.errors import CheckpointError, ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe

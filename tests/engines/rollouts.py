@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.controller.ledger import Ledger, LedgeredDataSource
+from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of

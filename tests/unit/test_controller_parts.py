@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import Args
-from instep.controller.ledger import Ledger
 from instep.controller.round_metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.controller.sync.proof import any_equal, largest_gap
+from instep.data.ledger import Ledger
 from instep.errors import ConfigError, RolloutError
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 

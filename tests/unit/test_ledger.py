@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from instep.controller.ledger import Ledger, LedgeredDataSource
+from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import RolloutError
 from instep.types import Sample
 

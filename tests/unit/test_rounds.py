@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from instep.controller.ledger import Ledger, LedgeredDataSource
 from instep.controller.round import Rollout
 from instep.controller.run_state import data_state, restore_data
+from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import RolloutError
 from instep.types import Group, Sample, Status, VersionSpan
 from tests.unit.test_data import rows, source, write
