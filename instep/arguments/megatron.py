@@ -270,15 +270,17 @@ def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
+def undivided(args: Settings, ranks: str, flag: str) -> Iterator[Problem]:
+    """Ranks of a role that TP x PP does not divide; `ranks` says how many and whose, `flag` how many there are."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model:
-        yield Problem(
-            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
-            f"{args.world_size} trainer ranks",
-            "--actor-num-gpus-per-node",
-            f"use a multiple of {model}",
-        )
+        layout = f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model}"
+        yield Problem(f"{layout} does not divide {ranks}", flag, f"use a multiple of {model}")
+
+
+def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    yield from undivided(args, f"{args.world_size} trainer ranks", "--actor-num-gpus-per-node")
     if args.train_backend == "hf" and model > 1:
         yield Problem(
             "the hf backend shards with FSDP2 only",

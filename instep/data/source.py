@@ -149,7 +149,7 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
 
 def row_format(args: Settings) -> RowFormat:
     """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
-    function = getattr(args, "rollout_function_path", None)
+    function = args.rollout_function_path
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
     conversation = function == SFT_ROLLOUT
     return RowFormat(args.input_key, args.label_key, args.metadata_key, args.tool_key, conversation, pair_keys)

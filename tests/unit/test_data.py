@@ -238,6 +238,7 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "rollout_seed": 42,
         "n_samples_per_prompt": 2,
         "buffer_filter_path": None,
+        "rollout_function_path": "instep.rollout.vllm_rollout.generate_rollout",
         "hf_checkpoint": None,
     }
     return RolloutDataSourceWithBuffer(argparse.Namespace(**{**args, **changes}))

@@ -9,6 +9,7 @@ from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
 from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.megatron import undivided
 from instep.arguments.model import folder_to_load
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
@@ -50,14 +51,8 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
             f"use at most {args.num_rollout}, with which the actor is never trained",
         )
     own = args_of_role(args, "critic")
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if own.world_size % model:
-        yield Problem(
-            f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model} does not divide "
-            f"{own.world_size} ranks of the critic, which is as parallel as the actor",
-            "--critic-num-gpus-per-node",
-            f"use a multiple of {model}",
-        )
+    ranks = f"{own.world_size} ranks of the critic, which is as parallel as the actor"
+    yield from undivided(own, ranks, "--critic-num-gpus-per-node")
     unit = own.dp_size * (1 if args.use_dynamic_batch_size else args.micro_batch_size)
     size = args.global_batch_size
     if size is not None and (size < unit or (not args.use_dynamic_batch_size and size % unit)):
