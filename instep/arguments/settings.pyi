@@ -152,6 +152,7 @@ class Settings:
     num_rollout: int | None
     num_steps_per_rollout: int
     num_threads: int | None
+    on_gap: Literal["stop", "warn"]
     opd_kl_coef: float
     opd_teacher_ckpt_step: int | None
     opd_teacher_load: str | None

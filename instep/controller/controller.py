@@ -40,6 +40,7 @@ from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.engines.kind import kind_of
+from instep.errors import SyncError
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -191,12 +192,18 @@ class Controller:
                     self._records.wanted(groups),
                     num_critic_steps_before=self.num_critic_steps,
                     critic_only=rollout_id < args.num_critic_only_steps,
+                    version=self.deployment.version,
+                    gap_limit=self.deployment.gap_limit if args.on_gap == "stop" else None,
                 )
+        except SyncError as error:
+            raise self.deployment.accused(error, rollout_id) from error
         finally:  # also when the training failed: then they are looked at
             self._records.trained(rollout, batch)
         self.ledger.consume(groups)
         metrics = {**batch.metrics, **training_metrics(batch.steps)}
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
+        if (gap := metrics.get("train/log_prob_gap_mean", 0.0)) > (limit := self.deployment.gap_limit):  # --on-gap warn
+            self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.num_steps += trained.num_steps
         self.num_critic_steps += batch.num_critic_steps
         interval = args.ref_update_interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from functools import partial
@@ -18,6 +19,7 @@ from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
 from instep.engines.engine import Engine
+from instep.errors import SyncError
 from instep.observability.run_logger import RunLogger
 from instep.processes import Process
 from instep.rollout import admission
@@ -157,6 +159,16 @@ class Deployment:
             how = f"differed by {result.first_diff:.3g} at first, and agreed when they were asked again"
             self._log.progress.line(f"sync {result.version}: trainer's and engine's scores of the probe {how}")
         return result
+
+    @property
+    def gap_limit(self) -> float:
+        """The largest mean log-prob gap of tokens that the engines have made with the version of the last sync."""
+        return self._sync.gap_limit if self._sync is not None else math.inf
+
+    def accused(self, error: SyncError, rollout_id: int) -> SyncError:
+        """The error of a gap that is too large, with the engines that do not hold the trainer's weights."""
+        assert self._sync is not None, "without a sync no token is of a version"
+        return self._sync.accuse(self._require_fleet().available(), error, f"rollout {rollout_id}")
 
     def check(self) -> None:
         """Raise if a worker, the router or the last engine has died, or has been stopped."""

@@ -16,7 +16,7 @@ import torch
 from instep.algorithms.catalog import algorithm_of
 from instep.cluster.local import WorkerGroup
 from instep.data.schedule import plan_steps, plan_whole_executions
-from instep.errors import TrainingError
+from instep.errors import SyncError, TrainingError
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
@@ -116,31 +116,42 @@ class RoleTrainer:
         return finish
 
     def train(
-        self, batch: TokenBatch, schedule: Schedule, num_steps_before: int, keep_log_probs: Collection[int] = ()
+        self,
+        batch: TokenBatch,
+        schedule: Schedule,
+        num_steps_before: int,
+        keep_log_probs: Collection[int] = (),
+        gap_limit: float | None = None,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin the optimizer steps of `schedule`.
 
         Args:
             keep_log_probs: the numbers of the samples whose log-probs are wanted.
+            gap_limit: see `Worker.train`.
 
         Returns:
             A function that waits. It returns the metrics of each step, and by number of the sample the log-probs
             `[response_length]` of the first step's forward pass, which is made before the policy moves; it raises
-            TrainingError when steps keep being skipped.
+            TrainingError when steps keep being skipped, and SyncError when `gap_limit` forbids a step.
         """
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
-        per_rank = [(shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs, kept[p.dp_rank]) for p in self._layout]
+        per_rank = [
+            (shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs, kept[p.dp_rank], gap_limit) for p in self._layout
+        ]
         wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
             answers = [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
             metrics: list[Metrics] = answers[0][1][0]
             self._check_steps(metrics)
-            return metrics, {
-                shares[dp_rank].order[n]: log_probs for dp_rank, (_, kept) in answers for n, log_probs in kept.items()
-            }
+            if (gap := answers[0][1][2]) is not None:
+                raise SyncError(
+                    f"the engine's log-probs of freshly sampled tokens differ from the trainer's by {gap:.3g} nats in "
+                    f"the mean, more than {gap_limit:.3g}: the step was not trained"
+                )
+            return metrics, {shares[dp].order[n]: row for dp, answer in answers for n, row in answer[1].items()}
 
         return finish
 

@@ -22,6 +22,8 @@ from instep.processes import watched
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
+from instep.training.gap import COLUMN as FRESH
+from instep.training.gap import fresh_tokens
 from instep.types import Group, TokenBatch
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ class TrainingRound:
         *,
         num_critic_steps_before: int = 0,
         critic_only: bool = False,
+        version: int = 0,
+        gap_limit: float | None = None,
     ) -> TrainedBatch:
         """Train on one rollout.
 
@@ -129,6 +133,11 @@ class TrainingRound:
             num_steps_before: optimizer steps of the actor so far, in the whole run.
             keep: numbers of the samples (counted through all groups) whose log-probs are wanted.
             critic_only: the actor is not trained.
+            version: of the weights that the workers hold, as the engines have it; 0: no engine has it.
+            gap_limit: the largest mean log-prob gap of this version's tokens with which the actor is trained.
+
+        Raises:
+            SyncError: the gap is larger.
         """
         args = self._args
         batch = build_batch(
@@ -137,6 +146,9 @@ class TrainingRound:
             needs_reward=self._has_rewards,
             default_temperature=args.rollout_temperature,
         )
+        samples = [sample for group in groups for sample in flatten(group)]
+        if version and "rollout_log_probs" in batch.token_columns:
+            batch.token_columns[FRESH] = fresh_tokens(samples, version)
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
         shares = (
@@ -163,7 +175,7 @@ class TrainingRound:
         for finish in scores:
             finish()
         if self._has_rewards:
-            out.metrics = add_advantages(batch, [s for g in groups for s in flatten(g)], args, self._hook_args)
+            out.metrics = add_advantages(batch, samples, args, self._hook_args)
         critic = None
         if self._critic is not None:
             critic = self._critic.train(batch, critic_schedule, num_critic_steps_before)
@@ -173,7 +185,7 @@ class TrainingRound:
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
             wanted_now = keep if scored is None else ()
-            out.steps, kept = self._actor.train(batch, schedule, num_steps_before, wanted_now)()
+            out.steps, kept = self._actor.train(batch, schedule, num_steps_before, wanted_now, gap_limit)()
             out.log_probs = out.log_probs or kept
         if critic is not None:
             steps, _ = critic()

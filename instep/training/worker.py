@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
+from instep.training.gap import COLUMN, FreshGap
 from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
 from instep.types import TokenBatch
 from instep.weights.way import Order, way_named
@@ -156,35 +157,52 @@ class Worker:
         return columns if self.backend.parallel.is_output_rank else None
 
     def train(
-        self, batch: TokenBatch, steps: list[list[list[int]]], lrs: list[float], keep_log_probs: Collection[int] = ()
-    ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor]] | None:
+        self,
+        batch: TokenBatch,
+        steps: list[list[list[int]]],
+        lrs: list[float],
+        keep_log_probs: Collection[int] = (),
+        gap_limit: float | None = None,
+    ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor], float | None] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
             steps: step -> micro-batch -> indices into `batch`.
             lrs: the learning rate of each step.
             keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
+            gap_limit: the largest mean gap of fresh tokens (`gap.py`) with which anything is trained; measured over the
+                rollout if it was scored first, else over the first step. None: not measured.
 
         Returns:
-            The metrics of each step; and by index the log-probs `[response_length]` of the wanted samples of the
-            first step, from its forward pass, which is before the policy moves. None except on the output rank of
-            this data-parallel rank.
+            The metrics of each step; by index the log-probs `[response_length]` of the wanted samples of the first
+            step, from its forward pass, which is before the policy moves; and the mean gap for which nothing was
+            trained, if it is above `gap_limit`. None except on the output rank of this data-parallel rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
+        gap = FreshGap(self.device) if gap_limit is not None and COLUMN in batch.token_columns else None
+        scored = batch.token_columns.get("log_probs")
+        refused: float | None = None
+        if gap is not None and scored is not None:
+            gap.add(batch, scored)
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
             keeps = n == 0 and keep_log_probs
             loss_fn = self._loss_that_keeps(micro_batches, keep_log_probs, kept) if keeps else self.loss_fn
+            if gap is not None and scored is None and n == 0:
+                loss_fn = gap.adding(loss_fn)
             outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
+            if gap is not None and n == 0 and (mean := gap.mean()) > (gap_limit or 0.0):
+                refused = mean
+                break
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
                 metrics = self._reduce(outputs)
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
         if not self.backend.parallel.is_output_rank:
             return None
-        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}
+        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, refused
 
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]

@@ -26,6 +26,8 @@ BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the 
 GOLDEN_FACTOR = 2.0
 ARITHMETIC_LIMIT = 0.5  # no rounding explains more: then the trainer exports something else than it trains
 GOLDEN_TOLERANCE = 1e-3  # between an engine's scores of one version after two ways of loading it
+GAP_FACTOR = 10.0  # of the tolerance, which is for the largest difference of the probe: for a mean over sampled tokens
+LEAST_GAP_LIMIT = 1e-3
 ENGINE_DIGESTS = "xxh3-128"  # the kind that `/weight_checker` gives
 
 
@@ -54,6 +56,18 @@ class Proof:
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under it
         self._tolerance: float = BF16_TOLERANCE if args.sync_tolerance is None else args.sync_tolerance
+
+    @property
+    def gap_limit(self) -> float:
+        """The largest mean gap (nats) of tokens of proven weights: 1e-3 in fp32, 0.2 in bf16 unless calibrated."""
+        return max(LEAST_GAP_LIMIT, GAP_FACTOR * self._tolerance)
+
+    def differing(self, session: Session) -> dict[str, float]:
+        """Score the probe once more; returns URL -> difference of each engine that is not within the tolerance."""
+        expected = self._trainer_scores(session)
+        scores = session.each(lambda engine: self.engine_scores(engine, session))
+        gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
+        return {url: gap for url, gap in gaps.items() if not gap <= self._tolerance}
 
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
         """Show that each engine of the session holds the weights that were sent.

@@ -25,6 +25,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
+from instep.errors import SyncError
 from instep.rollout import admission
 
 if TYPE_CHECKING:
@@ -105,6 +106,30 @@ class WeightSync:
             EngineGone: the engine has died again.
         """
         return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder), None)
+
+    @property
+    def gap_limit(self) -> float:
+        """See `Proof.gap_limit`."""
+        return self.proof.gap_limit
+
+    def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
+        """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
+        session = Session(self._args, self._actor, engines, self.version, self._folder)
+        wrong = self.proof.differing(session)
+        off = "its scores of the probe are off by"
+        names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]
+        if names:
+            found = f"version {self.version} is not what these engines hold any more: {', '.join(names)}"
+            remedy = "something else loaded weights into them: their logs show what calls their control routes"
+        else:
+            urls = ", ".join(f"{e.name} at {e.url}" for e in engines)
+            found = f"version {self.version} is what each engine holds now ({urls})"
+            remedy = (
+                "look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other tokens, "
+                "log-probs or sampling parameters than the engine's, or were other weights loaded for a while? If the "
+                "arithmetic differs by so much, raise --sync-tolerance (its tenfold is allowed) or use --on-gap warn"
+            )
+        return SyncError(f"{error.what}; {found}", where=where, remedy=f"{remedy}; resume from the last checkpoint")
 
     def _carry(self, session: Session, way: str | None) -> SyncResult:
         way = way or self._args.sync_way

@@ -1,0 +1,88 @@
+"""The log-prob gap as a proof: tokens of the current weights are scored alike by the engine that made them and by us.
+
+Between two syncs nothing else shows which weights an engine holds. The tokens that a round trains on do: the engine's
+log-probs came with them, the trainer's are computed anyway, and both must be of the version that was proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from instep.training.backend import LossFn, LossOutput, TokenOutputs
+from instep.types import Sample, TokenBatch
+
+COLUMN = "fresh"
+# What leaves the distribution of a token as it is, and the values of other parameters that do.
+_INNOCENT = frozenset(
+    "max_tokens temperature seed stop stop_token_ids ignore_eos logprobs prompt_logprobs skip_special_tokens "
+    "spaces_between_special_tokens include_stop_str_in_output detokenize extra_args".split()
+)
+_NEUTRAL = {"top_p": 1, "repetition_penalty": 1, "top_k": -1}  # others: 0 or empty
+
+
+def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
+    """Mark the response tokens that the weights `version` have made, so that both sides must score them alike.
+
+    Tokens of an older version are not marked, nor those of a sample whose sampling parameters change the distribution
+    that the engine's log-probs are of (top-p, penalties, ...), nor those without a version.
+
+    Returns:
+        float32 `[num_response_tokens]` of 0 and 1.
+    """
+    parts = []
+    for sample in samples:
+        marks = torch.zeros(sample.response_length)
+        if all(_keeps_distribution(name, value) for name, value in sample.sampling_params.items()):
+            for span in sample.weight_versions:
+                if not _is_older(span.version, version):
+                    marks[span.start : span.end] = 1
+        parts.append(marks)
+    return torch.cat(parts)
+
+
+def _keeps_distribution(name: str, value: object) -> bool:
+    return name in _INNOCENT or not value or value == _NEUTRAL.get(name)
+
+
+def _is_older(name: str, version: int) -> bool:
+    """Whether an earlier sync brought the weights `name`; a name that no sync has given is somebody's else's."""
+    return name.isdigit() and int(name) < version
+
+
+class FreshGap:
+    """Adds up the gap over the fresh tokens of micro-batches, before the optimizer's step on them."""
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, batch: TokenBatch, log_probs: torch.Tensor) -> None:
+        """Add |trainer - engine| of the fresh tokens that are trained on; `log_probs` are the trainer's."""
+        columns = batch.token_columns
+        engine = columns["rollout_log_probs"]
+        counted = (columns[COLUMN] > 0) & (columns["loss_weights"] > 0) & ~engine.isnan()
+        gaps = torch.where(counted, (log_probs.detach() - engine).abs(), torch.zeros_like(engine))
+        self._sums += torch.stack([gaps.double().sum(), counted.double().sum()]).to(self._sums.device)
+
+    def adding(self, loss_fn: LossFn) -> LossFn:
+        """The loss, which also adds the gap of each micro-batch."""
+
+        def loss(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+            self.add(batch, outputs.log_probs)
+            return loss_fn(batch, outputs)
+
+        return loss
+
+    def mean(self) -> float:
+        """The mean over all ranks (collective); 0 without fresh tokens, infinite where the trainer's are no numbers.
+
+        A token that several ranks have scored counts as often in both sums.
+        """
+        dist.all_reduce(self._sums)
+        total, count = self._sums.tolist()
+        if math.isnan(total):
+            return math.inf
+        return total / count if count else 0.0
