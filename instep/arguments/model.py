@@ -26,6 +26,11 @@ MODEL = FlagGroup(
             help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
             whose="VC",
         ),
+        switch(
+            "--trust-remote-code",
+            "run the Python files that --hf-checkpoint brings for its tokenizer or model; without it they are an error",
+            "M",
+        ),
         Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", whose="VSC"),
         Flag("--save", help="folder for checkpoints", whose="VSC"),
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),

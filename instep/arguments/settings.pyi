@@ -247,6 +247,7 @@ class Settings:
     topology_num_gpus: int
     train_backend: str
     train_timeout: float
+    trust_remote_code: bool
     untie_embeddings_and_output_weights: bool
     update_weight_buffer_size: int
     use_distributed_optimizer: bool

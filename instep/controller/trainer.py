@@ -136,7 +136,8 @@ class Trainer:
         """
         path = teacher_folder(self._args)
         if (path / "config.json").exists():
-            ours, theirs = (load_tokenizer(str(p)).get_vocab() for p in (self._args.hf_checkpoint, path))
+            trusted = self._args.trust_remote_code
+            ours, theirs = (load_tokenizer(str(p), trusted).get_vocab() for p in (self._args.hf_checkpoint, path))
             other = [token for token, i in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(token) != i]
             if other:
                 what = f"{ours[other[0]]} is {other[0]!r} to the student, {theirs.get(other[0])} to the teacher"

@@ -159,7 +159,7 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        tokenizer = load_tokenizer(str(args.hf_checkpoint))
+        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
     return load_dataset(
         args.prompt_data,
         row_format(args),

@@ -105,6 +105,8 @@ class VllmKind(EngineKind):
             "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's
             "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
         }
+        if args.trust_remote_code:
+            own["trust_remote_code"] = ["--trust-remote-code"]
         if update_weights:
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
         if release(version) >= (0, 32):

@@ -24,7 +24,7 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 def tokenizer_of(args: Settings) -> Any:
     """The tokenizer of `--hf-checkpoint`."""
-    return load_tokenizer(str(args.hf_checkpoint))
+    return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
 
 
 def where_of(sample: Sample) -> str:
@@ -40,15 +40,15 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     if not isinstance(text, str):
         tokenizer, kwargs = require_chat_template(tokenizer_of(args)), args.apply_chat_template_kwargs
         text = render(text, tokenizer, sample.metadata.get("tools"), kwargs, generation_prompt=True, where=where)
-    ids = _encode(str(args.hf_checkpoint), text)
+    ids = _encode(str(args.hf_checkpoint), args.trust_remote_code, text)
     if not ids:
         raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
     return list(ids)
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
-def _encode(path: str, text: str) -> tuple[int, ...]:
-    return tuple(load_tokenizer(path)(text, add_special_tokens=False)["input_ids"])
+def _encode(path: str, trust_remote_code: bool, text: str) -> tuple[int, ...]:
+    return tuple(load_tokenizer(path, trust_remote_code)(text, add_special_tokens=False)["input_ids"])
 
 
 def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
@@ -73,7 +73,7 @@ def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
             where="next_turn_ids",
             remedy="make the tokens between two turns yourself, as the model's template writes them",
         )
-    return list(_encode(str(args.hf_checkpoint), text.removeprefix(end)))
+    return list(_encode(str(args.hf_checkpoint), args.trust_remote_code, text.removeprefix(end)))
 
 
 def _without(names: list[str], text: str) -> str:

@@ -5,17 +5,17 @@ The controller calls the same method on all ranks at once; tensors come in and g
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
+from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.gap import COLUMN, FreshGap
@@ -77,9 +77,7 @@ class Worker:
             world_size=world_size,
             timeout=timedelta(seconds=args.train_timeout),
         )
-        random.seed(args.seed + rank)
-        np.random.seed(args.seed + rank)
-        torch.manual_seed(args.seed)
+        seed_all(args.seed, args.seed + rank)
         torch.use_deterministic_algorithms(args.deterministic_mode)
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
@@ -89,8 +87,11 @@ class Worker:
         """A model, without weights, of the shape of the Hugging Face folder `like` (default: --hf-checkpoint)."""
         from transformers import AutoConfig
 
+        folder = str(like or self.args.hf_checkpoint)
+        with own_code_named(folder, "model"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
         options: dict[str, Any] = {
-            "hf_config": AutoConfig.from_pretrained(like or self.args.hf_checkpoint),
+            "hf_config": config,
             "device": self.device,
             "dtype": torch.bfloat16 if self.args.precision == "bf16" else torch.float32,
             "with_optimizer": with_optimizer,
@@ -273,20 +274,17 @@ class Worker:
         except OSError as error:
             raise _cannot_write(path, error) from error
         try:
-            state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-            torch.save(state, path / f"rng_{self.backend.parallel.rank}.pt")
+            torch.save(random_state(), path / f"rng_{self.backend.parallel.rank}.pt")
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
             raise _cannot_write(path, error) from error
 
     def load(self, path: Path, optimizer: bool) -> None:
         """Read what `save` wrote; without `optimizer` the weights alone."""
-        self.backend.load(path, optimizer=optimizer)
+        with trusting_no_code(path):
+            self.backend.load(path, optimizer=optimizer)
         rng = path / f"rng_{self.backend.parallel.rank}.pt"
         if optimizer and rng.exists():
-            state = torch.load(rng, weights_only=False)
-            torch.set_rng_state(state["torch"])
-            random.setstate(state["python"])
-            np.random.set_state(state["numpy"])
+            set_random_state(rng)
 
     def memory(self) -> dict[str, float]:
         """The most memory that was allocated on this rank's GPU, in bytes; empty on a CPU."""
@@ -299,7 +297,8 @@ def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> 
     if (path / "config.json").exists():
         model.load_hf(path)
     else:
-        model.load(path, optimizer=False, fresh_head=fresh_head)
+        with trusting_no_code(path):
+            model.load(path, optimizer=False, fresh_head=fresh_head)
 
 
 def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:

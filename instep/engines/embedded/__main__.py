@@ -29,6 +29,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--max-model-len", type=int, help="default: the model's max_position_embeddings")
     p.add_argument("--max-num-seqs", type=int, default=256)
     p.add_argument("--batch-invariant", action="store_true", help="bits do not depend on what shares the batch; slower")
+    p.add_argument("--trust-remote-code", action="store_true", help="run Python files of the checkpoint")
     args = p.parse_args()
     if args.max_num_seqs < 1 or (args.max_model_len or 1) < 1:
         refuse("--max-model-len and --max-num-seqs must be at least 1")
@@ -46,8 +47,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     limit = args.max_model_len or config["max_position_embeddings"]
-    model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    trust = args.trust_remote_code
+    model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))

@@ -64,6 +64,7 @@ class EmbeddedKind(EngineKind):
         command = ["-m", "instep.engines.embedded", "--model", spec.path, "--host", at.host, "--port", str(at.port)]
         dtype = [] if "--dtype" in spec.flags else ["--dtype", engine_dtype(args)]
         command += ["--device", args.device, *dtype, *spec.flags]
+        command += ["--trust-remote-code"] if args.trust_remote_code else []
         return [*command, "--batch-invariant"] if args.deterministic_mode else command
 
     def environment(

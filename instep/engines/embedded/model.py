@@ -29,15 +29,19 @@ def _attention(
 AttentionInterface.register("instep_embedded", _attention)
 
 
-def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
+def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int, trust: bool) -> PreTrainedModel:
     """The causal model in `path`. Raises CheckpointError if weights are missing or its attention is not full."""
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers != {"full_attention"} or (window is not None and window < max_model_len):
         raise CheckpointError(f"attention is not full ({layers}, window {window}): use vLLM for this model", where=path)
     model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="instep_embedded", output_loading_info=True
+        path,
+        dtype=dtype,
+        attn_implementation="instep_embedded",
+        output_loading_info=True,
+        trust_remote_code=trust,
     )
     if info["missing_keys"]:
         raise CheckpointError(f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}", where=path)

@@ -60,7 +60,11 @@ class HfBackend:
         self._sharded = dist.get_world_size() > 1 or (dtype is not torch.float32 and with_optimizer)
         stored = torch.float32 if with_optimizer else dtype
         self.policy = Policy(
-            hf_config, stored, recompute=args.recompute_granularity == "full", value_head=role == "critic"
+            hf_config,
+            stored,
+            recompute=args.recompute_granularity == "full",
+            value_head=role == "critic",
+            trust_remote_code=args.trust_remote_code,
         )
         if self._sharded:
             _shard(self.policy, device, dtype)

@@ -68,7 +68,14 @@ class Policy(nn.Module):
     FSDP2's hooks see one forward pass per micro-batch.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, recompute: bool, value_head: bool = False):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        recompute: bool,
+        value_head: bool = False,
+        trust_remote_code: bool = False,
+    ):
         super().__init__()
         check_causal_lm(config.to_dict(), where="hf_config")
         if value_head:
@@ -76,7 +83,9 @@ class Policy(nn.Module):
             config.tie_word_embeddings = False
         try:
             with no_init_weights():  # `load_hf` follows; untouched memory costs nothing
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
+                )
         except (ValueError, ImportError) as error:
             raise ConfigError(
                 str(error), where="hf_config", remedy="use a decoder-only model of transformers"

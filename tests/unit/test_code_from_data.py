@@ -1,0 +1,116 @@
+"""A checkpoint is data: code that one names, or brings along, does not run unless the user asks for it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from instep.checkpoints.plain import METADATA, random_state, set_random_state, trusting_no_code
+from instep.data.tokenizer import load_tokenizer
+from instep.errors import CheckpointError
+from tests.assets import make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Evil:
+    """What a stranger's pickle holds: to load it is to run a function on a name."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return tmp_path / "was-here"
+
+
+def test_an_index_that_names_a_function_is_refused(tmp_path, trace):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    (tmp_path / "c" / METADATA).write_bytes(pickle.dumps(Evil(trace)))
+    with pytest.raises(CheckpointError, match=r"no index of a checkpoint: it names "), trusting_no_code(tmp_path / "c"):
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "c")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(Metadata({}))[:-9]])
+def test_an_index_that_is_none_is_named(tmp_path, content):
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match="no index of a checkpoint"), trusting_no_code(tmp_path):
+        raise AssertionError("the block runs")
+
+
+def test_an_entry_that_is_no_tensor_runs_nothing(tmp_path, trace):
+    """The index is honest: where a tensor is looked for there is an object."""
+    dcp.save({"model": {"w": Evil(trace)}}, checkpoint_id=tmp_path / "c")
+    trace.unlink(missing_ok=True)
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"), trusting_no_code(tmp_path / "c"):
+        dcp.load({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "c")
+    assert not trace.exists()
+
+
+def test_an_honest_checkpoint_is_read(tmp_path):
+    state = {"model": {"w": torch.randn(3, 2), "b": torch.ones(4, dtype=torch.bfloat16)}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    out = {"model": {"w": torch.zeros(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)}, "step": 0}
+    with trusting_no_code(tmp_path / "c"):
+        dcp.load(out, checkpoint_id=tmp_path / "c")
+    assert torch.equal(out["model"]["w"], state["model"]["w"]) and out["step"] == 3
+
+
+def test_random_states_are_plain_and_exact(tmp_path):
+    random.gauss(0, 1), np.random.normal()
+    torch.save(random_state(), tmp_path / "rng.pt")
+
+    def drawn():
+        return [random.random(), random.gauss(0, 1), *np.random.normal(size=3), *torch.rand(3).tolist()]
+
+    expected = drawn()
+    torch.manual_seed(9), random.seed(9), np.random.seed(9)
+    assert drawn() != expected
+    set_random_state(tmp_path / "rng.pt")
+    assert drawn() == expected
+
+
+def test_a_random_state_that_is_code_is_refused(tmp_path, trace):
+    torch.save({"torch": torch.get_rng_state(), "python": Evil(trace)}, tmp_path / "rng.pt")
+    trace.unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="random state cannot be read"):
+        set_random_state(tmp_path / "rng.pt")
+    assert not trace.exists()
+
+
+@pytest.fixture
+def coded(tmp_path, trace, monkeypatch):
+    """A checkpoint whose tokenizer is a class of its own, in a file beside it."""
+    folder = make_checkpoint(tmp_path / "coded")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n"
+        "from transformers import PretrainedConfig, PreTrainedTokenizerFast\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n\nclass OwnConfig(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    for name, more in {
+        "tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}},
+        "config.json": {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}},
+    }.items():
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **more}))
+    return folder
+
+
+def test_a_tokenizer_that_is_code_is_refused_and_the_error_names_the_flag(coded, trace):
+    with pytest.raises(CheckpointError, match="the tokenizer is Python code") as caught:
+        load_tokenizer(str(coded), False)
+    assert "--trust-remote-code" in caught.value.remedy and caught.value.where == str(coded) and not trace.exists()
+    assert type(load_tokenizer(str(coded), True)).__name__ == "Own" and trace.exists()
