@@ -184,13 +184,14 @@ def test_a_mistake_is_a_bad_request_with_its_reason(served):
 
 
 def test_streaming(served):
-    if "vllm" not in served.text:
-        with pytest.raises(openai.BadRequestError, match="stream=True is not supported"):
-            served.ask(stream=True)
-        return
     chunks = list(served.ask(stream=True, temperature=0))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert len(chunks) > 2 and text == served.ask(temperature=0).choices[0].message.content
+    asked = {"prompt": "1+1=", "max_tokens": 8, "temperature": 0}
+    pieces = list(served.client.completions.create(model=served.model, **asked, stream=True))
+    whole = served.client.completions.create(model=served.model, **asked).choices[0]
+    assert len(pieces) > 2 and "".join(piece.choices[0].text for piece in pieces) == whole.text
+    assert pieces[-1].choices[0].finish_reason == whole.finish_reason
 
 
 def kill_one(server, index):
