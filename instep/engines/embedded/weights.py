@@ -10,6 +10,7 @@ from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.processes import pulse
 from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
+from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
@@ -86,13 +87,15 @@ class LiveWeights:
         folder = Path(info["path"])
         tensors: dict[str, torch.Tensor] = {}
         try:
+            check_checkpoint(info["path"])
             for path in sorted(set(weight_files(folder).values())):
                 with opened(path) as file:
                     for name in file.keys():
                         pulse()
                         tensors[name] = file.get_tensor(name)
-        except CheckpointError as error:
-            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {error.what}") from error
+        except (CheckpointError, NoPlace, OSError, ValueError) as error:  # a ValueError for a path with a null byte
+            why = error.what if isinstance(error, CheckpointError) else str(error)
+            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {why}") from error
         return self._write({name: t for name, t in tensors.items() if name not in self.aliases}, exact=False)
 
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
