@@ -17,6 +17,7 @@ import pytest
 from instep.ports import free_port, free_ports
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, on_vllm, run
+from tests.engines.route_fuzz import GENERATION, fuzz
 
 HELLO = [{"role": "user", "content": "12+30=?"}]
 
@@ -166,6 +167,18 @@ def test_greedy_is_the_same_in_both_routes_and_as_transformers(served):
     expected = [scores[ids.shape[1] + i - 1, token].item() for i, token in enumerate(out)]
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
     assert len(answer.choices[0].logprobs.tokens) == len(out)
+
+
+def test_random_requests(served):
+    """To the public address: no 500, no hang, and the engines answer as before."""
+    if "vllm" in served.text:
+        pytest.skip("of the embedded engine")
+    before = served.ask(temperature=0).choices[0].message.content
+    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION)
+    assert served.ask(temperature=0).choices[0].message.content == before
+    for index in (0, 1):
+        assert "Traceback" not in (served.run_dir / "logs" / f"engine-{index}.log").read_text()
+    assert "died" not in served.text
 
 
 def test_stop(served):

@@ -61,7 +61,7 @@ def test_a_bad_request_fails_alone(engine: Engine, route: str, body: Any, words:
 
 
 class _Faulty(Runner):
-    """A runner without memory for a prompt that begins with token 7, or a step that has appended token 9."""
+    """A runner that has no memory for a prompt that begins with token 7."""
 
     def prefill(self, sequences: Any, source: Any, first_row: int) -> torch.Tensor:
         if any(sequence[0] == 7 for sequence in sequences):

@@ -150,6 +150,13 @@ def serve(sock: socket.socket, pipe: Connection, name: str) -> None:
         app.router.add_route("*", "/{route:.*}", Server(pipe, name, **pipe.recv()).handle)
     except EOFError:
         os._exit(1)  # the engine's process has ended, and said why
-    ready = "embedded engine: ready at http://{}:{}".format(*sock.getsockname())
-    how: dict[str, Any] = dict(backlog=4096, access_log=None, handle_signals=False, handler_cancellation=True)
-    web.run_app(app, sock=sock, print=lambda _: print(ready, flush=True), **how)
+    asyncio.run(_serve(app, sock))
+
+
+async def _serve(app: web.Application, sock: socket.socket) -> None:
+    # Nobody sends compressed requests, but for one that would fill the memory.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=4096).start()
+    print("embedded engine: ready at http://{}:{}".format(*sock.getsockname()), flush=True)
+    await asyncio.Event().wait()
