@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
+from instep.private import private_files
 
 LATER = {"train-async": "asynchronous training", "convert": "the conversion of checkpoints"}
 
@@ -85,6 +86,7 @@ def _train(command: str, words: list[str]) -> None:
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
+    private_files()
     from instep.arguments import parse
 
     args = parse(words, command)
@@ -116,6 +118,7 @@ def _helps(command: str, words: list[str]) -> bool:
 def _serve(words: list[str]) -> None:
     if _helps("serve", words):
         return
+    private_files()
     from instep.arguments import parse
 
     args = parse(words, "serve")

@@ -335,7 +335,7 @@ class FolderLock:
     def __init__(self, folder: Path, flag: str):
         with writing(folder, flag):
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # children get none
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,6 +23,7 @@ import psutil
 from instep.cluster.local import start_rank
 from instep.errors import ConfigError
 from instep.ports import choose_port, free_port, free_ports
+from instep.private import private_files
 from instep.processes import SupervisedProcess, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
@@ -87,6 +88,7 @@ class Host:
     """
 
     def __init__(self, folder: str):
+        private_files()
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
         self._folder = folder
