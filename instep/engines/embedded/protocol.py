@@ -27,7 +27,7 @@ class HttpError(Exception):
         return STATUS.get(self.kind, 500)
 
     def body(self) -> dict[str, Any]:
-        return {"message": self.message, "type": self.kind, "code": self.status, "tensor": self.tensor}
+        return {"message": self.message[:2000], "type": self.kind, "code": self.status, "tensor": self.tensor}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
