@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from instep.scratch import Scratch
 from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 
@@ -36,6 +37,9 @@ def finished(tiny, tmp_path_factory):
     ]
     more += ["--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g"]
     more += ["--wandb-key", KEY, "--rm-url", f"http://me:{KEY}@127.0.0.1:9/reward?api_key={KEY}"]
+    killed = [Scratch("instep-golden-", run_dir), Scratch(".hf.", run_dir, ".tmp")]  # of a sync, and of an export
+    for scratch in killed:
+        os.close(scratch._fd)  # as the end of its process does
     done = run(grpo_arguments(tiny, run_dir, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
@@ -74,6 +78,10 @@ def test_wandb_is_written_offline_and_the_key_nowhere(finished):
     files = [p for p in finished.rglob("*") if p.is_file()]
     assert len(files) > 10
     assert [p for p in files if KEY.encode() in p.read_bytes()] == []
+
+
+def test_what_a_killed_run_has_left_is_removed(finished):
+    assert [p for p in finished.iterdir() if p.name.startswith(("instep-", ".hf"))] == []
 
 
 def test_what_the_run_writes_is_its_users_alone(finished):
