@@ -105,13 +105,14 @@ def tmp_path(tmp_path: Path) -> Path:
 def test_a_manifest_tells_nothing_about_other_files(original: Engine, tmp_path: Path, kind: str) -> None:
     """The answer is the same whether a digest is right or wrong: no byte of the file can be guessed."""
     secret = tmp_path.parent / "secret"
-    secret.write_bytes(b"12345678")
+    size = original.hf.config.hidden_size
+    secret.write_bytes(b"1234" * size)
     path, control = secret, original.control()
     if kind == "link":
         (path := tmp_path / "bucket").symlink_to(secret)
     answers = []
-    for guess in (b"12345678", b"00000000"):
-        record = TensorRecord("model.norm.weight", (2,), "float32", 0, 8, digest(guess))
+    for guess in (b"1234" * size, b"0000" * size):
+        record = TensorRecord("model.norm.weight", (size,), "float32", 0, 4 * size, digest(guess))
         manifest = BucketManifest(str(path), "5", "n", (record,))
         control.pause("abort", timeout=60)
         control.start_update("5", "n", timeout=60)

@@ -48,7 +48,7 @@ class Scheduler:
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
             "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
             "num_running": lambda: len(self.running),
-        } | {function.__name__: function for function in (self.submit, self.abort, self.pause, self.encode, self.chat)}
+        } | {name: getattr(self, name) for name in ("submit", "abort", "pause", "encode", "chat")}
 
     @torch.inference_mode()
     def run(self) -> None:  # for ever
