@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _terminate_like_interrupt()
+        private_files()
         return _run(words)
     except InstepError as error:
         print(error, file=sys.stderr)
@@ -86,7 +87,6 @@ def _train(command: str, words: list[str]) -> None:
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
-    private_files()
     from instep.arguments import parse
 
     args = parse(words, command)
@@ -118,7 +118,6 @@ def _helps(command: str, words: list[str]) -> bool:
 def _serve(words: list[str]) -> None:
     if _helps("serve", words):
         return
-    private_files()
     from instep.arguments import parse
 
     args = parse(words, "serve")

@@ -111,7 +111,7 @@ class WeightSync:
 
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
-        session = Session(self._args, self._actor, engines, self.version, self._folder)
+        session = Session(self._args, self._actor, engines, self.version, self._folder.path)
         wrong = self.proof.differing(session)
         off = "its scores of the probe are off by"
         names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]

@@ -48,7 +48,12 @@ class Scheduler:
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
             "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
             "num_running": lambda: len(self.running),
-        } | {name: getattr(self, name) for name in ("submit", "abort", "pause", "encode", "chat")}
+            "submit": self.submit,
+            "abort": self.abort,
+            "pause": self.pause,
+            "encode": self.encode,
+            "chat": self.chat,
+        }
 
     @torch.inference_mode()
     def run(self) -> None:  # for ever
