@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _terminate_like_interrupt()
-        private_files()
-        return _run(words)
+        with private_files():
+            return _run(words)
     except InstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,18 @@ _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _QUERY = re.compile(r"([?&](?:[\w-]*(?:key|token|secret|password|signature)|sig)=)[^&\s'\"]+", re.IGNORECASE)
 
 
-def private_files() -> None:
-    """Let this process and its children make files that nobody else can read: prompts, samples, settings, logs."""
-    before = os.umask(0o077)
-    os.environ.setdefault(UMASK_VARIABLE, f"{before:o}")
+@contextmanager
+def private_files() -> Iterator[None]:
+    """In the block this process, and the children that it starts, make files that nobody else can read: prompts,
+    samples, settings, logs."""
+    before, outer = os.umask(0o077), os.environ.get(UMASK_VARIABLE)
+    os.environ[UMASK_VARIABLE] = outer or f"{before:o}"
+    try:
+        yield
+    finally:
+        os.umask(before)
+        if outer is None:
+            del os.environ[UMASK_VARIABLE]
 
 
 def share(folder: Path) -> None:

@@ -88,7 +88,8 @@ class Host:
     """
 
     def __init__(self, folder: str):
-        private_files()
+        self._private = contextlib.ExitStack()  # as long as the actor lives
+        self._private.enter_context(private_files())
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
         self._folder = folder
