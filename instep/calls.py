@@ -1,8 +1,7 @@
 """Calls from one process to another over a pipe: asyncio on one side, a loop that computes on the other.
 
 A call is (number, name, arguments); answers are lists of (number, result, exception or `Part`), sent when they are
-ready.
-Messages are pickled, because both processes belong to one program.
+ready. Messages are pickled, because both processes belong to one program.
 """
 
 from __future__ import annotations

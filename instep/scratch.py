@@ -7,6 +7,7 @@ the kernel drops it however its owner ends. A folder without that file is nobody
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -43,10 +44,8 @@ class Scratch:
         while not self._begin(Path(tempfile.mkdtemp(suffix, prefix, root))):
             pass  # a sweep took the folder for one that was left
 
-    _fd = -1
-
     def _begin(self, path: Path) -> bool:
-        self.path = path
+        self.path, self._fd = path, -1
         try:
             self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,6 +53,10 @@ class Scratch:
         except (FileNotFoundError, BlockingIOError):
             self.remove()
             return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            # a file system without locks: nobody sweeps there
         os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
         return True
 
