@@ -90,9 +90,11 @@ def test_a_client_that_goes_away_ends_its_stream(embedded: Engine) -> None:
     body = {"prompt": "3", "max_tokens": 900, "ignore_eos": True, "n": 2}
     connection = connect(embedded, "/v1/completions", body)
     connection.getresponse().read(300)  # it has begun
+    embedded.ok("/pause?mode=keep&clear_cache=false")  # so that it cannot end by itself
+    assert not embedded.ok("/reset_prefix_cache")["success"]  # a request runs
     connection.close()
     deadline = time.monotonic() + 20
-    while not embedded.ok("/reset_prefix_cache")["success"]:  # while a request runs
+    while not embedded.ok("/reset_prefix_cache")["success"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
