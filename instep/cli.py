@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
+from instep.private import private_files
 
 LATER = {"train-async": "asynchronous training", "convert": "the conversion of checkpoints"}
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _terminate_like_interrupt()
-        return _run(words)
+        with private_files():
+            return _run(words)
     except InstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code

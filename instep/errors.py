@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from instep.private import without_credentials
+
 
 class InstepError(Exception):
     """Base of all named errors.
@@ -22,8 +24,8 @@ class InstepError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str = ""):
-        self.what, self.where, self.remedy = what, where, remedy
-        super().__init__(what)
+        self.what, self.where, self.remedy = map(without_credentials, (what, where, remedy))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [f"{type(self).__name__}: {self.what}"]

@@ -37,6 +37,7 @@ _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
+_pulse: threading.Event | None = None  # of the thread that works, where heartbeats follow it
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 
 
@@ -226,12 +227,14 @@ def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
         process.kill()
 
 
-def follow_parent(partner: socket.socket | None = None) -> None:
+def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = False) -> None:
     """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
 
     Args:
         partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is.
+        own_pulse: heartbeats stop when the thread that works no longer calls `pulse`.
     """
+    global _pulse
     parent = os.getppid()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -245,7 +248,14 @@ def follow_parent(partner: socket.socket | None = None) -> None:
         line = socket.socket(fileno=int(fd))
         if partner is None:
             _beat(line)  # at once, because silence is noticed from the first heartbeat on
-        threading.Thread(target=_hold_lifeline, args=(line, partner), name="lifeline", daemon=True).start()
+        _pulse = threading.Event() if own_pulse else None
+        threading.Thread(target=_hold_lifeline, args=(line, partner, _pulse), name="lifeline", daemon=True).start()
+
+
+def pulse() -> None:
+    """A sign of life from the thread that works; it costs less than a microsecond."""
+    if _pulse is not None:
+        _pulse.set()
 
 
 def _signal_name(number: int) -> str:
@@ -277,7 +287,7 @@ def _family_that_catches(pid: int, number: int) -> list[int]:
     return mine + [p for text in threads for child in text.split() for p in _family_that_catches(int(child), number)]
 
 
-def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:
+def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: threading.Event | None) -> None:
     with line:
         line.settimeout(BEAT_SECONDS)
         try:
@@ -286,8 +296,10 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:
                     if not line.recv(1):
                         break
                 except TimeoutError:
-                    if partner is None or _beats(partner):
+                    if (partner is None or _beats(partner)) and (pulse is None or pulse.is_set()):
                         _beat(line)
+                    if pulse is not None:
+                        pulse.clear()
         except OSError:  # closed with beats unread
             pass
     os._exit(1)
@@ -323,7 +335,7 @@ class FolderLock:
     def __init__(self, folder: Path, flag: str):
         with writing(folder, flag):
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # children get none
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

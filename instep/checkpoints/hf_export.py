@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from instep.atomic import replace_folder
 from instep.errors import CheckpointError, ConfigError
+from instep.private import share
+from instep.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch
@@ -121,14 +123,17 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
 
     weights = iter(weight_source)
     dst = Path(dst)
-    hidden = f".{dst.name}.{uuid.uuid4().hex[:8]}"
-    tmp = dst.with_name(f"{hidden}.tmp")
+    scratch: Scratch | None = None
     try:
         if weight_source.emits:
-            tmp.mkdir(parents=True)
-            _write_weights(weight_source, weights, tmp)
-            _copy_companions(Path(src_checkpoint), tmp, weight_source.specs)
-            replace_folder(tmp, dst, dst.with_name(f"{hidden}.old"))
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Scratch(f".{dst.name}.", dst.parent, ".tmp")
+            new = scratch.path / "new"
+            new.mkdir()
+            _write_weights(weight_source, weights, new)
+            _copy_companions(Path(src_checkpoint), new, weight_source.specs)
+            share(new)
+            replace_folder(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the Hugging Face checkpoint: {error}",
@@ -136,7 +141,8 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
             remedy="free space, or write elsewhere",
         ) from error
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
+        if scratch is not None:
+            scratch.remove()
         for _ in weights:  # this rank must take part in the gathering to the end, as the others do
             pass
 

@@ -23,6 +23,7 @@ import psutil
 from instep.cluster.local import start_rank
 from instep.errors import ConfigError
 from instep.ports import choose_port, free_port, free_ports
+from instep.private import private_files
 from instep.processes import SupervisedProcess, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
@@ -87,6 +88,8 @@ class Host:
     """
 
     def __init__(self, folder: str):
+        self._private = contextlib.ExitStack()  # as long as the actor lives
+        self._private.enter_context(private_files())
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
         self._folder = folder

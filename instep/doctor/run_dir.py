@@ -16,11 +16,13 @@ from instep.checkpoints.folders import TRACKER, read_state
 from instep.checkpoints.integrity import check_whole
 from instep.data.ledger import Ledger
 from instep.doctor.check import Check
+from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe
 from instep.observability.progress import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
+from instep.scratch import places
 
 TAIL = 12  # lines of an error or log
 
@@ -48,6 +50,7 @@ def check_run(run_dir: Path) -> list[Check]:
         _alarms(rows),
         *_checkpoints(args),
         *_ledger(args, summary),
+        leftover_folders(places(run_dir, args.get("save_hf"))),
         _disk(run_dir, args),
     ]
 

@@ -22,8 +22,9 @@ from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.progress import Phase, Progress, duration, number
 from instep.observability.report import make_report
 from instep.observability.samples import sample_row, spread
-from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
+from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
 from instep.observability.versions import versions
+from instep.private import without_credentials, without_secrets
 from instep.types import Group
 
 
@@ -192,7 +193,7 @@ def _process() -> dict[str, Any]:
 
 
 def _write_error(path: Path, error: BaseException | None) -> None:
-    text = "".join(traceback.format_exception(error)) if error is not None else ""
+    text = without_credentials("".join(traceback.format_exception(error))) if error is not None else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +12,9 @@ from typing import Any
 
 from instep.atomic import write_text
 from instep.errors import ConfigError, writing
+from instep.private import without_secrets
 
-_SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
 _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
-
-
-def without_secrets(value: Any) -> Any:
-    """Copy nested dicts and lists without the entries that their names show to be secrets (`wandb_key`, ...)."""
-    if isinstance(value, Mapping):
-        return {str(k): without_secrets(v) for k, v in value.items() if not _SECRET.search(str(k))}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(v) for v in value]
-    return value
 
 
 def jsonable(value: Any) -> Any:

@@ -21,7 +21,8 @@ from instep.observability.versions import versions
 def test_an_installation(capsys):
     code = main(["doctor", "--json"])
     checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)}
-    names = "python,torch,transformers,gpu,vllm,shared memory,disk,open files,cores,memory,loopback,leftover processes"
+    names = "python,torch,transformers,gpu,vllm,shared memory,disk,open files,cores,memory,loopback,leftover folders,"
+    names += "leftover processes"
     assert set(names.split(",")) <= set(checks)
     assert code == int(any(c["status"] == "fail" for c in checks.values()))
     import torch

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from instep.errors import ConfigError
-from instep.observability.sinks import read_json_lines, without_secrets, write_json
+from instep.observability.sinks import read_json_lines, write_json
+from instep.private import without_secrets
 from instep.types import Status
 from tests.logged_run import make_groups, run
 

@@ -75,7 +75,7 @@ def main() -> None:
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
-        follow_parent(partner=beats)
+        follow_parent(partner=beats, own_pulse=True)
         sock.close()
         theirs.close()
         scheduler = load_engine(args, ours)
