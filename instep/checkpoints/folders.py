@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
+# What a resume needs in run_state.json; `ledger` and `data_source` are checked by whom they belong to.
+_STATE = {"rollout_id": int, "num_steps": int, "version": int, "ledger": dict, "evaluations": list, "args": dict}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -142,16 +144,28 @@ def _free_space(root: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The controller's part of a checkpoint; None if another framework wrote it. Raises CheckpointError."""
+    """The controller's part of a checkpoint; None if another framework wrote it.
+
+    Raises:
+        CheckpointError: it cannot be read, or an entry is missing or of another type.
+    """
     path = folder / "run_state.json"
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("it holds no JSON object")
+        for name, kind in _STATE.items():
+            if type(state.get(name)) is not kind:
+                raise ValueError(f"{name} is {'missing' if name not in state else 'no ' + kind.__name__}")
+        if not all(isinstance(row, dict) and "rollout_id" in row for row in state["evaluations"]):
+            raise ValueError("an entry of evaluations has no rollout_id")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"run_state.json cannot be read: {error}", where=str(path), remedy=others(folder)
         ) from error
+    return state
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -139,8 +139,10 @@ class Controller:
     def _start(self) -> None:
         args = self.args
         self._trial.before_start()
-        if self._beginning.state is not None:
-            self._restore(self._beginning.state)
+        for line in self._beginning.notes:
+            self.log.progress.line(line)
+        if self._beginning.state is not None and self._beginning.checkpoint is not None:
+            self._restore(self._beginning.state, self._beginning.checkpoint)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
@@ -277,7 +279,7 @@ class Controller:
             "ledger": self.ledger.counts(),
             "versions": versions(),
         }
-        summary |= evaluation_summary(self.evaluations)
+        summary |= evaluation_summary(self.evaluations, max(self.num_rollout, self.start_rollout_id))
         if self.last_sync is not None:
             summary["sync_probe_max_abs_diff"] = self._max_probe_diff
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
@@ -295,9 +297,7 @@ class Controller:
         assert self.deployment.trainer is not None, "nothing is trained with --debug-rollout-only"
         return self.deployment.trainer
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        for line in self._beginning.changed:
-            self.log.progress.line(f"changed since the checkpoint: {line}")
+    def _restore(self, state: dict[str, Any], checkpoint: Path) -> None:
         self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
         self.evaluations = state["evaluations"]
-        restore_data(self.data_source, state, int(state["rollout_id"]))
+        restore_data(self.data_source, state, int(state["rollout_id"]), checkpoint)

@@ -24,7 +24,7 @@ from instep.observability.report import make_report
 from instep.observability.samples import sample_row, spread
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
 from instep.observability.versions import versions
-from instep.types import Group
+from instep.types import Group, as_number
 
 
 class RunLogger:
@@ -205,7 +205,8 @@ def _is_step(row: Mapping[str, Any]) -> bool:
 
 
 def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
-    return None if limit is None else lambda row: row.get(key, 0) < limit
+    """The rows of an earlier session that stay; None: none of them."""
+    return None if limit is None else lambda row: (as_number(row.get(key)) or 0) < limit
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:

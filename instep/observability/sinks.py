@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.atomic import write_text
-from instep.errors import ConfigError, writing
+from instep.errors import ConfigError, OutputError, reading, writing
 
 _SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
 _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
@@ -47,18 +47,32 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, none without a file. A last line that a crash cut short is left out."""
+    """Return the rows of a JSON-lines file, none without a file. A last line that a kill cut short is left out.
+
+    Raises:
+        OutputError: another line is no JSON object, or the file cannot be read.
+    """
     if not path.exists():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    with reading(path):
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline was never written to its end
     rows = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, number, str(error)) from None
+        if not isinstance(row, dict):
+            raise _damaged(path, number, "it is no JSON object")
+        rows.append(row)
     return rows
+
+
+def _damaged(path: Path, number: int, why: str) -> OutputError:
+    remedy = "mend or remove that line; or move the file away, and go on without the rows before the checkpoint"
+    return OutputError(f"line {number} of {path.name} is damaged: {why:.200}", where=str(path), remedy=remedy)
 
 
 class JsonLines:
@@ -70,7 +84,7 @@ class JsonLines:
         self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
         self._path = path
         with writing(path):
-            write_text(path, "".join(_line(row) for row in self.kept))
+            write_text(path, "".join(_line(row) for row in self.kept), flush=True)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -10,16 +10,18 @@ from instep.checkpoints.hf_export import check_export_folder
 from instep.checkpoints.integrity import check_whole, has_digests, write_manifest
 from instep.errors import CheckpointError, ConfigError
 
+STATE = {"rollout_id": 3, "num_steps": 4, "version": 5, "ledger": {}, "evaluations": [], "args": {}}
+
 
 def write(folder):
     (folder / "weights.bin").write_bytes(b"x" * 100)
 
 
 def test_save_and_find(tmp_path):
-    save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
-    save_checkpoint(tmp_path, 7, write, {"rollout_id": 7})
+    save_checkpoint(tmp_path, 3, write, STATE)
+    save_checkpoint(tmp_path, 7, write, {**STATE, "rollout_id": 7})
     folder, iteration = find_checkpoint(tmp_path, None)
-    assert iteration == 7 and folder.name == "iter_0000007" and read_state(folder) == {"rollout_id": 7}
+    assert iteration == 7 and folder.name == "iter_0000007" and read_state(folder) == {**STATE, "rollout_id": 7}
     assert find_checkpoint(tmp_path, 3)[1] == 3
     assert find_checkpoint(tmp_path / "nowhere", None) is None
 
@@ -43,9 +45,9 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path):
 
 
 def test_saving_again_replaces(tmp_path):
-    save_checkpoint(tmp_path, 1, write, {"n": 1})
-    save_checkpoint(tmp_path, 1, write, {"n": 2})
-    assert read_state(find_checkpoint(tmp_path, 1)[0]) == {"n": 2}
+    save_checkpoint(tmp_path, 1, write, {**STATE, "num_steps": 1})
+    save_checkpoint(tmp_path, 1, write, {**STATE, "num_steps": 2})
+    assert read_state(find_checkpoint(tmp_path, 1)[0])["num_steps"] == 2
 
 
 def test_wrong_trackers_are_named(tmp_path):
@@ -124,12 +126,12 @@ def test_a_missing_tracker_does_not_begin_anew(tmp_path):
 
 def test_a_save_replaces_only_what_instep_has_written(tmp_path):
     folder = tmp_path / "iter_0000001"
-    save_checkpoint(tmp_path, 1, write, {"n": 1})
+    save_checkpoint(tmp_path, 1, write, {**STATE, "num_steps": 1})
     (folder / "notes.txt").write_text("mine")
-    save_checkpoint(tmp_path, 1, write, {"n": 2})
-    assert read_state(folder) == {"n": 2}
+    save_checkpoint(tmp_path, 1, write, {**STATE, "num_steps": 2})
+    assert read_state(folder)["num_steps"] == 2
     assert (tmp_path / "iter_0000001.old-1" / "notes.txt").read_text() == "mine"
-    save_checkpoint(tmp_path, 1, write, {"n": 3})
+    save_checkpoint(tmp_path, 1, write, {**STATE, "num_steps": 3})
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000001.old-1"]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instep.errors import ConfigError
-from instep.observability.sinks import read_json_lines, without_secrets, write_json
+from instep.errors import ConfigError, OutputError
+from instep.observability.sinks import JsonLines, read_json_lines, without_secrets, write_json
 from instep.types import Status
 from tests.logged_run import make_groups, run
 
@@ -51,11 +51,23 @@ def test_resume_cuts_the_rows_from_its_step_on(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "metrics.jsonl") == []  # no resume: begins anew
 
 
-def test_broken_row_inside_a_file_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"st', b'{"a": "\xe4\xbd"}', b"[1]", b"\x00\x00", b"[" * 10_000])
+def test_a_damaged_row_is_named_with_file_and_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(json.JSONDecodeError):
+    path.write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(OutputError, match=r"line 2 of metrics\.jsonl is damaged") as caught:
         read_json_lines(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_kill_at_any_byte_of_a_row_leaves_a_file_that_a_resume_reads(tmp_path: Path) -> None:
+    """Cut inside a character, too: a row is there when its newline is."""
+    whole = json.dumps({"rollout_id": 1, "prompt": "\u4f60\u597d \U0001f600"}, ensure_ascii=False).encode() + b"\n"
+    path = tmp_path / "samples.jsonl"
+    for size in range(len(whole) + 1):
+        path.write_bytes(b'{"rollout_id": 0}\n' + whole[:size])
+        JsonLines(path, lambda row: row["rollout_id"] < 2).close()
+        assert len(read_json_lines(path)) == (2 if size == len(whole) else 1)
 
 
 def test_samples_are_spread_over_groups(tmp_path: Path) -> None:
