@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
+from instep.arguments.paths import RUN_FILES
 from instep.checkpoints.folders import critic_folder, find_checkpoint, read_state, reference_folder, teacher_folder
 from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
@@ -40,6 +42,7 @@ def check_inputs(args: Settings) -> None:
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     if args.save_hf:
         check_export_folder(str(args.save_hf).format(rollout_id=0))
+    _check_run_dir(Path(args.run_dir))
     _check_checkpoints(args)
     for name, path in own_hooks(args):
         _import_hook(path, name)
@@ -47,6 +50,22 @@ def check_inputs(args: Settings) -> None:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
+
+
+def _check_run_dir(folder: Path) -> None:
+    """Refuse a folder that holds files of the names of a run's, and is not a run's: they would be moved aside."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if isinstance(config, dict) and config.keys() >= {"args", "versions"}:
+            return
+    except (OSError, ValueError):
+        pass
+    if there := [name for name in RUN_FILES if (folder / name).is_file()]:
+        raise ConfigError(
+            f"{folder} holds {', '.join(there)}, and is not the folder of a run",
+            where="--run-dir",
+            remedy="name a folder of its own",
+        )
 
 
 def _check_checkpoints(args: Settings) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
+from instep.checkpoints.folders import move_checkpoints_aside
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
@@ -40,7 +42,7 @@ from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.engines.kind import kind_of
-from instep.errors import SyncError
+from instep.errors import SyncError, writing
 from instep.hooks import load_function
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -76,7 +78,6 @@ class Controller:
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
         self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
-        self._trial = HookTrial(args, self.hook_args, source)
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
         self.evaluations: list[dict[str, float]] = []
@@ -85,6 +86,12 @@ class Controller:
         self._memory = PssSampler()
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        self._trial = HookTrial(args, self.hook_args, source)
+        try:
+            self._trial.before_start()  # also before that
+        except BaseException:
+            runtime.shutdown()
+            raise
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
@@ -138,8 +145,7 @@ class Controller:
 
     def _start(self) -> None:
         args = self.args
-        self._trial.before_start()
-        for line in self._beginning.notes:
+        for line in (*self._beginning.notes, *self._move_checkpoints_aside()):
             self.log.progress.line(line)
         if self._beginning.state is not None and self._beginning.checkpoint is not None:
             self._restore(self._beginning.state, self._beginning.checkpoint)
@@ -152,6 +158,18 @@ class Controller:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:
             self._trial.with_engine()
+
+    def _move_checkpoints_aside(self) -> Iterator[str]:
+        """Move the checkpoints of another run away, from where this one saves; yields lines that tell it."""
+        args, begins = self.args, self._beginning
+        used = [begins.checkpoint.parent if begins.checkpoint else None, args.critic_load]
+        kept = {os.path.realpath(path) for path in used if path}
+        for root in (args.save, None if begins.state else args.critic_save):
+            if root and os.path.realpath(root) not in kept:
+                with writing(Path(root)):
+                    place = move_checkpoints_aside(Path(root))
+                if place is not None:
+                    yield f"checkpoints of an earlier run were in {root}, which this run does not --load: see {place}"
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 

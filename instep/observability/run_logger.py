@@ -17,6 +17,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from instep.arguments.paths import RUN_FILES
+from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.progress import Phase, Progress, duration, number
@@ -41,8 +43,8 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: how many steps the whole run takes, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None begins anew (older files are replaced); a number goes on with the files of an earlier
-            session, without their rows of that `step` (samples: that `rollout_id`) and later ones.
+        resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
+            with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RunLogger:
         self.run_dir = Path(run_dir)
         with writing(self.run_dir, "--run-dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.moved = move_aside(self.run_dir, RUN_FILES) if resume_from_step is None else None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}  # of ended phases by name
         self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
@@ -175,6 +178,8 @@ class RunLogger:
 
     def __enter__(self) -> RunLogger:
         self.progress.start()
+        if self.moved is not None:
+            self.progress.line(f"an earlier run was in {self.run_dir}: its files are in {self.moved} now")
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:

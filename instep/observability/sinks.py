@@ -112,9 +112,6 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._folder = Event, folder
-        if resume_from_step is None:  # a new run in an old folder: its curves would mix with the old ones
-            for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
         with writing(folder):
             self._writer = EventFileWriter(str(folder))
         if resume_from_step is not None:

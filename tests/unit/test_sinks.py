@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from instep.errors import ConfigError, OutputError
+from instep.observability.report import make_report
 from instep.observability.sinks import JsonLines, read_json_lines, without_secrets, write_json
 from instep.types import Status
 from tests.logged_run import make_groups, run
@@ -46,9 +47,30 @@ def test_resume_cuts_the_rows_from_its_step_on(tmp_path: Path) -> None:
     rows = read_json_lines(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert [row["rollout_id"] for row in read_json_lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
-    with run(tmp_path):
-        pass
-    assert read_json_lines(tmp_path / "metrics.jsonl") == []  # no resume: begins anew
+
+
+def test_a_new_run_moves_an_earlier_one_aside_by_number(tmp_path: Path) -> None:
+    kept = {}
+    for number in (1, 2):
+        with run(tmp_path, use_tensorboard=True) as log:
+            log.log(0, {"train/loss": float(number)})
+            log.samples(0, make_groups(), "train", 1)
+            log.finish({"num_steps": number})
+            (tmp_path / "logs").mkdir()
+            (tmp_path / "logs" / "engine-0.log").write_text(f"engine {number}")
+            (tmp_path / "hf").mkdir(exist_ok=True)
+        kept[number] = {str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with run(tmp_path) as log:
+        assert read_json_lines(tmp_path / "metrics.jsonl") == [] and not (tmp_path / "summary.json").exists()
+        assert f"its files are in {tmp_path / 'old-2'} now" in log.progress.console.file.getvalue()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["hf", "old-1", "old-2", "tensorboard"]
+    for number in (1, 2):
+        old = {str(p.relative_to(tmp_path / f"old-{number}")) for p in (tmp_path / f"old-{number}").rglob("*.*")}
+        assert {"metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "config.json"} <= old
+        for name in ("metrics.jsonl", "summary.json", "logs/engine-0.log"):
+            assert (tmp_path / f"old-{number}" / name).read_bytes() == kept[number][name]
+        assert len(list((tmp_path / f"old-{number}" / "tensorboard").iterdir())) == 1
+        assert make_report(tmp_path / f"old-{number}").exists()
 
 
 @pytest.mark.parametrize("line", [b'{"st', b'{"a": "\xe4\xbd"}', b"[1]", b"\x00\x00", b"[" * 10_000])
