@@ -98,7 +98,7 @@ def writing(path: Path, flag: str = "") -> Iterator[None]:
         raise OutputError(
             f"{path} cannot be written: {error.strerror or error}",
             where=flag or str(path),
-            remedy="free space, fix permissions or name another folder; --load goes on from the last checkpoint",
+            remedy="free space, fix permissions or name another folder; --load goes on from a checkpoint, if any",
         ) from error
 
 

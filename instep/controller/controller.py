@@ -35,6 +35,7 @@ from instep.controller.round_metrics import (
     wandb_settings,
 )
 from instep.controller.run_state import beginning, data_state, restore_data
+from instep.controller.space import check_space
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
@@ -86,9 +87,11 @@ class Controller:
         self._memory = PssSampler()
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        self._space = check_space(args, self._num_saves())
         self._trial = HookTrial(args, self.hook_args, source)
         try:
-            self._trial.before_start()  # also before that
+            if self._has_work:
+                self._trial.before_start()  # also before that
         except BaseException:
             runtime.shutdown()
             raise
@@ -145,19 +148,34 @@ class Controller:
 
     def _start(self) -> None:
         args = self.args
-        for line in (*self._beginning.notes, *self._move_checkpoints_aside()):
+        for line in (*self._beginning.notes, *self._move_checkpoints_aside(), *self._space):
             self.log.progress.line(line)
+        if self.start_rollout_id >= self.num_rollout > 0:
+            covered = f": {self._beginning.checkpoint} covers all before it" if self._beginning.state else ""
+            what = f"the next rollout would be {self.start_rollout_id} of --num-rollout {self.num_rollout}{covered}"
+            self.log.progress.line(f"nothing is left to train, {what}")
         if self._beginning.state is not None and self._beginning.checkpoint is not None:
             self._restore(self._beginning.state, self._beginning.checkpoint)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
             self.log.status(note)
+        if not self._has_work:
+            return
         self.deployment.start()
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:
             self._trial.with_engine()
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether anything is left to train or to evaluate."""
+        return self.start_rollout_id < self.num_rollout or self.args.eval_interval is not None
+
+    def _num_saves(self) -> int:
+        left, interval = self.num_rollout - self.start_rollout_id, self.args.save_interval
+        return max(1, math.ceil(left / interval)) if interval else 1
 
     def _move_checkpoints_aside(self) -> Iterator[str]:
         """Move the checkpoints of another run away, from where this one saves; yields lines that tell it."""

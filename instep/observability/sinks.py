@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -76,8 +77,10 @@ def _damaged(path: Path, number: int, why: str) -> OutputError:
 
 
 class JsonLines:
-    """Appends rows to a JSON-lines file and flushes each. With `keep` it goes on with an earlier session's file, of
-    which rows for which `keep(row)` is false are removed first (atomically); without it the file begins anew.
+    """Appends rows to a JSON-lines file, flushes each, and notices when the file is not there any more.
+
+    With `keep` it goes on with an earlier session's file, of which rows for which `keep(row)` is false are removed
+    first (atomically); without it the file begins anew.
     """
 
     def __init__(self, path: Path, keep: Any = None):
@@ -91,6 +94,17 @@ class JsonLines:
         with writing(self._path):
             self._file.write(_line(row))
             self._file.flush()
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError:
+            there = False
+        if not there:
+            raise OutputError(
+                f"{self._path.name} was moved, removed or replaced while the run wrote it",
+                where=str(self._path),
+                remedy="leave the folder of a run as it is until the run has ended; begin again, with --load if a "
+                "checkpoint is still there",
+            )
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
