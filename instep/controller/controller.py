@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +81,7 @@ class Controller:
         self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
+        self._saved = False  # in this session
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
@@ -148,7 +149,7 @@ class Controller:
 
     def _start(self) -> None:
         args = self.args
-        for line in (*self._beginning.notes, *self._move_checkpoints_aside(), *self._space):
+        for line in (*self._beginning.notes, *self._space):
             self.log.progress.line(line)
         if self.start_rollout_id >= self.num_rollout > 0:
             covered = f": {self._beginning.checkpoint} covers all before it" if self._beginning.state else ""
@@ -176,18 +177,6 @@ class Controller:
     def _num_saves(self) -> int:
         left, interval = self.num_rollout - self.start_rollout_id, self.args.save_interval
         return max(1, math.ceil(left / interval)) if interval else 1
-
-    def _move_checkpoints_aside(self) -> Iterator[str]:
-        """Move the checkpoints of another run away, from where this one saves; yields lines that tell it."""
-        args, begins = self.args, self._beginning
-        used = [begins.checkpoint.parent if begins.checkpoint else None, args.critic_load]
-        kept = {os.path.realpath(path) for path in used if path}
-        for root in (args.save, None if begins.state else args.critic_save):
-            if root and os.path.realpath(root) not in kept:
-                with writing(Path(root)):
-                    place = move_checkpoints_aside(Path(root))
-                if place is not None:
-                    yield f"checkpoints of an earlier run were in {root}, which this run does not --load: see {place}"
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
@@ -268,7 +257,11 @@ class Controller:
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
         args, trainer = self.args, self._require_trainer()
+        if not self._saved:
+            self._move_checkpoints_aside()
+            self._saved = True
         with self.log.phase("save", rollout_id) as phase:
+            self.log.sync()  # rows that the checkpoint covers
             saved = None
             if args.save:
                 state = {
@@ -287,6 +280,17 @@ class Controller:
             if args.save_hf:
                 trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
+
+    def _move_checkpoints_aside(self) -> None:
+        """Move the checkpoints of an earlier run, which this one does not go on with, from where it saves."""
+        begins = self._beginning
+        resumed = os.path.realpath(begins.checkpoint.parent) if begins.checkpoint else None
+        for root in (self.args.save, None if begins.state else self.args.critic_save):
+            if root and os.path.realpath(root) != resumed:
+                with writing(Path(root)):
+                    place = move_checkpoints_aside(Path(root))
+                if place is not None:
+                    self.log.progress.line(f"{root} held checkpoints that this run did not --load: see {place}")
 
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
         """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""

@@ -135,6 +135,11 @@ class RunLogger:
             row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
             self._samples.write({"rollout_id": rollout_id, "split": split, **row})
 
+    def sync(self) -> None:
+        """Bring all rows so far to the disk."""
+        self._metrics.sync()
+        self._samples.sync()
+
     @contextmanager
     def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
         """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""

@@ -106,6 +106,11 @@ class JsonLines:
                 "checkpoint is still there",
             )
 
+    def sync(self) -> None:
+        """Bring the rows to the disk."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
             self._file.close()

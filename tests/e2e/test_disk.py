@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 
+from instep.controller.space import num_weights
 from tests.e2e.commands import run, start
 from tests.e2e.test_endings import in_rollout, wait_for
 
@@ -26,6 +27,8 @@ def test_a_run_again_finished_damaged_and_anew(tiny, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     first = files(tmp_path)
     checkpoint = tmp_path / "ckpt" / "iter_0000000"
+    written = sum(p.stat().st_size for p in checkpoint.glob("*.distcp"))
+    assert 12 * num_weights(tiny / "hf") <= written <= 14 * num_weights(tiny / "hf")  # as `check_space` reckons
 
     again = run(sft_arguments(tiny, tmp_path, "--num-rollout", "1", *load))  # finished: nothing is started
     assert again.returncode == 0, again.stderr[-3000:]
