@@ -139,15 +139,15 @@ def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
     if content.get("written_by") != "instep":
-        kind, files = "checkpoint", {name: [size, None] for name, size in content.items()}
-    else:
-        kind, files = content.get("kind"), content.get("files")
-        if content.get("digest") != DIGEST or not isinstance(files, dict):
-            raise ValueError(f"it has no files with digests of the kind {DIGEST}")
+        sizes = {name: [size, None] for name, size in content.items()}
+        content = {"kind": "checkpoint", "digest": DIGEST, "files": sizes}
+    files = content.get("files")
+    if content.get("digest") != DIGEST or not isinstance(files, dict):
+        raise ValueError(f"it has no files with digests of the kind {DIGEST}")
     for name, entry in files.items():
         if not (isinstance(entry, list) and [type(x) for x in entry] in ([int, str], [int, type(None)])):
             raise ValueError(f"the entry of {name} is no size and digest")
-    return str(kind), {name: (entry[0], entry[1]) for name, entry in files.items()}
+    return str(content.get("kind")), {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 
 def _digest(path: Path, *, sync: bool = False) -> str:
