@@ -159,8 +159,9 @@ def _report(words: list[str]) -> None:
         what = f"takes one folder, got {len(words)}"
         raise ConfigError(what, where="instep report", remedy="instep report runs/train")
     folder = Path(words[0])
-    if not folder.is_dir():
-        raise ConfigError(f"no folder {folder}", where="instep report", remedy="give the --run-dir of a run")
+    if not (folder / "config.json").is_file():
+        what = f"{folder} is no folder of a run: it has no config.json"
+        raise ConfigError(what, where="instep report", remedy="give the --run-dir of a run")
     from instep.observability.report import make_report
 
     print(make_report(folder))

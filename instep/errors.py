@@ -100,5 +100,17 @@ def writing(path: Path, flag: str = "") -> Iterator[None]:
         raise OutputError(
             f"{path} cannot be written: {error.strerror or error}",
             where=flag or str(path),
-            remedy="free space, fix permissions or name another folder; run again to resume from the last checkpoint",
+            remedy="free space, fix permissions or name another folder; --load goes on from a checkpoint, if any",
+        ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into an OutputError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "mend its permissions or its disk, or move it away"
+        raise OutputError(
+            f"{path} cannot be read: {error.strerror or error}", where=str(path), remedy=remedy
         ) from error

@@ -17,6 +17,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from instep.arguments.paths import RUN_FILES
+from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.progress import Phase, Progress, duration, number
@@ -25,7 +27,7 @@ from instep.observability.samples import sample_row, spread
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
 from instep.observability.versions import versions
 from instep.private import without_credentials, without_secrets
-from instep.types import Group
+from instep.types import Group, as_number
 
 
 class RunLogger:
@@ -42,8 +44,8 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: how many steps the whole run takes, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None begins anew (older files are replaced); a number goes on with the files of an earlier
-            session, without their rows of that `step` (samples: that `rollout_id`) and later ones.
+        resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
+            with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RunLogger:
         self.run_dir = Path(run_dir)
         with writing(self.run_dir, "--run-dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.moved = move_aside(self.run_dir, RUN_FILES) if resume_from_step is None else None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}  # of ended phases by name
         self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
@@ -133,6 +136,11 @@ class RunLogger:
             row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
             self._samples.write({"rollout_id": rollout_id, "split": split, **row})
 
+    def sync(self) -> None:
+        """Bring all rows so far to the disk."""
+        self._metrics.sync()
+        self._samples.sync()
+
     @contextmanager
     def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
         """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""
@@ -176,6 +184,8 @@ class RunLogger:
 
     def __enter__(self) -> RunLogger:
         self.progress.start()
+        if self.moved is not None:
+            self.progress.line(f"an earlier run was in {self.run_dir}: its files are in {self.moved} now")
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
@@ -206,7 +216,8 @@ def _is_step(row: Mapping[str, Any]) -> bool:
 
 
 def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
-    return None if limit is None else lambda row: row.get(key, 0) < limit
+    """The rows of an earlier session that stay; None: none of them."""
+    return None if limit is None else lambda row: (as_number(row.get(key)) or 0) < limit
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:

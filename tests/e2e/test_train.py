@@ -113,6 +113,19 @@ def test_the_exported_checkpoint_is_the_trained_policy(finished, tiny):
     assert all(torch.allclose(before[k], after[k], atol=0.02) for k in before)
 
 
+def test_num_rollout_0_evaluates_whatever_the_interval_is(finished, tiny, tmp_path):
+    """The checkpoint covers 2 rollouts, which are no multiple of 3."""
+    more = ["--eval-prompt-data", "held-out", str(tiny / "eval.jsonl"), "--eval-interval", "3"]
+    more += ["--skip-eval-before-train", "--load", str(finished / "ckpt"), "--global-batch-size", "8"]
+    done = run(grpo_arguments(tiny, tmp_path, *more, "--num-rollout", "0"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, summary = (json.loads((d / "summary.json").read_text()) for d in (finished, tmp_path))
+    assert summary["evaluations"][-1]["rollout_id"] == 2 and summary["num_rollouts"] == 0
+    [row] = [r for r in rows(tmp_path / "metrics.jsonl") if "eval/held-out/reward_mean" in r]
+    assert summary["eval_reward_after"] == row["eval/held-out/reward_mean"] and row["step"] == 2
+    assert len(summary["evaluations"]) == len(before["evaluations"])  # the save came before the last of these
+
+
 # With hf `test_killed_at_random_and_resumed_is_bit_identical` asserts more.
 @pytest.mark.parametrize("backend", [pytest.param("hf", marks=pytest.mark.slow), "megatron"])
 def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, backend):

@@ -119,7 +119,7 @@ FLAGS = {
     "--critic-lr 1e-5 --min-lr 1e-4": "--critic-lr|--min-lr 0.0001 is above the critic's 1e-05",
     "--lr-decay-iters 5 --critic-lr-warmup-iters 5": "--critic-lr-warmup-iters|5 is not below the 5 steps",
     "--critic-load nowhere": "--critic-load|no folder nowhere",
-    "--save out --critic-save out": "--critic-save|the actor's --save",
+    "--save out --critic-save out": "--critic-save|is the folder of --critic-save, too",
     "--critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's 3",
     "--megatron-config-path nowhere.yaml": "--megatron-config-path nowhere.yaml|No such file",
 }
