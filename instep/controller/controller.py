@@ -37,7 +37,7 @@ from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import Watch
+from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
@@ -108,6 +108,7 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
+        self._standstill = StandstillWatch(lambda: self.deployment.processes, self.log.progress.line)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -116,6 +117,7 @@ class Controller:
         self._memory.start()
         self._on_signal.__enter__()
         self.log.__enter__()
+        self._standstill.__enter__()
         try:
             with self.log.phase("start"):
                 self._start()
@@ -128,6 +130,7 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._standstill.__exit__(kind, error, traceback)
         runtime.shutdown()
         self.deployment.close()
         self._memory.stop()
