@@ -91,6 +91,10 @@ def _train(command: str, words: list[str]) -> None:
     from instep.preflight import check_inputs
 
     check_inputs(args)
+    if args.device == "auto":
+        from instep.controller.device import device_here
+
+        args = parse([*words, "--device", device_here()], command)  # defaults and rules depend on it
     if command in ("sft", "dpo"):
         from instep.sft import sft
 
