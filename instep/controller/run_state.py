@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.data.ledger import LedgeredDataSource, group_indices
-from instep.errors import ConfigError
+from instep.errors import CheckpointError, ConfigError
 from instep.types import Group
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ _PLACES = frozenset(
     "load save save_hf critic_load critic_save megatron_config_path run_dir "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
+
+
+# With these the same command would begin elsewhere.
+_NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
 
 
 class Beginning(NamedTuple):
@@ -47,6 +51,23 @@ def beginning(args: Args) -> Beginning:
     state = read_state(found[0]) if found and not args.finetune else None
     changed = changed_arguments(state["args"], args) if state else []
     return Beginning(found[0] if found else None, state, changed, start_rollout_id(args, found, state))
+
+
+def how_to_go_on(args: Settings) -> str:
+    """How the run that ends now can go on: from which checkpoint, by which command."""
+    try:
+        saved = find_checkpoint(Path(args.save), None) if args.save else None
+    except CheckpointError as error:
+        return f"the checkpoints in {args.save} need a look: {error.what}"
+    if saved is None:
+        begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
+        interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
+        return f"nothing was saved {f'yet ({interval})' if args.save else '(no --save)'}: {begins}"
+    same = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
+    more = [] if same else [f"with --load {args.save}"]
+    more += [f"without {flag}" for flag, given in _NOT_AGAIN.items() if getattr(args, given) not in (None, False)]
+    changes = f", {', '.join(more)}," if more else ""
+    return f"the last checkpoint is {saved[0]}: the same command{changes} goes on from it"
 
 
 def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:

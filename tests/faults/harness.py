@@ -6,6 +6,7 @@ program runs unchanged, in processes of its own. `mark()` there, and `Run.mark` 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -199,19 +200,33 @@ class Run:
         self.place.results[fault] = Result(seconds, self._words(stderr))
         return stderr
 
-    def interrupted(self, fault: str) -> None:
+    def ended(self, fault: str) -> str:
         """It ends in order, at the user's wish."""
         code, stderr, seconds = self.end()
         assert code == 130 and stderr.rstrip().endswith("interrupted"), (code, stderr[-3000:])
-        assert seconds <= 5 and gone(self.children, 1), seconds
+        assert seconds <= 10 and gone(self.children, 1), seconds
         self.place.results[fault] = Result(seconds, "exit code 130, `interrupted`")
+        return stderr
+
+    def interrupted(self, fault: str, *words: str) -> None:
+        """The same, and it says how to go on (`words`) and leaves a report."""
+        stderr = self.ended(fault)
+        line = next((x for x in stderr.splitlines() if x.startswith("interrupted after step ")), "")
+        assert line and not [word for word in words if word not in line], stderr[-3000:]
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        assert summary["status"] == "interrupted" and summary["to_go_on"] in line
+        assert "interrupted, " in (self.run_dir / "report.html").read_text()
+        self.place.results[fault].seen = f"a report, and `{self._clean(line)}`"
 
     def _words(self, stderr: str) -> str:
-        """The first line of the error, without what differs from machine to machine."""
-        line = next(x for x in stderr.splitlines() if re.match(r"\w+Error: ", x))
+        """The first line of the error."""
+        return self._clean(next(x for x in stderr.splitlines() if re.match(r"\w+Error: ", x)))
+
+    def _clean(self, line: str) -> str:
+        """A line without what differs from machine to machine."""
         for path, name in ((self.run_dir, "RUN_DIR"), (self.place.folder, "..."), (self.place.tiny, "...")):
             line = line.replace(str(path), name)
-        line = re.sub(r"\b(process|port) \d+", lambda m: f"{m[1]} N", line)
+        line = re.sub(r"\b(process|port|pid|step|iter_)( ?)\d+(/\d+)?", lambda m: f"{m[1]}{m[2]}N", line)
         line = re.sub(r" on [\w.-]+$", " on HOST", line)
         line = re.sub(r"pid=\d+\) (\w+) \d\d-\d\d [\d:]+ ", r"pid=N) \1 ", line)  # as vLLM's log has it
         line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", line)

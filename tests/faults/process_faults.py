@@ -133,7 +133,7 @@ def slow_and_deleted(place: Place) -> None:
         data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
         run.recovered("row_deleted", "nothing: the rows were read when the run began")
         run.signal("controller", signal.SIGTERM)
-        run.interrupted("sigterm")
+        run.interrupted("sigterm", str(ckpt), "the same command goes on from it")
     with place.run(*ENDLESS, *flags, name="again") as run:
         run.error("row_deleted_resume", "DataError: ", "63 usable prompts, but 64", str(data), code=2)
 
@@ -145,7 +145,7 @@ def ctrl_c_twice(place: Place) -> None:
         run.signal("controller", signal.SIGINT)
         time.sleep(0.05)
         run.process.send_signal(signal.SIGINT)
-        run.interrupted("ctrl_c_twice")
+        run.ended("ctrl_c_twice")
 
 
 @scenario(

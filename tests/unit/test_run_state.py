@@ -1,11 +1,13 @@
 """A checkpoint is whole or not there."""
 
+import argparse
 import errno
 
 import pytest
 
 from instep.checkpoints.folders import find_checkpoint, latest_iteration, read_state, save_checkpoint
 from instep.checkpoints.integrity import check_whole
+from instep.controller.run_state import how_to_go_on
 from instep.errors import CheckpointError
 
 
@@ -77,3 +79,23 @@ def test_a_tracker_of_garbage_is_named(tmp_path):
         latest_iteration(tmp_path)
     assert "--ckpt-step: 5" in str(caught.value)
     assert find_checkpoint(tmp_path, 5)[1] == 5
+
+
+def test_how_an_interrupted_run_goes_on(tmp_path):
+    def said(**given):
+        names = "save load save_interval ckpt_step finetune start_rollout_id".split()
+        return how_to_go_on(argparse.Namespace(**{**dict.fromkeys(names), "finetune": False, **given}))
+
+    save = str(tmp_path)
+    assert said() == "nothing was saved (no --save): the same command begins anew"
+    assert said(save=save, load=save, save_interval=5) == (
+        f"nothing was saved yet (--save-interval 5): the same command begins anew from {save}"
+    )
+    assert "nothing was saved yet (no --save-interval): " in said(save=save)
+    last = save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
+    assert said(save=save, load=save) == f"the last checkpoint is {last}: the same command goes on from it"
+    assert said(save=save, load="other", finetune=True) == (
+        f"the last checkpoint is {last}: the same command, with --load {save}, without --finetune, goes on from it"
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("x")
+    assert "'x' is no iteration" in said(save=save)
