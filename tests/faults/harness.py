@@ -25,7 +25,12 @@ from instep.observability.sinks import read_json_lines
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments
 
 ENDLESS = ("--num-rollout", "1000")
-ROLES = {"worker": "instep.cluster.worker_main", "engine": "instep.engines.embedded", "controller": "instep.cli"}
+ROLES = {
+    "worker": "instep.cluster.worker_main",
+    "engine": "instep.engines.embedded",
+    "controller": "instep.cli",
+    "reward": "instep.rollout.rewards.worker",
+}
 PREAMBLE = f"""\
 import os, sys, time
 ROLES = {ROLES!r}
@@ -64,6 +69,7 @@ class Run:
         run_dir: its --run-dir; default: a folder of its own.
         patches: role ("controller", "worker", "engine" or "all") -> code that its processes run first.
         hooks: the module `my_hooks`, whose `reward` becomes the reward function.
+        stdout: the descriptor that it prints to; default: nowhere.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Run:
         run_dir: Path | None = None,
         patches: dict[str, str] | None = None,
         hooks: str | None = None,
+        stdout: int = subprocess.DEVNULL,
     ):
         self.place, self.run_dir = place, run_dir or place.folder / name
         code = place.folder / f"{name}-code"
@@ -91,7 +98,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "instep.cli", *grpo_arguments(place.tiny, self.run_dir, *flags)],
             env={**ENVIRONMENT, "PYTHONPATH": path, "FAULT_MARK": str(self._mark)},
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -165,7 +172,7 @@ class Run:
         """Let a process stand still for a while, as on a machine with too much to do."""
         self.signal(role, signal.SIGSTOP)
         time.sleep(seconds)
-        os.kill(self.child(role), signal.SIGCONT)
+        os.kill(self.process.pid if role == "controller" else self.child(role), signal.SIGCONT)
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
@@ -182,11 +189,13 @@ class Run:
         assert "Traceback" not in stderr, stderr[-3000:]
         return self.process.returncode, stderr, seconds
 
-    def recovered(self, fault: str, seen: str) -> None:
-        """It goes on: two more steps are done."""
+    def recovered(self, fault: str, seen: str, seconds: float | None = None) -> None:
+        """It goes on: two more steps are done, within some seconds of the fault where these are given."""
         before = self._mark.stat().st_mtime
         self.wait_steps(1)
-        self.place.results[fault] = Result(time.time() - before, seen)
+        taken = time.time() - before
+        assert seconds is None or taken <= seconds, taken
+        self.place.results[fault] = Result(taken, seen)
 
     def error(self, fault: str, *words: str, code: int = 1) -> str:
         """It ends within 10 s with one error that has what, where and remedy and these words, and leaves nothing."""
