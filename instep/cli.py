@@ -93,14 +93,21 @@ def _train(command: str, words: list[str]) -> None:
     from instep.preflight import check_inputs
 
     check_inputs(args)
-    if command in ("sft", "dpo"):
-        from instep.sft import sft
+    if args.device == "auto":
+        from instep.controller.device import device_here
 
-        sft(args)
-    else:
-        from instep.train import train
+        args = parse([*words, "--device", device_here()], command)  # defaults and rules depend on it
+    from instep.observability.output import lasting_output
 
-        train(args)
+    with lasting_output(Path(args.run_dir) / "logs"):
+        if command in ("sft", "dpo"):
+            from instep.sft import sft
+
+            sft(args)
+        else:
+            from instep.train import train
+
+            train(args)
 
 
 def _helps(command: str, words: list[str]) -> bool:
@@ -178,13 +185,18 @@ def _import_from_here() -> None:
 
 
 def _terminate_like_interrupt() -> None:
-    """Handle SIGTERM like Ctrl-C, so that children end in order. Only the main thread may set a handler."""
+    """Handle SIGTERM, and the end of the terminal, like Ctrl-C, so that children end in order, with a report.
+
+    Only the main thread may set a handler; `nohup` keeps SIGHUP ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, interrupt)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 The output of a child goes to a log file, its death is noticed and quoted, and it never outlives its parent: the parent
 holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel kills
 the child with it. In the other direction the lifeline carries a heartbeat, which tells a child that hangs from one that
-works; a child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
+works; a child that is stopped (SIGSTOP), or has a stopped process under it, is noticed sooner, by its state in the
+kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
+from instep.kernel import Standstill, catches, family, name_of
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -38,7 +40,6 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
 _pulse: threading.Event | None = None  # of the thread that works, where heartbeats follow it
-STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 
 
 class Process(Protocol):
@@ -86,7 +87,6 @@ class SupervisedProcess:
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
         self._last_beat: float | None = None  # when one was read
-        self._stopped: tuple[int, float] | None = None  # (CPU ticks, time) when it was first seen stopped
         self._lifeline, theirs = socket.socketpair()
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
@@ -101,6 +101,7 @@ class SupervisedProcess:
                     pass_fds=[theirs.fileno(), *pass_fds],
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the owner, which ends its children
                 )
+        self._standstill = Standstill(self.pid)
 
     @property
     def pid(self) -> int:
@@ -112,18 +113,16 @@ class SupervisedProcess:
     def fault(self) -> str | None:
         """The child's fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
-        It must be called repeatedly, because the duration of a state is measured from call to call.
+        A process that the child has started, and that stands stopped, is a fault of the child. It must be called
+        repeatedly, because the duration of a state is measured from call to call.
         """
         code = self._process.poll()
         if code is not None:
             return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self._last_words()}"
-        state, ticks = _state_and_cpu_ticks(self.pid)
-        if state != "T":
-            self._stopped = None
-        elif self._stopped is None or self._stopped[0] != ticks:  # between two looks it may have run
-            self._stopped = (ticks, time.monotonic())
-        elif time.monotonic() - self._stopped[1] >= STOPPED_SECONDS:
-            return "is stopped"
+        if stopped := self._standstill.look():
+            if self.pid in stopped:
+                return "is stopped"
+            return f"waits for its process {stopped[0]} ({name_of(stopped[0])}), which is stopped"
         silent = self._silent_seconds()
         if self._heartbeat is not None and silent > self._heartbeat:
             return f"has not answered for {silent:.0f} s"
@@ -161,8 +160,9 @@ class SupervisedProcess:
     def describe(self) -> str:
         """Its state, or how it ended, and the last lines of its output."""
         code, num_lines = self._process.poll(), 15
-        if code is None and self._stopped is not None:
-            how = "stands stopped: somebody sent it SIGSTOP (kill -CONT lets it go on)"
+        if code is None and (stopped := self._standstill.look()):
+            pids = " ".join(map(str, stopped))
+            how = f"stands stopped: somebody sent SIGSTOP to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held
@@ -178,14 +178,19 @@ class SupervisedProcess:
 
     def remedy(self) -> str:
         """The remedy for a `fault`."""
-        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and self._stopped is None else ""
+        slow = (
+            " (or raise --heartbeat-timeout, if it is only slow)"
+            if self.alive() and not self._standstill.look()
+            else ""
+        )
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
         """Ask a child that called `follow_parent`, and its descendants that did, to write all stacks into its log."""
         if not self.alive():
             return
-        for pid in _family_that_catches(self.pid, signal.SIGUSR1) if sys.platform == "linux" else [self.pid]:
+        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # it would end the others
+        for pid in relatives if sys.platform == "linux" else [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)  # they write into one log
@@ -263,28 +268,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
-    """The kernel's letter for the state of a process ("T": stopped by a signal), and the CPU time it has used."""
-    if sys.platform != "linux":
-        return "?", 0
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    return fields[0], int(fields[11]) + int(fields[12])
-
-
-def _family_that_catches(pid: int, number: int) -> list[int]:
-    """Those of `pid` and its descendants that handle the signal; it would end the others."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
-        threads = [tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children")]
-    except (FileNotFoundError, ProcessLookupError):  # it has ended; or this is not Linux
-        return []
-    mine = [pid] if caught and int(caught[1], 16) >> (number - 1) & 1 else []
-    return mine + [p for text in threads for child in text.split() for p in _family_that_catches(int(child), number)]
 
 
 def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: threading.Event | None) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +35,13 @@ from instep.controller.round_metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import beginning, data_state, restore_data
+from instep.controller.run_state import beginning, data_state, how_to_go_on, restore_data
 from instep.controller.space import check_space
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import Watch
+from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.engines.kind import kind_of
 from instep.errors import SyncError, writing
@@ -82,6 +83,7 @@ class Controller:
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
         self._saved = False  # in this session
+        self._num_rounds = 0  # of this session, finished
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
@@ -119,6 +121,7 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
+        self._standstill = StandstillWatch(lambda: self.deployment.processes, self.log.progress.line)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -127,6 +130,7 @@ class Controller:
         self._memory.start()
         self._on_signal.__enter__()
         self.log.__enter__()
+        self._standstill.__enter__()
         try:
             with self.log.phase("start"):
                 self._start()
@@ -139,13 +143,17 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        runtime.shutdown()
-        self.deployment.close()
-        self._memory.stop()
-        self._on_signal.__exit__(kind, error, traceback)
-        self.log.__exit__(kind, error, traceback)
-        for lock in self._locks:
-            lock.release()
+        with ExitStack() as last:  # also when a second Ctrl-C comes in between
+            for lock in self._locks:
+                last.callback(lock.release)
+            last.callback(self.log.__exit__, kind, error, traceback)
+            last.callback(self._on_signal.__exit__, kind, error, traceback)
+            self._standstill.__exit__(kind, error, traceback)
+            runtime.shutdown()
+            self.deployment.close()
+            self._memory.stop()
+            if isinstance(error, KeyboardInterrupt):
+                self.log.finish(self._summary(), interrupted=how_to_go_on(self.args))
 
     def _start(self) -> None:
         args = self.args
@@ -308,11 +316,17 @@ class Controller:
         if self.last_sync is not None:
             metrics |= self.last_sync.metrics()
         self.log.log(rollout.rollout_id, metrics)
+        self._num_rounds += 1
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and report.html, and print the table at the end."""
+        summary = self._summary()
+        self.log.finish(summary)
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = {
-            "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
+            "num_rollouts": self._num_rounds,
             "num_steps": self.num_steps,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,
@@ -323,7 +337,6 @@ class Controller:
         if self.last_sync is not None:
             summary["sync_probe_max_abs_diff"] = self._max_probe_diff
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
-        self.log.finish(summary)
         return summary
 
     def _dump(self) -> None:

@@ -28,6 +28,10 @@ _PLACES = frozenset(
 )
 
 
+# With these the same command would begin elsewhere.
+_NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
+
+
 class Beginning(NamedTuple):
     """The checkpoint and state that a session begins with."""
 
@@ -59,6 +63,23 @@ def beginning(args: Args) -> Beginning:
     if state is None and not args.finetune:
         notes.append(f"{folder} is of another framework: the run takes its weights, and reads its data from the start")
     return Beginning(folder, state, notes, start_rollout_id(args, found, state))
+
+
+def how_to_go_on(args: Settings) -> str:
+    """How the run that ends now can go on: from which checkpoint, by which command."""
+    try:
+        saved = find_checkpoint(Path(args.save), None) if args.save else None
+    except CheckpointError as error:
+        return f"the checkpoints in {args.save} need a look: {error.what}"
+    if saved is None:
+        begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
+        interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
+        return f"nothing was saved {f'yet ({interval})' if args.save else '(no --save)'}: {begins}"
+    same = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
+    more = [] if same else [f"with --load {args.save}"]
+    more += [f"without {flag}" for flag, given in _NOT_AGAIN.items() if getattr(args, given) not in (None, False)]
+    changes = f", {', '.join(more)}," if more else ""
+    return f"the last checkpoint is {saved[0]}: the same command{changes} goes on from it"
 
 
 def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:

@@ -21,6 +21,7 @@ from instep.arguments.paths import RUN_FILES
 from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
+from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress, duration, number
 from instep.observability.report import make_report
 from instep.observability.samples import sample_row, spread
@@ -34,8 +35,8 @@ class RunLogger:
     """A context manager around a whole run, which writes into `run_dir`:
 
     `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
-    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` `summary.json` and `report.html`, and
-    `logs/error.txt` with message and traceback if it ends by an error.
+    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` (also of an interrupted run) `summary.json` and
+    `report.html`, and `logs/error.txt` with message and traceback if it ends by an error.
 
     Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
     Ctrl-C. `phase` and `status` may be called from any thread.
@@ -168,15 +169,27 @@ class RunLogger:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json (with the first step of each alarm) and report.html, and print the final table."""
-        summary = {**summary, "alarms": self._alarms.first}
+    def finish(self, summary: Mapping[str, Any], *, interrupted: str = "") -> None:
+        """Write summary.json (with the first step of each alarm) and report.html, and print the final table.
+
+        Args:
+            interrupted: how an interrupted run can go on, which is said in place of the table.
+        """
+        summary = {"status": "interrupted" if interrupted else "finished", **summary, "alarms": self._alarms.first}
+        if interrupted:
+            summary["to_go_on"] = interrupted
+        if lost := lost_output():
+            summary["lost_output"] = "; ".join(lost)
         write_json(self.run_dir / "summary.json", summary)
+        if interrupted:
+            self.progress.stop()
+            print(f"interrupted after {self.progress.steps_text()}; {interrupted}", file=sys.stderr)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
-        self.progress.stop(keep_panel=False)
-        console = self.progress.console
-        console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
+        if not interrupted:
+            self.progress.stop(keep_panel=False)
+            console = self.progress.console
+            console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
         self.progress.line(f"report: {report}")
 
     def _close_sink(self, sink: TensorBoard | WandB) -> None:

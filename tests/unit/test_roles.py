@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments import cluster, parse
 from instep.arguments.roles import args_of_role, overridable
 from instep.errors import ConfigError
 from instep.training import lr_schedule
@@ -19,6 +19,12 @@ def folder(tmp_path_factory):
     make_checkpoint(root / "hf")
     make_prompts(root / "train.jsonl", 4)
     return root
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    """The ranks of these tests are never started, so that they need no cores."""
+    monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 8)
 
 
 def arguments(folder, *more):

@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there."""
 
+import argparse
 import errno
 import os
 
@@ -8,6 +9,7 @@ import pytest
 from instep.checkpoints.folders import find_checkpoint, latest_iteration, read_state, save_checkpoint
 from instep.checkpoints.hf_export import check_export_folder
 from instep.checkpoints.integrity import check_whole, has_digests, write_manifest
+from instep.controller.run_state import how_to_go_on
 from instep.errors import CheckpointError, ConfigError
 
 STATE = {"rollout_id": 3, "num_steps": 4, "version": 5, "ledger": {}, "evaluations": [], "args": {}}
@@ -181,3 +183,23 @@ def test_only_an_export_of_instep_is_replaced(tmp_path):
         check_export_folder(tmp_path / "iter_0000001")
     with pytest.raises(ConfigError, match="it is a file"):
         check_export_folder(tmp_path / "latest_checkpointed_iteration.txt")
+
+
+def test_how_an_interrupted_run_goes_on(tmp_path):
+    def said(**given):
+        names = "save load save_interval ckpt_step finetune start_rollout_id".split()
+        return how_to_go_on(argparse.Namespace(**{**dict.fromkeys(names), "finetune": False, **given}))
+
+    save = str(tmp_path)
+    assert said() == "nothing was saved (no --save): the same command begins anew"
+    assert said(save=save, load=save, save_interval=5) == (
+        f"nothing was saved yet (--save-interval 5): the same command begins anew from {save}"
+    )
+    assert "nothing was saved yet (no --save-interval): " in said(save=save)
+    last = save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
+    assert said(save=save, load=save) == f"the last checkpoint is {last}: the same command goes on from it"
+    assert said(save=save, load="other", finetune=True) == (
+        f"the last checkpoint is {last}: the same command, with --load {save}, without --finetune, goes on from it"
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("x")
+    assert "'x' is no iteration" in said(save=save)
