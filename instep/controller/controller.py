@@ -144,7 +144,7 @@ class Controller:
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         for note in args.notes:
-            self.log.status(note)
+            self.log.progress.line(f"note: {note}")
         self.deployment.start()
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)

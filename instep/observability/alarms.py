@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from instep.algorithms.catalog import KL_IN_LOSS
+
 START = 3  # steps whose median counts as the start
 WINDOW = 3  # steps whose mean is compared with a bound
 RECENT = 20  # steps that a spike is compared with, and that a reward must be stuck for
@@ -45,7 +47,7 @@ def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
         return ""
     return (
         f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start; try a lower --lr, --entropy-coef, "
-        "--eps-clip-high above --eps-clip, or a KL to the reference (--use-kl-loss)"
+        f"--eps-clip-high above --eps-clip, or a KL to the reference ({KL_IN_LOSS})"
     )
 
 
