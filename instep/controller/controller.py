@@ -79,6 +79,7 @@ class Controller:
         self._trial = HookTrial(args, self.hook_args, source)
         self._eval_function = load_function(args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
+        self._num_tokens = 0  # trained on in this session, with their prompts
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
@@ -205,6 +206,7 @@ class Controller:
         if (gap := metrics.get("train/log_prob_gap_mean", 0.0)) > (limit := self.deployment.gap_limit):  # --on-gap warn
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.num_steps += trained.num_steps
+        self._num_tokens += trained.num_tokens
         self.num_critic_steps += batch.num_critic_steps
         interval = args.ref_update_interval
         if self._training.uses_reference and interval and (rollout_id + 1) % interval == 0:
@@ -272,6 +274,7 @@ class Controller:
         summary: dict[str, Any] = {
             "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
             "num_steps": self.num_steps,
+            "num_tokens": self._num_tokens,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,
             "ledger": self.ledger.counts(),

@@ -180,8 +180,8 @@ class AlarmWatch:
 
 
 def describe(first: Mapping[str, int]) -> str:
-    """Return a text for tables: `truncation (step 3)`, or "none"."""
-    return ", ".join(f"{name} (step {step})" for name, step in first.items()) or "none"
+    """Return a text for tables: `truncation (rollout 3)`, or "none"."""
+    return ", ".join(f"{name} (rollout {step})" for name, step in first.items()) or "none"
 
 
 def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:

@@ -274,7 +274,7 @@ def test_an_alarm_is_told_at_once_in_the_table_and_in_the_metrics(tiny, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout + done.stderr
     assert said.count("alarm truncation: ") == 1 and "--rollout-max-response-len" in said
-    assert re.search(r"alarms +│? *\S* *truncation \(step 2\)", said), said[-2000:]
+    assert re.search(r"alarms +│? *\S* *truncation \(rollout 2\)", said), said[-2000:]
     assert [row["alarm/truncation"] for row in steps(tmp_path)] == [0, 0, 1, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"truncation": 2}
-    assert "truncation (step 2)" in (tmp_path / "report.html").read_text()
+    assert "truncation (rollout 2)" in (tmp_path / "report.html").read_text()

@@ -96,7 +96,7 @@ def test_a_resumed_run_remembers_its_start_and_does_not_tell_twice():
     out, texts = alarms.check(4, {"train/entropy": 0.01})
     assert out == {"alarm/entropy_collapse": 1.0} and len(texts) == 1
     assert alarms.check(5, {"train/entropy": 0.01}) == ({"alarm/entropy_collapse": 1.0}, [])
-    assert describe(alarms.first) == "truncation (step 2), entropy_collapse (step 4)"
+    assert describe(alarms.first) == "truncation (rollout 2), entropy_collapse (rollout 4)"
     assert describe({}) == "none"
 
 
