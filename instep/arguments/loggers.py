@@ -34,7 +34,7 @@ LOGGERS = FlagGroup(
             "--num-logged-samples",
             INDEX,
             8,
-            "samples of each rollout (and evaluation set) in samples.jsonl, besides the best, the worst and the longest",
+            "samples of each rollout (and evaluation set) in samples.jsonl, beside the best, the worst and the longest",
         ),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),

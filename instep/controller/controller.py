@@ -144,13 +144,18 @@ class Controller:
             self._restore(self._beginning.state)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
-        for note in args.notes:
-            self.log.progress.line(f"note: {note}")
+        self._tell([*args.notes, *self._trial.notes])
         self.deployment.start()
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:
+            told = len(self._trial.notes)
             self._trial.with_engine()
+            self._tell(self._trial.notes[told:])
+
+    def _tell(self, notes: list[str]) -> None:
+        for note in notes:
+            self.log.progress.line(f"note: {note}")
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 

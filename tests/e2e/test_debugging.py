@@ -245,7 +245,7 @@ def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_pat
 
 @pytest.mark.slow
 def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
-    """Four calls of a good reward more, and the same run."""
+    """Two calls on each of four prompts more, with and without the end-of-turn token, and the same run."""
     with_hooks(tmp_path, monkeypatch)
     losses, calls = [], []
     for name, more in (("with", []), ("without", ["--no-hook-trial"])):
@@ -255,9 +255,9 @@ def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
         calls.append((tmp_path / "calls").read_text().splitlines())
         (tmp_path / "calls").unlink()
     assert losses[0] == losses[1]
-    assert len(calls[0]) == 4 + 32 and len(calls[1]) == 32
+    assert len(calls[0]) == 8 + 32 and len(calls[1]) == 32
     labels = [json.loads(line)["label"] for line in (tiny / "train.jsonl").read_text().splitlines()[:4]]
-    assert sorted(call.split()[1] for call in calls[0][:4]) == sorted(map(repr, labels))
+    assert sorted(call.split()[1] for call in calls[0][:8]) == sorted(2 * list(map(repr, labels)))
 
 
 @pytest.mark.slow
