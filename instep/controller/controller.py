@@ -27,6 +27,7 @@ from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, Train
 from instep.controller.round_metrics import (
     evaluation_metrics,
     evaluation_summary,
+    logs_evaluation,
     metrics_of_rollout,
     speed_metrics,
     training_metrics,
@@ -39,9 +40,10 @@ from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
+from instep.data.source import load_source
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
@@ -70,14 +72,15 @@ class Controller:
         runtime_attributes: Runtime = {}
         self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
-        source = load_function(args.data_source_path)(self.hook_args)
+        source = load_source(args, self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
         epochs, batch = args.num_epoch or 0, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
-        self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
+        self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
+        self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call
         self._trial = HookTrial(args, self.hook_args, source)
-        self._eval_function = load_function(args.eval_function_path)
+        self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
         self._num_tokens = 0  # trained on in this session, with their prompts
         self.evaluations: list[dict[str, float]] = []
@@ -172,7 +175,7 @@ class Controller:
         data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
-            output = as_train_output(self._call(call, f"rollout {rollout_id}"))
+            output = as_train_output(self._call(call, f"rollout {rollout_id}"), self._rollout_hook)
         data.finish_rollout(output.samples)
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
         metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
@@ -224,13 +227,12 @@ class Controller:
             self.log.progress.line("there is no engine: the evaluation is left out")
             return {}
         with self.log.phase("eval", rollout_id):
-            call = partial(self._eval_function, self.hook_args, rollout_id, self.data_source, evaluation=True)
-            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"))
+            call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
+            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
         metrics = evaluation_metrics(output)
         self._records.evaluated(rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
-        hook = self.args.custom_eval_rollout_log_function_path
-        if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):
+        if not logs_evaluation(self.hook_args, rollout_id, output):
             self.log.log(rollout_id, metrics)
         return metrics
 

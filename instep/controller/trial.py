@@ -20,18 +20,18 @@ import numpy as np
 import torch
 
 from instep.arguments import RUNTIME_ATTRIBUTES
+from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.execute import (
     Execution,
-    call_hook,
     new_execution,
     run_group,
     run_sample_hooks,
     train_sampling_params,
 )
-from instep.rollout.filters import as_filter_output
+from instep.rollout.filters import verdict_of
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NUM_PROMPTS = 4
+NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
 NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
 GENERATE_SECONDS = 300.0
 DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
@@ -167,26 +168,25 @@ class HookTrial:
     def _rest(self, groups: list[Group]) -> None:
         args, samples = self._args, [s for g in groups for s in g]
         if path := args.dynamic_sampling_filter_path:
+            hook = Hook("--dynamic-sampling-filter-path", path)
             for group in groups:
-                as_filter_output(self._call(path, group[0], copy.deepcopy(group)), path)
+                self._bound(hook, group[0], verdict_of(hook, self._hook_args, copy.deepcopy(group)))
         if path := args.rollout_sample_filter_path:
-            self._call(path, samples[0], copy.deepcopy(groups))
+            self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
         if path := args.buffer_filter_path:
-            taken = self._call(path, samples[0], None, copy.deepcopy(groups), 2)
+            hook = Hook("--buffer-filter-path", path)
+            taken = self._call(hook, samples[0], None, copy.deepcopy(groups), 2)
             if not isinstance(taken, list) or len(taken) > 2:
-                raise RolloutError(f"it returned {taken!r:.80} when asked for 2 groups", where=f"hook trial: {path}")
+                raise hook.wrong(taken, "a list of at most 2 groups", f"asked for 2 groups; {NOT_BEGUN}")
         if path := args.custom_reward_post_process_path:
-            out = self._call(path, samples[0], copy.deepcopy(samples))
-            if not isinstance(out, tuple) or len(out) != 2 or len(out[1]) != len(samples):
-                raise RolloutError(
-                    f"it returned {out!r:.80} for {len(samples)} samples",
-                    where=f"hook trial: {path}",
-                    remedy="return (raw_rewards, rewards), one of each per sample",
-                )
+            hook = Hook("--custom-reward-post-process-path", path)
+            processed_rewards(hook, self._call(hook, samples[0], copy.deepcopy(samples)), samples)
 
-    def _call(self, path: str, sample: Sample, *arguments: Any) -> Any:
-        out = call_hook(path, _row(sample), load_function(path), self._hook_args, *arguments)
-        return self._await(self._bounded(path, sample, out), self._args.reward_timeout + 10)
+    def _call(self, hook: Hook, sample: Sample, *arguments: Any) -> Any:
+        return self._bound(hook, sample, hook.acall(self._hook_args, *arguments, where=_row(sample)))
+
+    def _bound(self, hook: Hook, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
+        return self._await(self._bounded(str(hook), sample, coro), self._args.reward_timeout + 10)
 
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout
@@ -199,8 +199,7 @@ class HookTrial:
         try:
             return runtime.run(coro, timeout=limit)
         except InstepError as error:
-            note = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
-            error.where = "; ".join(part for part in (error.where, note) if part)
+            error.where = "; ".join(part for part in (error.where, NOT_BEGUN) if part)
             error.remedy = error.remedy or "mend the hook"
             raise
 
