@@ -176,6 +176,7 @@ class Controller:
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self._call(call, f"rollout {rollout_id}"), self._rollout_hook)
+            self.log.status("")
         data.finish_rollout(output.samples)
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
         metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
@@ -229,6 +230,7 @@ class Controller:
         with self.log.phase("eval", rollout_id):
             call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
             output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
+            self.log.status("")
         metrics = evaluation_metrics(output)
         self._records.evaluated(rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
@@ -267,7 +269,7 @@ class Controller:
         self.ledger.check()
         # Syncs and evaluations belong to no round: those since the last line.
         seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval")}
-        generated = None if self.args.load_debug_rollout_data else rollout.num_response_tokens
+        generated = rollout.num_response_tokens if self.deployment.engines else None
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         if self.deployment.trainer is not None:

@@ -70,7 +70,7 @@ def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str
 
 
 def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
-    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None for a replay."""
+    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None without engines."""
     out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
     out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
     if seconds.get("rollout") and num_response_tokens is not None:

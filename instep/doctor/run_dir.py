@@ -18,7 +18,7 @@ from instep.data.ledger import Ledger
 from instep.doctor.check import Check
 from instep.errors import CheckpointError, ConfigError, InstepError
 from instep.observability.alarms import ALARMS, describe
-from instep.observability.progress import duration
+from instep.observability.figures import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
 

@@ -12,6 +12,7 @@ INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
 PHASE_ORDER = ("rollout", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak")
+NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
 
 
 @dataclass
@@ -220,10 +221,11 @@ def plot_entropy(history: History) -> str | None:
     """Plot the entropy, and the KL divergences on the right axis."""
     x, entropy = history.column("train/entropy")
     kls = {"train/ppo_kl": "PPO KL (right axis)", "train/kl_loss": "KL to reference (right axis)"}
-    columns = {name: column for name in kls if (column := history.column(name))[0]}
+    columns = {name: history.column(name) for name in kls}
+    columns = {name: column for name, column in columns.items() if any(abs(v) > NO_KL for v in column[1])}
     if not x and not columns:
         return None
-    figure, axes = _axes("Entropy and KL", "entropy (nats)")
+    figure, axes = _axes("Entropy and KL" if columns else "Entropy", "entropy (nats)")
     if x:
         _line(axes, x, entropy, "entropy", COLORS[0])
     if not columns:

@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from instep.observability.figures import Figure, figures_of
+from instep.observability.figures import Figure, duration, figures_of, number
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII_BLOCKS = "_.-=+*%#"
@@ -34,26 +34,6 @@ def sparkline(values: list[float], width: int = 40, blocks: str = BLOCKS) -> str
     if high <= low:
         return blocks[len(blocks) // 2 - 1] * len(values)
     return "".join(blocks[round((v - low) / (high - low) * (len(blocks) - 1))] for v in values)
-
-
-def duration(seconds: float | None) -> str:
-    """Format seconds as `h:mm:ss` or `mm:ss`; "-" for None."""
-    if seconds is None:
-        return "-"
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes:02d}:{secs:02d}"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Format a number for people: 1,234 or 0.412 or 1.2e-06; "-" for None, "n/a" for NaN."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return "n/a" if math.isnan(value) else str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.{digits}f}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
 
 
 @dataclass(eq=False)
@@ -190,9 +170,13 @@ class Progress:
         if self.figures[0].metric in metrics:
             self.course.append(metrics[self.figures[0].metric])
         done = f"{self.steps_done}/{self.num_steps}" if self.num_steps else f"{self.steps_done} done"
-        known = [f for f in self.figures if f.metric in self.last]
-        figures = "  ".join(f"{f.label} {number(self.last[f.metric], f.digits)}" for f in known)
-        self.line(f"{duration(self.elapsed)} | rollout {step} ({done})  {figures}  left {duration(self.left)}")
+        line = f"{duration(self.elapsed)} | rollout {step} ({done})"
+        known = [f"  {f.label} {f.text(self.last[f.metric])}" for f in self.figures if f.metric in self.last]
+        for figure in [*known, f"  left {duration(self.left)}"]:
+            if self.live and len(line + figure) > self.console.width:  # the panel has all of them
+                break
+            line += figure
+        self.line(line)
 
     def steps_text(self) -> str:
         """How many rollouts are done; their numbers count from 0."""
@@ -237,9 +221,9 @@ class Progress:
             rows.append(bar)
         first, *others = self.figures
         course = Text(sparkline(self.course, max(self.console.width - 28, 8), self._blocks), "green")
-        shown = [(f.label, number(self.last.get(f.metric), f.digits)) for f in others]
+        shown = [(f.label, f.text(self.last.get(f.metric))) for f in others]
         shown += [("elapsed", duration(self.elapsed)), ("left", duration(self.left))]
-        rows.append(_grid([(first.label, number(self.course[-1] if self.course else None, first.digits), course)]))
+        rows.append(_grid([(first.label, first.text(self.course[-1] if self.course else None), course)]))
         rows.append(_grid([sum(shown[i : i + 3], ()) for i in range(0, len(shown), 3)]))
         if self.status:
             rows.append(Text(self.status, "dim", overflow="ellipsis", no_wrap=True))

@@ -11,8 +11,8 @@ from typing import Any
 
 from instep.atomic import write_text
 from instep.observability.alarms import describe
+from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
-from instep.observability.progress import duration, number
 from instep.observability.sinks import read_json_lines
 
 STYLE = """

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
-from instep.observability.figures import figures_of
-from instep.observability.progress import Phase, Progress, duration, number
+from instep.observability.figures import duration, figures_of, number
+from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
 from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
@@ -164,7 +164,7 @@ class RunLogger:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json (with the first step of each alarm) and report.html, and print the final table."""
-        summary = {**summary, **self.progress.results(), "alarms": self._alarms.first}
+        summary = {**self.progress.results(), **summary, "alarms": self._alarms.first}
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)

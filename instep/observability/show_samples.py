@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instep.errors import ConfigError
-from instep.observability.progress import number
+from instep.observability.figures import number
 from instep.observability.samples import gaps, reward_number
 from instep.observability.sinks import read_json_lines
 

@@ -19,9 +19,9 @@ from tests.logged_run import plain_console, run
 OF_DATA = {"rollout/num_tokens": 900.0, "rollout/masked_ratio": 0.25, "train/grad_norm": 2.5}
 OF_PAIRS = {"train/reward_accuracy": 0.75, "train/reward_margin": 0.125}
 KINDS = {
-    "sft_loss": ("loss 1.5000  tokens 900  masked 0.250  grad norm 2.500", OF_DATA),
+    "sft_loss": ("loss 1.5000  tokens 900  masked 0.250  grad 2.500", OF_DATA),
     "dpo_loss": (
-        "loss 1.5000  accuracy 0.750  margin 0.125  tokens 900  grad norm 2.500",
+        "loss 1.5000  accuracy 0.750  margin 0.125  tokens 900  grad 2.500",
         {**OF_DATA, **OF_PAIRS},
     ),
 }

@@ -20,9 +20,10 @@ import pytest
 from rich.console import Console
 
 from instep.errors import RewardError
+from instep.observability.figures import duration, number
 from instep.observability.memory import PssSampler, read_pss, tree_memory
 from instep.observability.metrics import rollout_metrics
-from instep.observability.progress import Progress, duration, number, sparkline
+from instep.observability.progress import Progress, sparkline
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import git_state, versions
 from instep.types import Sample, Status
