@@ -1,4 +1,4 @@
-"""Loading of users' functions, which flags name by dotted path."""
+"""Users' functions, which flags name by dotted path: loading, calling, and errors that say which one failed where."""
 
 from __future__ import annotations
 
@@ -6,10 +6,90 @@ import functools
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from instep.errors import ConfigError
+from instep.errors import ConfigError, InstepError, RolloutError
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function or class, and the flag that names it.
+
+    Attributes:
+        path: dotted; empty for a function that is known in no other way than by its flag.
+    """
+
+    flag: str
+    path: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return load_function(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path}".strip()
+
+    def call(self, *args: Any, where: str = "", **kwargs: Any) -> Any:
+        """Call a function that is no async one.
+
+        Args:
+            where: what it is called for, such as a sample; for the error.
+
+        Raises:
+            RolloutError: it raised, or is async.
+        """
+        with self.guard(where):
+            out = self.function(*args, **kwargs)
+        if inspect.iscoroutine(out):
+            out.close()
+            raise self.wrong(out, "its result at once: no async function is awaited here", where)
+        return out
+
+    async def acall(self, *args: Any, where: str = "", **kwargs: Any) -> Any:
+        """Call the function, sync or async. Raises: RolloutError, as `call`."""
+        with self.guard(where):
+            out = self.function(*args, **kwargs)
+            return await out if inspect.isawaitable(out) else out
+
+    @contextmanager
+    def guard(self, where: str = "") -> Iterator[None]:
+        """Turn what the function raises in the block into a RolloutError; a named error gets a place if it has none.
+
+        A function of instep's own is not guarded: what it raises is our fault, not the user's.
+        """
+        try:
+            yield
+        except InstepError as error:
+            error.where = error.where or self.place(where)
+            raise
+        except Exception as error:  # the border to the user's code
+            if self.path.startswith("instep."):
+                raise
+            at = raised_at(error, self.function if self.path else None)
+            raise RolloutError(f"{self.path} raised {error!r}", where=self._at(at, where), remedy="mend it") from error
+
+    def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
+        """The error of a function that returned `got`; `expected` says what it is to return."""
+        what = f"{self.path or 'the function'} returned {described(got)}"
+        return RolloutError(what, where=self.place(where), remedy=f"return {expected}")
+
+    @contextmanager
+    def reading(self, got: Any, expected: str, where: str = "") -> Iterator[None]:
+        """Turn an error of the block, which reads what the function returned, into `wrong`."""
+        try:
+            yield
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self.wrong(got, expected, where) from error
+
+    def place(self, where: str = "") -> str:
+        """Flag, path, and the file and line of the definition, for errors."""
+        return self._at(defined_at(self.path) if self.path else "", where)
+
+    def _at(self, at: str, where: str) -> str:
+        return "; ".join(part for part in (f"{self}{at and f', {at}'}", where) if part)
 
 
 @functools.cache
@@ -71,3 +151,21 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
     own = [f for f in frames if f.filename == source] if source else []
     last = (own or frames)[-1]
     return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def described(value: Any) -> str:
+    """A value in an error: itself if it is short, else its type and length."""
+    text = repr(value)
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if hasattr(value, "__len__") else "")
+
+
+@functools.cache
+def defined_at(dotted_path: str) -> str:
+    """`file:line` of the definition of a function or class; empty where Python does not know it."""
+    try:
+        target = inspect.unwrap(load_function(dotted_path))
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):  # made in C, or no source
+        return ""

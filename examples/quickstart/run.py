@@ -54,7 +54,8 @@ def main() -> int:
     with PssSampler() as memory:
         for title, command in stages(args):
             console.rule(f"[bold]{title}")
-            console.print(shlex.join(["instep" if c == "instep.cli" else c for c in command[2:]]), style="dim")
+            words = ["instep", *command[3:]] if command[1] == "-m" else ["python", *command[1:]]
+            console.print(shlex.join(words), style="dim")
             code = subprocess.run(command).returncode
             if code:
                 return code

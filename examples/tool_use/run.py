@@ -49,7 +49,8 @@ def main() -> int:
     path = os.pathsep.join(filter(None, [str(HERE.absolute()), os.environ.get("PYTHONPATH")]))  # for python_tool
     for title, command in stages(args):
         console.rule(f"[bold]{title}")
-        console.print(shlex.join(["instep" if c == "instep.cli" else c for c in command[2:]]), style="dim")
+        words = ["instep", *command[3:]] if command[1] == "-m" else ["python", *command[1:]]
+        console.print(shlex.join(words), style="dim")
         code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
         if code:
             return code

@@ -125,6 +125,10 @@ _SAPO = Loss("sapo", "a smooth gate on the ratio")
 _SFT = Loss("sft", "-log-prob", "sft_loss")
 _DPO = Loss("dpo", "-log sigmoid of the pair's margin", "dpo_loss", reads_reference=True, of_pairs=True)
 
+# The KL to the reference that alarms and remedies recommend, which pulls the policy back to it: as a loss, k1 (the
+# default of --kl-loss-type) has a gradient of expectation 0.
+KL_IN_LOSS = "--use-kl-loss --kl-loss-coef 1e-3 --kl-loss-type low_var_kl"
+
 # What `--advantage-estimator` may name; the first is the default.
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     problems = [*found.problems, *complete(args, found), *check(args, found)]
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)
-    notes = [f"{problem.where}: {problem.what}" for problem in problems]
+    notes = [f"{p.where}: {p.what}{p.remedy and f'; {p.remedy}'}" for p in problems]
     return Args(**{**vars(args), "notes": [*args.notes, *notes]})
 
 

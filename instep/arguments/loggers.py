@@ -30,7 +30,12 @@ LOGGERS = FlagGroup(
             "--tb-experiment-name",
             instead="--run-dir",
         ),
-        Flag("--num-logged-samples", INDEX, 8, "samples of each rollout (and evaluation set) in samples.jsonl"),
+        Flag(
+            "--num-logged-samples",
+            INDEX,
+            8,
+            "samples of each rollout (and evaluation set) in samples.jsonl, beside the best, the worst and the longest",
+        ),
         *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
     ),
 )

@@ -19,8 +19,8 @@ from instep.algorithms.advantages.whitening import whiten
 from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
-from instep.errors import InstepError, RolloutError
-from instep.hooks import load_function, raised_at
+from instep.errors import RolloutError
+from instep.hooks import Hook
 from instep.types import Sample, TokenBatch, as_number, name_of
 
 if TYPE_CHECKING:
@@ -122,27 +122,25 @@ def _compared(
 
 def _processed(samples: list[Sample], path: str, hook_args: HookSettings) -> Tensor:
     """Call `--custom-reward-post-process-path`, which is fn(args, samples) -> (raw_rewards, rewards)."""
-    where, remedy = f"--custom-reward-post-process-path {path}", "return (raw_rewards, rewards), one of each per sample"
-    answer = _call(path, remedy, hook_args, samples)
+    hook = Hook("--custom-reward-post-process-path", path)
+    return torch.tensor(processed_rewards(hook, hook.call(hook_args, samples), samples), dtype=torch.float64)
+
+
+def processed_rewards(hook: Hook, answer: Any, samples: list[Sample]) -> list[float]:
+    """Return the rewards that a `--custom-reward-post-process-path` has returned, checked."""
+    expected = f"(raw_rewards, rewards), one of each for {len(samples)} samples"
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise RolloutError(f"it returned {answer!r:.80}", where=where, remedy=remedy)
-    rewards = [as_number(value) for value in answer[1]]
-    if len(rewards) != len(samples):
-        raise RolloutError(f"{len(rewards)} rewards for {len(samples)} samples", where=where, remedy=remedy)
-    for sample, value, number in zip(samples, answer[1], rewards, strict=True):
-        if number is None:
-            raise RolloutError(f"the reward {value!r} is no finite number", where=f"{name_of(sample)}; {where}")
-    return torch.tensor(rewards, dtype=torch.float64)
-
-
-def _call(path: str, remedy: str, *arguments: Any) -> Any:
-    function = load_function(path)
-    try:
-        return function(*arguments)
-    except InstepError:
-        raise
-    except Exception as error:  # the border to the user's code
-        raise RolloutError(f"{path} raised {error!r}", where=raised_at(error, function), remedy=remedy) from error
+        raise hook.wrong(answer, expected)
+    with hook.reading(answer, expected):
+        values = list(answer[1])
+    if len(values) != len(samples):
+        raise hook.wrong(answer[1], expected, f"{len(values)} rewards for {len(samples)} samples")
+    rewards = []
+    for sample, value in zip(samples, values, strict=True):
+        if (number := as_number(value)) is None:
+            raise hook.wrong(value, "rewards that are finite numbers", name_of(sample))
+        rewards.append(number)
+    return rewards
 
 
 def _custom(
@@ -166,29 +164,32 @@ def _custom(
         "raw_reward": batch.sample_columns["rewards"].tolist(),
         "rewards": inputs.rewards.tolist(),
     }
-    _call(path, f"mend the hook; rollout_data has {', '.join(sorted(rollout_data))}", hook_args, rollout_data)
-    found = [_flat(rollout_data.get(name), name, lengths, path) for name in ("advantages", "returns")]
+    hook = Hook("--custom-advantage-function-path", path)
+    hook.call(hook_args, rollout_data, where=f"rollout_data has {', '.join(sorted(rollout_data))}")
+    found = [_flat(rollout_data.get(name), name, lengths, hook) for name in ("advantages", "returns")]
     if found[0] is None:
-        raise RolloutError(
-            "it set no advantages", where=path, remedy='set rollout_data["advantages"], a tensor a sample'
-        )
+        remedy = 'set rollout_data["advantages"], a tensor a sample'
+        raise RolloutError("it set no advantages", where=hook.place(), remedy=remedy)
     if found[1] is None and inputs.values is not None:
         remedy = 'set rollout_data["returns"], too: advantages + values, say'
-        raise RolloutError("it set no returns, which the critic learns", where=path, remedy=remedy)
+        raise RolloutError("it set no returns, which the critic learns", where=hook.place(), remedy=remedy)
     return Estimate(found[0], found[1])
 
 
-def _flat(rows: Any, name: str, lengths: list[int], path: str) -> Tensor | None:
+def _flat(rows: Any, name: str, lengths: list[int], hook: Hook) -> Tensor | None:
     if rows is None:
         return None
-    shapes = [tuple(torch.as_tensor(row).shape) for row in rows]
+    remedy = "one tensor per sample, one number per response token"
+    with hook.reading(rows, remedy, name):
+        tensors = [torch.as_tensor(row).detach().double() for row in rows]
+    shapes = [tuple(row.shape) for row in tensors]
     if shapes != [(n,) for n in lengths]:
         wrong = next((i for i, (s, n) in enumerate(zip(shapes, lengths, strict=False)) if s != (n,)), None)
         what = f"{name} of {len(shapes)} samples, not {len(lengths)}"
         if wrong is not None:
             what = f"{name}[{wrong}] has the shape {shapes[wrong]} for {lengths[wrong]} response tokens"
-        raise RolloutError(what, where=path, remedy="one tensor per sample, one number per response token")
-    return torch.cat([torch.as_tensor(row).detach().double() for row in rows])
+        raise RolloutError(what, where=hook.place(), remedy=remedy)
+    return torch.cat(tensors)
 
 
 def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) -> None:

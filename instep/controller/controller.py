@@ -30,6 +30,7 @@ from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, Train
 from instep.controller.round_metrics import (
     evaluation_metrics,
     evaluation_summary,
+    logs_evaluation,
     metrics_of_rollout,
     speed_metrics,
     training_metrics,
@@ -43,9 +44,10 @@ from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
+from instep.data.source import load_source
 from instep.engines.kind import kind_of
 from instep.errors import SyncError, writing
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
@@ -74,14 +76,16 @@ class Controller:
         runtime_attributes: Runtime = {}
         self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
-        source = load_function(args.data_source_path)(self.hook_args)
+        source = load_source(args, self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
         epochs, batch = args.num_epoch or 0, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
-        self._rollout_function = dumps.replay(args) if replays else load_function(args.rollout_function_path)
-        self._eval_function = load_function(args.eval_function_path)
+        self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
+        self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call
+        self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
+        self._num_tokens = 0  # trained on in this session, with their prompts
         self._saved = False  # in this session
         self._num_rounds = 0  # of this session, finished
         self.evaluations: list[dict[str, float]] = []
@@ -167,15 +171,20 @@ class Controller:
             self._restore(self._beginning.state, self._beginning.checkpoint)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
-        for note in args.notes:
-            self.log.status(note)
+        self._tell([*args.notes, *self._trial.notes])
         if not self._has_work:
             return
         self.deployment.start()
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:
+            told = len(self._trial.notes)
             self._trial.with_engine()
+            self._tell(self._trial.notes[told:])
+
+    def _tell(self, notes: list[str]) -> None:
+        for note in notes:
+            self.log.progress.line(f"note: {note}")
 
     @property
     def _has_work(self) -> bool:
@@ -201,7 +210,8 @@ class Controller:
         data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
-            output = as_train_output(self._call(call, f"rollout {rollout_id}"))
+            output = as_train_output(self._call(call, f"rollout {rollout_id}"), self._rollout_hook)
+            self.log.status("")
         data.finish_rollout(output.samples)
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
         metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
@@ -240,6 +250,7 @@ class Controller:
         if (gap := metrics.get("train/log_prob_gap_mean", 0.0)) > (limit := self.deployment.gap_limit):  # --on-gap warn
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.num_steps += trained.num_steps
+        self._num_tokens += trained.num_tokens
         self.num_critic_steps += batch.num_critic_steps
         interval = args.ref_update_interval
         if self._training.uses_reference and interval and (rollout_id + 1) % interval == 0:
@@ -252,13 +263,13 @@ class Controller:
             self.log.progress.line("there is no engine: the evaluation is left out")
             return {}
         with self.log.phase("eval", rollout_id):
-            call = partial(self._eval_function, self.hook_args, rollout_id, self.data_source, evaluation=True)
-            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"))
+            call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
+            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
+            self.log.status("")
         metrics = evaluation_metrics(output)
         self._records.evaluated(rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
-        hook = self.args.custom_eval_rollout_log_function_path
-        if not (hook and load_function(hook)(rollout_id, self.hook_args, output.data, output.metrics)):
+        if not logs_evaluation(self.hook_args, rollout_id, output):
             self.log.log(rollout_id, metrics)
         return metrics
 
@@ -308,7 +319,7 @@ class Controller:
         self.ledger.check()
         # Syncs and evaluations belong to no round: those since the last line.
         seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval")}
-        generated = None if self.args.load_debug_rollout_data else rollout.num_response_tokens
+        generated = rollout.num_response_tokens if self.deployment.engines else None
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         if self.deployment.trainer is not None:
@@ -328,6 +339,7 @@ class Controller:
         summary: dict[str, Any] = {
             "num_rollouts": self._num_rounds,
             "num_steps": self.num_steps,
+            "num_tokens": self._num_tokens,
             "wall_seconds": time.monotonic() - self.started,
             "peak_pss_bytes": self._memory.peak,
             "ledger": self.ledger.counts(),

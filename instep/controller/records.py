@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from instep.algorithms.catalog import algorithm_of
 from instep.controller import dumps
 from instep.controller.round import Rollout, TrainedBatch
 from instep.observability.run_logger import RunLogger
-from instep.observability.samples import spread
+from instep.observability.samples import to_log
 from instep.rollout.tokens import token_texts
 from instep.types import Group, RolloutFnEvalOutput
 
@@ -22,6 +23,7 @@ class Records:
 
     def __init__(self, args: Settings, hook_args: HookSettings, log: RunLogger):
         self._args, self._log, self._texts = args, log, partial(token_texts, hook_args)
+        self._rewarded = algorithm_of(args).has_rewards
 
     def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
         """Record a rollout that was generated; `metrics` are those of the rollout function."""
@@ -32,7 +34,7 @@ class Records:
 
     def wanted(self, groups: list[Group]) -> set[int]:
         """Return the numbers of the samples (counted through all groups) whose log-probs `trained` needs."""
-        logged = {id(s) for s in spread(groups, self._args.num_logged_samples)}
+        logged = {id(s) for s in to_log(groups, self._args.num_logged_samples, self._args.reward_key)}
         samples = [s for group in groups for s in group]
         return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
 
@@ -47,12 +49,26 @@ class Records:
     def evaluated(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
         """Record an evaluation."""
         for name, result in output.data.items():
-            self._samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}")
+            key = next((d.reward_key for d in self._args.eval_datasets if d.name == name), None)
+            self._samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}", reward_key=key)
         if self._args.save_debug_rollout_data:
             dumps.save_evaluation(self._args.save_debug_rollout_data, rollout_id, output)
 
     def _samples(
-        self, rollout_id: int, groups: list[Group], split: str, log_probs: Mapping[int, Sequence[float]] | None = None
+        self,
+        rollout_id: int,
+        groups: list[Group],
+        split: str,
+        log_probs: Mapping[int, Sequence[float]] | None = None,
+        reward_key: str | None = None,
     ) -> None:
-        limit = self._args.num_logged_samples
-        self._log.samples(rollout_id, groups, split, limit, texts=self._texts, log_probs=log_probs)
+        self._log.samples(
+            rollout_id,
+            groups,
+            split,
+            self._args.num_logged_samples,
+            reward_key=reward_key or self._args.reward_key,
+            rewarded=self._rewarded,
+            texts=self._texts,
+            log_probs=log_probs,
+        )

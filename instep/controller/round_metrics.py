@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
 from instep.arguments.algorithm.distillation import NO_REWARD
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.observability.metrics import rollout_metrics
 from instep.rollout.outputs import flatten
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch
@@ -28,10 +28,10 @@ def metrics_of_rollout(
 ) -> dict[str, float]:
     """Return `rollout/*` and the rollout function's metrics; none if the user's log function has logged them."""
     groups = output.samples
-    if hook_args.custom_rollout_log_function_path:
+    if path := hook_args.custom_rollout_log_function_path:
         samples = [s for group in groups for s in flatten(group)]
-        log = load_function(hook_args.custom_rollout_log_function_path)
-        if log(rollout_id, hook_args, samples, output.metrics, seconds):
+        log = Hook("--custom-rollout-log-function-path", path)
+        if log.call(rollout_id, hook_args, samples, output.metrics, seconds, where=f"rollout {rollout_id}"):
             return {}
     out = {**rollout_metrics(groups, reward_key=hook_args.reward_key), **output.metrics}
     if not algorithm_of(hook_args).has_rewards or hook_args.custom_rm_path == NO_REWARD:
@@ -70,7 +70,7 @@ def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str
 
 
 def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
-    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None for a replay."""
+    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None without engines."""
     out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
     out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
     if seconds.get("rollout") and num_response_tokens is not None:
@@ -78,6 +78,14 @@ def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, nu
     if seconds.get("train"):
         out["perf/train_tokens_per_second"] = num_tokens / seconds["train"]
     return out
+
+
+def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnEvalOutput) -> bool:
+    """Whether the user's log function has logged an evaluation, so that nothing else does."""
+    if not (path := hook_args.custom_eval_rollout_log_function_path):
+        return False
+    log, where = Hook("--custom-eval-rollout-log-function-path", path), f"evaluation before rollout {rollout_id}"
+    return bool(log.call(rollout_id, hook_args, output.data, output.metrics, where=where))
 
 
 def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """The users' hooks, tried on 4 prompts before anything expensive starts.
 
-Rows are the run's own, responses are made up (the label's text) unless there is a custom generate function, which is
-tried as soon as the engine is ready; what needs its samples is tried then, too. The data source is put back to where
-it was, and so are Python's, numpy's and torch's generators of random numbers.
+Rows are the run's own, responses are made up (the label's text, and the end-of-turn token as an engine leaves it)
+unless there is a custom generate function, which is tried as soon as the engine is ready; what needs its samples is
+tried then, too. The data source is put back to where it was, and so are Python's, numpy's and torch's generators of
+random numbers.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ import numpy as np
 import torch
 
 from instep.arguments import RUNTIME_ATTRIBUTES
+from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.execute import (
     Execution,
-    call_hook,
     new_execution,
     run_group,
     run_sample_hooks,
     train_sampling_params,
 )
-from instep.rollout.filters import as_filter_output
+from instep.rollout.filters import verdict_of
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.tokens import prompt_ids, tokenizer_of
-from instep.types import Group, Sample, Status, VersionSpan
+from instep.types import Group, Sample, Status, VersionSpan, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
 T = TypeVar("T")
 NUM_PROMPTS = 4
+NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
 NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
 GENERATE_SECONDS = 300.0
 DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
@@ -60,6 +62,9 @@ class HookTrial:
     Args:
         hook_args: the view of `args` that hooks get.
         source: the run's data source, which no rollout uses yet.
+
+    Attributes:
+        notes: what the trial has seen that is no error.
     """
 
     def __init__(self, args: Settings, hook_args: HookSettings, source: Any):
@@ -67,6 +72,7 @@ class HookTrial:
         self._usual = args.rollout_function_path == DEFAULT_ROLLOUT and args.load_debug_rollout_data is None
         self._wanted = args.hook_trial and self._usual and any(getattr(args, name) for name in _HOOKS)
         self._needs_engine = args.custom_generate_function_path is not None
+        self.notes: list[str] = []
 
     def before_start(self) -> None:
         """Try what needs no engine.
@@ -94,20 +100,31 @@ class HookTrial:
     # ---- the two kinds of responses ------------------------------------------------------------------------------
 
     def _made_up(self, groups: list[Group]) -> None:
+        end = "" if self._args.rollout_skip_special_tokens else tokenizer_of(self._hook_args).eos_token or ""
         for group in groups:
             for sample in group:
-                _make_up_response(self._hook_args, sample)
+                _make_up_response(self._hook_args, sample, end)
 
-        async def run() -> None:
-            await runtime.gather([self._hooks_and_reward(group) for group in groups])
+        async def run() -> list[bool]:
+            return await runtime.gather([self._hooks_and_reward(group, end) for group in groups])
 
-        num_calls = NUM_PROMPTS * (1 + len(self._args.rollout_sample_hook_path))  # each has a bound of its own
-        self._await(run(), self._args.reward_timeout * num_calls + 10)
+        num_calls = NUM_PROMPTS * (2 + len(self._args.rollout_sample_hook_path))  # each has a bound of its own
+        if all(self._await(run(), self._args.reward_timeout * num_calls + 10)):
+            self.notes.append(
+                f"--custom-rm-path {self._args.custom_rm_path} gives less for the label with the end-of-turn token "
+                f"{end} than without it: sample.response ends in that token, as in slime; compare "
+                f"sample.response.removesuffix({end!r}), or give --rollout-skip-special-tokens, which leaves special "
+                "tokens out of the text (the tokens that are trained on stay as they are)"
+            )
         self._rest(groups)
 
-    async def _hooks_and_reward(self, group: Group) -> None:
-        """Try one sample of a group, whose reward the others get, too; with --group-rm all samples."""
-        args = self._args
+    async def _hooks_and_reward(self, group: Group, end: str) -> bool:
+        """Try one sample of a group, whose reward the others get, too; with --group-rm all samples.
+
+        Returns:
+            Whether the end-of-turn token `end` takes half of the custom reward or more.
+        """
+        args, lower = self._args, False
         num_tried = len(group) if args.group_rm else 1
         execution = Execution(self._hook_args, 0, evaluation=False, semaphore=asyncio.Semaphore(1))
         try:
@@ -115,16 +132,24 @@ class HookTrial:
                 hooks = ", ".join(args.rollout_sample_hook_path)
                 group[i] = await self._bounded(hooks, group[i], run_sample_hooks(execution, group[i]))
             if args.custom_rm_path is not None:
-                await apply_rewards(self._hook_args, group[:num_tried], args.reward_key)
+                tried, bare = group[:num_tried], copy.deepcopy(group[:num_tried])
+                await apply_rewards(self._hook_args, tried, args.reward_key)
+                if end and all(s.response.endswith(end) for s in bare):
+                    for sample in bare:
+                        sample.response = sample.response.removesuffix(end)
+                    await apply_rewards(self._hook_args, bare, args.reward_key)
+                    rewards = [sum(reward_of(s, args.reward_key) for s in samples) for samples in (tried, bare)]
+                    lower = rewards[1] > 0 and rewards[0] <= rewards[1] / 2  # a price on length takes less
         except InstepError as error:
             error.where += f", {_row(group[0])}"
             raise
         if args.custom_rm_path is None:  # a built-in rule needs no trial; what comes after gets rewards that differ
             for n, sample in enumerate(group):
                 sample.reward = float(n % 2)
-            return
+            return False
         for sample in group[num_tried:]:
             sample.reward = copy.deepcopy(group[0].reward)
+        return lower
 
     def _generated(self, groups: list[Group]) -> None:
         execution = new_execution(self._hook_args, 0)
@@ -143,26 +168,25 @@ class HookTrial:
     def _rest(self, groups: list[Group]) -> None:
         args, samples = self._args, [s for g in groups for s in g]
         if path := args.dynamic_sampling_filter_path:
+            hook = Hook("--dynamic-sampling-filter-path", path)
             for group in groups:
-                as_filter_output(self._call(path, group[0], copy.deepcopy(group)), path)
+                self._bound(hook, group[0], verdict_of(hook, self._hook_args, copy.deepcopy(group)))
         if path := args.rollout_sample_filter_path:
-            self._call(path, samples[0], copy.deepcopy(groups))
+            self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
         if path := args.buffer_filter_path:
-            taken = self._call(path, samples[0], None, copy.deepcopy(groups), 2)
+            hook = Hook("--buffer-filter-path", path)
+            taken = self._call(hook, samples[0], None, copy.deepcopy(groups), 2)
             if not isinstance(taken, list) or len(taken) > 2:
-                raise RolloutError(f"it returned {taken!r:.80} when asked for 2 groups", where=f"hook trial: {path}")
+                raise hook.wrong(taken, "a list of at most 2 groups", f"asked for 2 groups; {NOT_BEGUN}")
         if path := args.custom_reward_post_process_path:
-            out = self._call(path, samples[0], copy.deepcopy(samples))
-            if not isinstance(out, tuple) or len(out) != 2 or len(out[1]) != len(samples):
-                raise RolloutError(
-                    f"it returned {out!r:.80} for {len(samples)} samples",
-                    where=f"hook trial: {path}",
-                    remedy="return (raw_rewards, rewards), one of each per sample",
-                )
+            hook = Hook("--custom-reward-post-process-path", path)
+            processed_rewards(hook, self._call(hook, samples[0], copy.deepcopy(samples)), samples)
 
-    def _call(self, path: str, sample: Sample, *arguments: Any) -> Any:
-        out = call_hook(path, _row(sample), load_function(path), self._hook_args, *arguments)
-        return self._await(self._bounded(path, sample, out), self._args.reward_timeout + 10)
+    def _call(self, hook: Hook, sample: Sample, *arguments: Any) -> Any:
+        return self._bound(hook, sample, hook.acall(self._hook_args, *arguments, where=_row(sample)))
+
+    def _bound(self, hook: Hook, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
+        return self._await(self._bounded(str(hook), sample, coro), self._args.reward_timeout + 10)
 
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout
@@ -175,8 +199,7 @@ class HookTrial:
         try:
             return runtime.run(coro, timeout=limit)
         except InstepError as error:
-            note = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
-            error.where = "; ".join(part for part in (error.where, note) if part)
+            error.where = "; ".join(part for part in (error.where, NOT_BEGUN) if part)
             error.remedy = error.remedy or "mend the hook"
             raise
 
@@ -213,14 +236,16 @@ class HookTrial:
             )
 
 
-def _make_up_response(args: Settings, sample: Sample) -> None:
-    """Give a sample a completed response whose text is the label."""
+def _make_up_response(args: Settings, sample: Sample, end: str) -> None:
+    """Give a sample a completed response whose text is the label and `end`: the end-of-turn token, or nothing."""
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     text = label if isinstance(label, str) and label else json.dumps(label, default=str)
-    ids = tokenizer_of(args)(text, add_special_tokens=False)["input_ids"]
+    tokenizer = tokenizer_of(args)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     sample.tokens = prompt_ids(args, sample)
     sample.append_response_tokens(ids, [-1.0] * len(ids), weight_versions=[VersionSpan("trial", 0, len(ids))])
-    sample.response, sample.status = text, Status.COMPLETED
+    sample.response, sample.status = text + end, Status.COMPLETED
     sample.sampling_params = {"temperature": args.rollout_temperature}
     sample.execution_id = f"{sample.group_index}.{sample.index}.0"
 

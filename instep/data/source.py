@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import threading
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,15 @@ from instep.data.dataset import Dataset, load_dataset
 from instep.data.rows import RowFormat
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError, DataError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.types import Group, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from instep.arguments.settings import Settings
+
+POP_FIRST = "instep.data.source.pop_first"
 
 
 class RolloutDataSourceWithBuffer:
@@ -41,7 +44,7 @@ class RolloutDataSourceWithBuffer:
         self.args = args
         self.dataset = _load(args, tokenizer) if args.rollout_global_dataset else None
         self.buffer: list[Group] = []
-        self._take = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+        self._filter = Hook("--buffer-filter-path", args.buffer_filter_path or POP_FIRST)
         self._epoch = self._offset = self._next_group = self._next_sample = 0
         self._order: list[int] = []
         self._lock = threading.RLock()
@@ -59,19 +62,17 @@ class RolloutDataSourceWithBuffer:
             RolloutError: the buffer filter returned something else than at most `num_groups` groups.
         """
         with self._lock:
-            groups = self._take(self.args, None, self.buffer, num_groups) if self.buffer else []
+            groups = self._filter.call(self.args, None, self.buffer, num_groups) if self.buffer else []
             if not isinstance(groups, list) or len(groups) > num_groups:
-                raise RolloutError(
-                    f"the buffer filter returned {_describe(groups)} for {num_groups} groups",
-                    where=f"--buffer-filter-path {self.args.buffer_filter_path}",
-                    remedy="return a list of at most that many groups, taken out of the buffer it was given",
-                )
-            groups = [_checked_group(g) for g in groups]
+                expected = f"a list of at most {num_groups} groups, taken out of the buffer it was given"
+                raise self._filter.wrong(groups, expected)
+            with self._filter.guard():
+                groups = [checked_group(g) for g in groups]
             return groups + [self._fresh_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[Group]) -> None:
         """Give groups back, such as aborted ones; they come out before fresh ones, in this order."""
-        checked = [_checked_group(g) for g in groups]
+        checked = [checked_group(g) for g in groups]
         with self._lock:
             self.buffer.extend(checked)
 
@@ -140,6 +141,62 @@ class RolloutDataSourceWithBuffer:
         return group
 
 
+class UserSource:
+    """A data source of the user's: what its methods raise, and what they return wrongly, is an error that names it.
+
+    Everything else is the source's own, also whether it has a method at all.
+    """
+
+    __slots__ = ("hook", "source")
+
+    def __init__(self, hook: Hook, args: Any):
+        """Make the source, which gets `args`. Raises: RolloutError, ConfigError, DataError."""
+        object.__setattr__(self, "hook", hook)
+        object.__setattr__(self, "source", hook.call(args, where="when it was made"))
+        if not hasattr(self.source, "get_samples"):
+            raise hook.wrong(self.source, "a data source with get_samples; instep/data/source.py says what one has")
+
+    def get_samples(self, num_groups: int) -> list[Group]:
+        where = f"get_samples({num_groups})"
+        with self.hook.guard(where):
+            groups = self.source.get_samples(num_groups)
+        if not isinstance(groups, list):
+            raise self.hook.wrong(groups, "a list of groups, which are lists of Sample", where)
+        with self.hook.guard(where):
+            groups = [checked_group(group) for group in groups]
+            if any(sample.group_index is None for group in groups for sample in group):
+                raise RolloutError("a sample has no group_index", remedy="give each group a number of its own")
+            return groups
+
+    def __len__(self) -> int:
+        with self.hook.guard("its length, for --num-epoch"):
+            return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.source, name)
+        if not callable(value):
+            return value
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self.hook.guard(name):
+                out = value(*args, **kwargs)
+            if name in ("state_dict", "cursor"):  # which a checkpoint holds
+                with self.hook.reading(out, "a state that is JSON: numbers, strings, lists, dicts", name):
+                    json.dumps(out)
+            return out
+
+        return called
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.source, name, value)
+
+
+def load_source(args: Settings, hook_args: Any) -> Any:
+    """The data source of a run. Raises: RolloutError, ConfigError, DataError."""
+    hook = Hook("--data-source-path", args.data_source_path)
+    return hook.function(hook_args) if hook.path.startswith("instep.") else UserSource(hook, hook_args)
+
+
 def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
     """The default buffer filter: first in, first out. A filter removes the groups that it returns from `buffer`."""
     taken = buffer[:num_groups]
@@ -171,7 +228,7 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     )
 
 
-def _checked_group(group: Any) -> Group:
+def checked_group(group: Any) -> Group:
     if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
         raise RolloutError(
             f"a group must be a list of samples, not {_describe(group)}", remedy="hand back whole groups, flat"

@@ -19,7 +19,7 @@ from instep.doctor.check import Check
 from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import ALARMS, describe
-from instep.observability.progress import duration
+from instep.observability.figures import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
 from instep.scratch import places
@@ -114,9 +114,10 @@ def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
     steps = [row for row in rows if any(name.startswith(("rollout/", "train/")) for name in row)]
     total = args.get("num_rollout")
     if not steps:
-        return Check("last step", "warn", f"none of {total} done", "see logs/ for what it waits for")
+        return Check("last rollout", "warn", f"none of {total} done", "see logs/ for what it waits for")
     age = time.time() - steps[-1]["time"]
-    return Check("last step", "ok", f"{steps[-1]['step']} (rollouts count from 0, of {total}), {duration(age)} ago")
+    last = steps[-1]["step"]
+    return Check("last rollout", "ok", f"{last} ({last + 1}/{total}; numbers count from 0), {duration(age)} ago")
 
 
 def _not_finite(rows: list[dict[str, Any]]) -> Check:
@@ -127,8 +128,8 @@ def _not_finite(rows: list[dict[str, Any]]) -> Check:
                 found.setdefault(name, []).append(row["step"])
     if not found:
         return Check("metrics", "ok", f"{len(rows)} rows, all finite")
-    text = "; ".join(f"{name} in step {', '.join(map(str, steps[:5]))}" for name, steps in found.items())
-    return Check("metrics", "fail", f"NaN or infinite: {text}", "lower --lr; look at the samples of these steps")
+    text = "; ".join(f"{name} in rollout {', '.join(map(str, steps[:5]))}" for name, steps in found.items())
+    return Check("metrics", "fail", f"NaN or infinite: {text}", "lower --lr; look at the samples of these rollouts")
 
 
 def _alarms(rows: list[dict[str, Any]]) -> Check:

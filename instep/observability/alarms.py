@@ -1,7 +1,9 @@
 """Alarms find figures of a run that mean trouble, from the metrics of its steps alone.
 
 Each alarm is a pure function of the steps so far, the newest last. It returns the text to show when it is raised, ""
-when it is not, and None when its metrics are missing. `docs/metrics.md` lists the alarms.
+when it is not, and None when its metrics are missing. `docs/metrics.md` lists the alarms. A step is a rollout and the
+training on it. The end of a solved task raises none: its entropy is low, its groups have one reward, and the reward
+stands (`_solved`).
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from instep.algorithms.catalog import KL_IN_LOSS
+
 START = 3  # steps whose median counts as the start
 WINDOW = 3  # steps whose mean is compared with a bound
 RECENT = 20  # steps that a spike is compared with, and that a reward must be stuck for
 SPIKE = 10.0  # gradient norm over the median of the recent steps
 JUMP = 3.0  # response length over the median of the recent steps
 STUCK = 1e-3  # spread of the reward
+TOP = 0.1  # of the rewards' spread: what may be missing to the best reward of a task that is solved
+RISING = 0.05  # of the rewards' spread: growth over the recent steps of a reward that rises
 _KEEP = 200  # steps that are remembered besides the first ones
 
 Steps = Sequence[Mapping[str, float]]
@@ -41,11 +47,11 @@ def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
     if not values or not limits.entropy_fraction:
         return None
     start = median(values[:START])
-    if len(values) <= START or values[-1] >= limits.entropy_fraction * start:
+    if len(values) <= START or values[-1] >= limits.entropy_fraction * start or _solved(steps) or _rises(steps):
         return ""
     return (
-        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start; try a lower --lr, --entropy-coef, "
-        "--eps-clip-high above --eps-clip, or a KL to the reference (--use-kl-loss)"
+        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start{_reward(steps)}; try a lower --lr, "
+        f"--entropy-coef, --eps-clip-high above --eps-clip, or a KL to the reference ({KL_IN_LOSS})"
     )
 
 
@@ -75,11 +81,13 @@ def truncation(steps: Steps, limits: Limits) -> str | None:
 
 
 def zero_variance_groups(steps: Steps, limits: Limits) -> str | None:
+    if _solved(steps):
+        return ""
     return _above(
         steps,
         "rollout/zero_std_groups_ratio",
         limits.zero_std_ratio,
-        "groups have one reward throughout and teach nothing: the task is solved, far too hard, or its reward broken; "
+        "groups have one reward throughout and teach nothing: the task is far too easy or hard, or its reward broken; "
         "try other data, more --n-samples-per-prompt, --dynamic-sampling-filter-path",
     )
 
@@ -92,7 +100,9 @@ def grad_norm_spike(steps: Steps, limits: Limits) -> str | None:
     if not abs(now) < float("inf"):
         return f"train/grad_norm is {now}: the step was skipped; {what}"
     usual = median(before) if len(before) >= 5 else 0.0
-    return f"train/grad_norm is {now:.3g}, usual were {usual:.3g}; {what}" if 0 < SPIKE * usual < now else ""
+    at_start = max(_values(steps[:START], "train/grad_norm"), default=0.0)  # a gradient that has faded may come back
+    raised = usual > 0 and now > max(SPIKE * usual, at_start)
+    return f"train/grad_norm is {now:.3g}, usual were {usual:.3g}; {what}" if raised else ""
 
 
 def reward_stuck(steps: Steps, limits: Limits) -> str | None:
@@ -100,11 +110,11 @@ def reward_stuck(steps: Steps, limits: Limits) -> str | None:
     if not values:
         return None
     recent = values[-RECENT:]
-    if len(recent) < RECENT or max(recent) - min(recent) > STUCK:
+    if len(recent) < RECENT or max(recent) - min(recent) > STUCK or _solved(steps):
         return ""
     return (
         f"rollout/reward_mean is {values[-1]:.3g} for {RECENT} steps; look at `instep samples RUN`: is the answer in "
-        "the form that the reward looks for, is --label-key right, is the task solved or too hard"
+        "the form that the reward looks for, is --label-key right, is the task too easy or too hard"
     )
 
 
@@ -141,6 +151,8 @@ _READ = (
     "rollout/truncated_ratio",
     "rollout/zero_std_groups_ratio",
     "rollout/reward_mean",
+    "rollout/reward_std",
+    "rollout/reward_max",
     "rollout/response_length_mean",
 )
 
@@ -178,8 +190,37 @@ class AlarmWatch:
 
 
 def describe(first: Mapping[str, int]) -> str:
-    """Return a text for tables: `truncation (step 3)`, or "none"."""
-    return ", ".join(f"{name} (step {step})" for name, step in first.items()) or "none"
+    """Return a text for tables: `truncation (rollout 3)`, or "none"."""
+    return ", ".join(f"{name} (rollout {step})" for name, step in first.items()) or "none"
+
+
+def _solved(steps: Steps) -> bool:
+    """Whether the mean reward of the last steps is the best reward that any sample got, but for `TOP` of the spread."""
+    rewards, best = _values(steps, "rollout/reward_mean"), max(_values(steps, "rollout/reward_max"), default=None)
+    return best is not None and 0 < TOP * _spread(steps) >= best - fmean(rewards[-WINDOW:])
+
+
+def _rises(steps: Steps) -> bool:
+    """Whether the mean reward of the later half of the recent steps is above that of the former half."""
+    recent = _values(steps, "rollout/reward_mean")[-RECENT:]
+    half = len(recent) // 2
+    return half > 0 and fmean(recent[half:]) - fmean(recent[:half]) > RISING * _spread(steps)
+
+
+def _spread(steps: Steps) -> float:
+    """Return by how much rewards differ: the standard deviation at the start, or what was gained since if that is more.
+
+    Extreme samples do not count, so that a rare penalty does not make all other rewards look alike.
+    """
+    means, best = _values(steps, "rollout/reward_mean"), _values(steps, "rollout/reward_max")
+    stds = _values(steps, "rollout/reward_std")[:START]
+    gained = max(best) - min(means) if best and means else 0.0
+    return max(median(stds) if stds else 0.0, gained)
+
+
+def _reward(steps: Steps) -> str:
+    rewards = _values(steps, "rollout/reward_mean")
+    return f", and the reward does not rise ({rewards[-1]:.3g})" if rewards else ""
 
 
 def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:

@@ -12,15 +12,16 @@ INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
 PHASE_ORDER = ("rollout", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak")
+NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
 
 
 @dataclass
 class History:
-    """The rows of metrics.jsonl as columns. x is the number of training steps that are done after the row's step.
+    """The rows of metrics.jsonl as columns. x is the number of the rollout, from 0.
 
     Attributes:
-        steps: `[(x, row)]` of the rows with `rollout/` or `train/` metrics; rows of one step are merged.
-        evals: `[(x, row)]` of the rows with `eval/` metrics; x is 0 for an evaluation before the first step.
+        steps: `[(x, row)]` of the rows with `rollout/` or `train/` metrics; rows of one rollout are merged.
+        evals: `[(x, row)]` of the rows with `eval/` metrics; each was before rollout x, with the weights of rollout x.
     """
 
     steps: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -44,21 +45,20 @@ def _finite(value: Any) -> bool:
 
 
 def read_history(rows: Sequence[dict[str, Any]]) -> History:
-    """Merge the rows of each step, in the order of the file."""
-    history, x = History(), 0
+    """Merge the rows of each rollout, in the order of the file."""
+    history = History()
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
+        step = int(row["step"])
         if any(name.startswith(("rollout/", "train/")) for name in row):
-            if row["step"] in by_step:
-                by_step[row["step"]].update(row)
-            else:
-                x += 1
-                by_step[row["step"]] = dict(row)
-                history.steps.append((x, by_step[row["step"]]))
-        elif row["step"] in by_step:  # e.g. perf/ figures logged apart
-            by_step[row["step"]].update({k: v for k, v in row.items() if not k.startswith("eval/")})
+            if step not in by_step:
+                by_step[step] = {}
+                history.steps.append((step, by_step[step]))
+            by_step[step].update(row)
+        elif step in by_step:  # e.g. perf/ figures logged apart
+            by_step[step].update({k: v for k, v in row.items() if not k.startswith("eval/")})
         if any(name.startswith("eval/") for name in row):
-            history.evals.append((x, row))
+            history.evals.append((step, row))
     return history
 
 
@@ -77,7 +77,7 @@ def _axes(title: str, ylabel: str) -> tuple[Any, Any]:
         figure = Figure(figsize=(6.2, 3.1), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title, loc="left", pad=10)
-        axes.set_xlabel("step")
+        axes.set_xlabel("rollout")
         axes.set_ylabel(ylabel)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
     axes.set_axisbelow(True)
@@ -142,6 +142,47 @@ def plot_reward(history: History) -> str | None:
     return _svg(figure, axes)
 
 
+def plot_loss(history: History) -> str | None:
+    """Plot the loss where there are no rewards, and the margin of pairs on the right axis."""
+    x, loss = history.column("train/loss")
+    if not x or history.column("rollout/reward_mean")[0]:
+        return None
+    figure, axes = _axes("Loss", "loss")
+    _line(axes, x, loss, "loss", COLORS[0])
+    mx, margin = history.column("train/reward_margin")
+    if not mx:
+        return _svg(figure, axes)
+    right = _right_axes(axes, "margin")
+    _line(right, mx, margin, "margin (right axis)", COLORS[1], linestyle="--")
+    return _svg(figure, axes, right)
+
+
+def plot_pairs(history: History) -> str | None:
+    """Plot the share of pairs whose chosen response has the higher reward."""
+    x, accuracy = history.column("train/reward_accuracy")
+    if not x:
+        return None
+    figure, axes = _axes("Accuracy", "share of pairs")
+    _line(axes, x, accuracy, "accuracy", COLORS[2])
+    axes.set_ylim(0, 1.02)
+    return _svg(figure, axes)
+
+
+def plot_tokens(history: History) -> str | None:
+    """Plot the tokens of a rollout where there are no rewards, and the share that is not trained on."""
+    x, tokens = history.column("rollout/num_tokens")
+    if not x or history.column("rollout/reward_mean")[0]:
+        return None
+    figure, axes = _axes("Tokens", "tokens per rollout")
+    _line(axes, x, tokens, "tokens", COLORS[0])
+    axes.set_ylim(bottom=0)
+    mx, masked = history.column("rollout/masked_ratio")
+    right = _right_axes(axes, "share masked")
+    _line(right, mx, masked, "masked (right axis)", COLORS[1], linestyle=":")
+    right.set_ylim(0, 1)
+    return _svg(figure, axes, right)
+
+
 def plot_length(history: History) -> str | None:
     """Plot the response length (mean, max), and the share of truncated responses on the right axis."""
     x, mean = history.column("rollout/response_length_mean")
@@ -180,10 +221,11 @@ def plot_entropy(history: History) -> str | None:
     """Plot the entropy, and the KL divergences on the right axis."""
     x, entropy = history.column("train/entropy")
     kls = {"train/ppo_kl": "PPO KL (right axis)", "train/kl_loss": "KL to reference (right axis)"}
-    columns = {name: column for name in kls if (column := history.column(name))[0]}
+    columns = {name: history.column(name) for name in kls}
+    columns = {name: column for name, column in columns.items() if any(abs(v) > NO_KL for v in column[1])}
     if not x and not columns:
         return None
-    figure, axes = _axes("Entropy and KL", "entropy (nats)")
+    figure, axes = _axes("Entropy and KL" if columns else "Entropy", "entropy (nats)")
     if x:
         _line(axes, x, entropy, "entropy", COLORS[0])
     if not columns:
@@ -195,7 +237,7 @@ def plot_entropy(history: History) -> str | None:
 
 
 def phase_seconds(history: History) -> dict[str, list[float]]:
-    """Return the seconds of each step by phase, known phases first; 0 where one did not run, "other" for the rest."""
+    """Return the seconds of each rollout by phase, known ones first; 0 where one did not run, "other" for the rest."""
     names = [n.removeprefix("perf/").removesuffix("_seconds") for n in history.names("perf/", "_seconds")]
     names = [n for n in names if n not in NOT_A_PHASE]
     names.sort(key=lambda n: PHASE_ORDER.index(n) if n in PHASE_ORDER else len(PHASE_ORDER))
@@ -209,11 +251,11 @@ def phase_seconds(history: History) -> dict[str, list[float]]:
 
 
 def plot_phases(history: History) -> str | None:
-    """Plot the seconds of each step, stacked by phase."""
+    """Plot the seconds of each rollout, stacked by phase."""
     phases = phase_seconds(history)
     if not phases:
         return None
-    figure, axes = _axes("Time by phase", "seconds per step")
+    figure, axes = _axes("Time by phase", "seconds per rollout")
     x, bottom = [x for x, _ in history.steps], [0.0] * len(history.steps)
     total = sum(map(sum, phases.values()))
     for i, (name, seconds) in enumerate(phases.items()):
@@ -265,4 +307,15 @@ def plot_critic(history: History) -> str | None:
     return _svg(figure, axes, right)
 
 
-PLOTS = (plot_reward, plot_length, plot_gap, plot_entropy, plot_critic, plot_phases, plot_speed)
+PLOTS = (
+    plot_reward,
+    plot_loss,
+    plot_pairs,
+    plot_tokens,
+    plot_length,
+    plot_gap,
+    plot_entropy,
+    plot_critic,
+    plot_phases,
+    plot_speed,
+)

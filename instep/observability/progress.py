@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+from instep.observability.figures import Figure, duration, figures_of, number
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII_BLOCKS = "_.-=+*%#"
@@ -32,26 +34,6 @@ def sparkline(values: list[float], width: int = 40, blocks: str = BLOCKS) -> str
     if high <= low:
         return blocks[len(blocks) // 2 - 1] * len(values)
     return "".join(blocks[round((v - low) / (high - low) * (len(blocks) - 1))] for v in values)
-
-
-def duration(seconds: float | None) -> str:
-    """Format seconds as `h:mm:ss` or `mm:ss`; "-" for None."""
-    if seconds is None:
-        return "-"
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes:02d}:{secs:02d}"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Format a number for people: 1,234 or 0.412 or 1.2e-06; "-" for None, "n/a" for NaN."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return "n/a" if math.isnan(value) else str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.{digits}f}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
 
 
 @dataclass(eq=False)
@@ -69,21 +51,31 @@ class Phase:
         return (time.monotonic() if self.ended is None else self.ended) - self.began
 
     def __str__(self) -> str:
-        return f"{self.name}{'' if self.rollout_id is None else f' {self.rollout_id}'}, for {self.seconds:.1f} s"
+        return self.name if self.rollout_id is None else f"{self.name} {self.rollout_id}"
 
 
 class Progress:
-    """Shows phases, step, reward, response length, tokens/s, elapsed and remaining time.
+    """Shows phases, the figures of each step, elapsed and remaining time. A step is a rollout and the training on it.
 
-    Everything printed or logged by this process while the panel is up appears above it, whole. `stop` restores the
-    terminal and may be called twice. The remaining time is the mean of the last 20 steps times the steps that remain.
+    Each step is a line, above the panel where there is one, as is all that this process prints or logs meanwhile.
+    `stop` restores the terminal and may be called twice. The remaining time is the mean of the last 20 steps times the
+    steps that remain.
     """
 
-    def __init__(self, title: str, num_steps: int | None, *, steps_done: int = 0, console: Console | None = None):
+    def __init__(
+        self,
+        title: str,
+        num_steps: int | None,
+        *,
+        steps_done: int = 0,
+        figures: Sequence[Figure] | None = None,
+        console: Console | None = None,
+    ):
         self.title, self.num_steps, self.steps_done = title, num_steps, steps_done
+        self.figures = tuple(figures or figures_of({}))
         self.console = console or Console()
         self.status = ""
-        self.rewards: list[float] = []
+        self.course: list[float] = []  # of the first figure
         self.last: dict[str, float] = {}
         self._seen: set[int] = set()
         self._announced: set[str] = set()
@@ -143,8 +135,8 @@ class Progress:
 
     @property
     def phase(self) -> str:
-        """The names of the phases that are going on."""
-        return " + ".join(phase.name for phase in self.phases)
+        """The names of the phases that are going on, with their rounds."""
+        return " + ".join(map(str, self.phases))
 
     def set_status(self, text: str) -> None:
         """Show a note; without a panel it is printed only if nothing else was printed for 15 s."""
@@ -164,7 +156,7 @@ class Progress:
                 length = metrics.get(f"eval/{dataset}/response_length_mean")
                 self.line(
                     f"{duration(self.elapsed)} | eval {dataset}: reward {number(value)}, length {number(length, 1)}, "
-                    f"after {self.steps_done} steps"
+                    f"after {step} rollouts"
                 )
 
     def _finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -175,24 +167,28 @@ class Progress:
             if self._step_end is not None:
                 self._step_seconds.append(now - self._step_end)
             self._step_end = now
-        if "rollout/reward_mean" in metrics:
-            self.rewards.append(metrics["rollout/reward_mean"])
-        if not self.live:
-            self.line(f"{duration(self.elapsed)} | {self.steps_text()}  {self._figures()}  left {duration(self.left)}")
+        if self.figures[0].metric in metrics:
+            self.course.append(metrics[self.figures[0].metric])
+        done = f"{self.steps_done}/{self.num_steps}" if self.num_steps else f"{self.steps_done} done"
+        line = f"{duration(self.elapsed)} | rollout {step} ({done})"
+        known = [f"  {f.label} {f.text(self.last[f.metric])}" for f in self.figures if f.metric in self.last]
+        for figure in [*known, f"  left {duration(self.left)}"]:
+            if self.live and len(line + figure) > self.console.width:  # the panel has all of them
+                break
+            line += figure
+        self.line(line)
 
     def steps_text(self) -> str:
-        return f"step {self.steps_done}" + (f"/{self.num_steps}" if self.num_steps else "")
+        """How many rollouts are done; their numbers count from 0."""
+        return f"{self.steps_done}{f' of {self.num_steps}' if self.num_steps else ''} rollouts done"
 
-    def _figures(self) -> str:
-        shown = (
-            ("reward", "rollout/reward_mean", 3),
-            ("loss", "train/loss", 4),
-            ("length", "rollout/response_length_mean", 1),
-            ("rollout tok/s", "perf/rollout_tokens_per_second", 0),
-            ("train tok/s", "perf/train_tokens_per_second", 0),
-            ("gap", "train/log_prob_gap_max", 3),
-        )
-        return "  ".join(f"{label} {number(self.last[key], d)}" for label, key, d in shown if key in self.last)
+    def results(self) -> dict[str, float]:
+        """Return for the summary the first and the last value of the first figure, and the last of some others."""
+        key, course = self.figures[0].key, [v for v in self.course if math.isfinite(v)]
+        out = {f"{key}_first": course[0], f"{key}_last": course[-1]} if course else {}
+        return out | {
+            f"{f.key}_last": self.last[f.metric] for f in self.figures if f.in_table and f.metric in self.last
+        }
 
     @property
     def elapsed(self) -> float:
@@ -212,30 +208,23 @@ class Progress:
 
     def render(self) -> RenderableType:
         """Draw the panel as it is now."""
-        names = [((f" {p.name}", "bold cyan"), (f" {duration(p.seconds)}", "dim")) for p in self.phases]
+        names = [((f" {p}", "bold cyan"), (f" {duration(p.seconds)}", "dim")) for p in self.phases]
         self._spinner.text = Text.assemble(*(part for pair in names for part in pair))
         top = Table.grid(padding=(0, 2), expand=True)
         top.add_column(ratio=1)
         top.add_column(justify="right")
         top.add_row(self._spinner, Text(self.steps_text(), "bold"))
-        body = Table.grid(padding=(0, 2), expand=True)
-        body.add_column(style="dim", no_wrap=True)
-        body.add_column(no_wrap=True, justify="right")
-        body.add_column(ratio=1, no_wrap=True)
-        room = max(self.console.width - 36, 8)
-        reward = self.rewards[-1] if self.rewards else None
-        body.add_row("reward", number(reward), Text(sparkline(self.rewards, room, self._blocks), "green"))
-        length, gap = self.last.get("rollout/response_length_mean"), self.last.get("train/log_prob_gap_max")
-        body.add_row("length", number(length, 1), Text(f"trainer-engine gap {number(gap)}", "dim"))
-        rollout, train = (self.last.get(f"perf/{k}_tokens_per_second") for k in ("rollout", "train"))
-        body.add_row("tokens/s", number(rollout, 0), Text(f"in rollouts, {number(train, 0)} in training", "dim"))
-        body.add_row("elapsed", duration(self.elapsed), Text(f"left {duration(self.left)}"))
         rows: list[RenderableType] = [top]
         if self.num_steps:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self.num_steps, completed=min(self.steps_done, self.num_steps)))
             rows.append(bar)
-        rows.append(body)
+        first, *others = self.figures
+        course = Text(sparkline(self.course, max(self.console.width - 28, 8), self._blocks), "green")
+        shown = [(f.label, f.text(self.last.get(f.metric))) for f in others]
+        shown += [("elapsed", duration(self.elapsed)), ("left", duration(self.left))]
+        rows.append(_grid([(first.label, first.text(self.course[-1] if self.course else None), course)]))
+        rows.append(_grid([sum(shown[i : i + 3], ()) for i in range(0, len(shown), 3)]))
         if self.status:
             rows.append(Text(self.status, "dim", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*rows), title=Text(self.title, "bold"), border_style="blue", padding=(0, 1))
@@ -250,3 +239,13 @@ class Progress:
         self._handlers = []
         live.transient = not keep_panel
         live.stop()
+
+
+def _grid(rows: Sequence[tuple[RenderableType, ...]]) -> Table:
+    """Return rows of labels, each followed by its value."""
+    table = Table.grid(padding=(0, 2))
+    for i in range(max(map(len, rows))):
+        table.add_column(style="" if i % 2 else "dim", no_wrap=True, justify="right" if i % 2 else "left", min_width=8)
+    for row in rows:
+        table.add_row(*row)
+    return table

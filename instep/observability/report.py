@@ -11,8 +11,8 @@ from typing import Any
 
 from instep.atomic import write_text
 from instep.observability.alarms import describe
+from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
-from instep.observability.progress import duration, number
 from instep.observability.sinks import read_json_lines
 
 STYLE = """
@@ -102,9 +102,18 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
         found.append(("training reward, first \u2192 last", f"{number(rewards[0])} \u2192 {number(rewards[-1])}"))
     losses = history.column("train/loss")[1]
     if losses and not rewards:
-        found.append(("loss, first \u2192 last", f"{number(losses[0])} \u2192 {number(losses[-1])}"))
+        found.append(("loss, first \u2192 last", f"{number(losses[0], 4)} \u2192 {number(losses[-1], 4)}"))
+    for name in ("accuracy", "margin"):  # of pairs
+        values = history.column(f"train/reward_{name}")[1]
+        if values:
+            found.append((f"{name}, first \u2192 last", f"{number(values[0])} \u2192 {number(values[-1])}"))
+    masked = history.column("rollout/masked_ratio")[1]
+    if masked and not rewards:
+        found.append(("masked tokens (not trained on)", f"{sum(masked) / len(masked):.0%}"))
     if history.steps:
-        found.append(("steps", f"{summary.get('num_steps') or len(history.steps):,}"))
+        found.append(("rollouts", f"{len(history.steps):,}"))
+    if summary.get("num_steps"):
+        found.append(("optimizer steps", f"{summary['num_steps']:,}"))
     wall = summary.get("wall_seconds") or sum(history.column("perf/step_seconds")[1])
     if wall:
         found.append(("wall time" if summary.get("wall_seconds") else "time in steps", duration(wall)))
@@ -150,7 +159,7 @@ def _subtitle(history: History, versions: Mapping[str, Any], summary: Mapping[st
     if commit:
         names.append(f"commit {str(commit)[:10]}{' with local changes' if versions.get('git_dirty') else ''}")
     return " \u00b7 ".join(
-        [f"{state}, {len(history.steps)} step{'' if len(history.steps) == 1 else 's'} logged", *names]
+        [f"{state}, {len(history.steps)} rollout{'' if len(history.steps) == 1 else 's'} logged", *names]
     )
 
 
@@ -183,19 +192,20 @@ def _sample(row: Mapping[str, Any]) -> str:
     prompt, reward = row.get("prompt"), row.get("reward")
     if isinstance(prompt, list):
         prompt = "\n".join(f"{m.get('role', '?')}: {_text(m.get('content'))}" for m in prompt)
-    tone = ""
+    tone, head = "", f"reward {_text(reward)}"
     if isinstance(reward, (int, float)):
-        tone = " good" if reward > 0 else " bad"
-        reward = number(float(reward))
-    tags = [
-        f"{row['split']}, rollout {row['rollout_id']}",
-        f"{row.get('response_length')} tokens",
-        str(row.get("status")),
-    ]
+        tone, head = " good" if reward > 0 else " bad", f"reward {number(float(reward))}"
+    tags = [f"{row['split']}, rollout {row['rollout_id']}", f"{row.get('response_length')} tokens"]
+    if "loss" in row:  # of the data (SFT, DPO)
+        head = f"{row.get('pair', '')} loss {number(row['loss'], 4)}".strip()
+        tags = [tags[0], f"{row['num_tokens']} tokens, {row['num_trained']} trained on"]
+    else:
+        tags.append(str(row.get("status")))
     tags_html = "".join(f'<span class="tag">{html.escape(tag)}</span>' for tag in tags)
-    label = f'<div class="dim">label: {html.escape(_text(row["label"]))}</div>' if row.get("label") is not None else ""
+    known = row.get("label") is not None and "pair" not in row  # the label of a pair is the pair itself
+    label = f'<div class="dim">label: {html.escape(_text(row["label"]))}</div>' if known else ""
     return (
-        f'<div class="sample"><h3><span class="tag{tone}">reward {html.escape(_text(reward))}</span>{tags_html}</h3>'
+        f'<div class="sample"><h3><span class="tag{tone}">{html.escape(head)}</span>{tags_html}</h3>'
         f'<pre>{html.escape(_text(prompt))}</pre><pre class="response">{html.escape(_text(row.get("response")))}</pre>'
         f"{label}</div>"
     )

@@ -21,10 +21,11 @@ from instep.arguments.paths import RUN_FILES
 from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
+from instep.observability.figures import duration, figures_of, number
 from instep.observability.output import lost_output
-from instep.observability.progress import Phase, Progress, duration, number
+from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
-from instep.observability.samples import sample_row, spread
+from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
 from instep.observability.versions import versions
 from instep.private import without_credentials, without_secrets
@@ -88,11 +89,9 @@ class RunLogger:
                 stack.callback(self._close_sink, sink)
             kept = [row for row in self._metrics.kept if _is_step(row)]
             self._alarms = AlarmWatch(Limits.from_args(args_dict), kept)
-            steps = {row["step"] for row in kept}
-            self.progress = Progress(title, num_steps, steps_done=len(steps), console=console)
-            self.progress.rewards += [
-                r for row in self._metrics.kept if (r := row.get("rollout/reward_mean")) is not None
-            ]
+            figures, done = figures_of(args_dict), resume_from_step or 0
+            self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
+            self.progress.course += [v for row in kept if (v := row.get(figures[0].metric)) is not None]
             stack.callback(self.progress.stop)  # first of all when closing, so that errors show on a sane terminal
             self._close = stack.pop_all()
 
@@ -124,18 +123,22 @@ class RunLogger:
         split: str,
         limit: int,
         *,
+        reward_key: str | None = None,
+        rewarded: bool = True,
         texts: Callable[[list[int]], list[str]] | None = None,
         log_probs: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
-        """Write up to `limit` samples to samples.jsonl: one of each group, then the second of each, and so on.
+        """Write up to `limit` samples to samples.jsonl, and the extreme ones, as `to_log` picks them.
 
         Args:
+            rewarded: False for samples of the data, see `sample_row`.
             texts: token ids -> the text of each.
             log_probs: the trainer's log-probs of the response tokens by `id(sample)`, where they are known.
         """
-        for sample in spread(groups, limit):
-            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)))
-            self._samples.write({"rollout_id": rollout_id, "split": split, **row})
+        head = {"rollout_id": rollout_id, "split": split, "num_samples": sum(map(len, groups))}
+        for sample in to_log(groups, limit, reward_key):
+            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)), rewarded=rewarded)
+            self._samples.write({**head, **row})
 
     def sync(self) -> None:
         """Bring all rows so far to the disk."""
@@ -149,7 +152,7 @@ class RunLogger:
         try:
             yield phase
         except BaseException as error:
-            self._failures.append((error, name))
+            self._failures.append((error, str(phase)))
             raise
         finally:
             self.progress.end_phase(phase)
@@ -163,7 +166,7 @@ class RunLogger:
 
     def where(self) -> str:
         """Describe the phases that are going on, with round and duration; between two, the one that ended last."""
-        return "; ".join(map(str, self.progress.phases))
+        return "; ".join(f"{phase}, for {phase.seconds:.1f} s" for phase in self.progress.phases)
 
     def status(self, text: str) -> None:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
@@ -175,7 +178,8 @@ class RunLogger:
         Args:
             interrupted: how an interrupted run can go on, which is said in place of the table.
         """
-        summary = {"status": "interrupted" if interrupted else "finished", **summary, "alarms": self._alarms.first}
+        status = "interrupted" if interrupted else "finished"
+        summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if interrupted:
             summary["to_go_on"] = interrupted
         if lost := lost_output():
@@ -206,7 +210,7 @@ class RunLogger:
         self._close.close()
         if exc_type is not None:
             _write_error(self.run_dir / "logs" / "error.txt", exc)
-            phase = next((name for error, name in self._failures if error is exc), self.progress.phase)
+            phase = next((phase for error, phase in self._failures if error is exc), self.progress.phase)
             print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
 
 

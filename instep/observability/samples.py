@@ -6,22 +6,41 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from instep.types import Group, Sample
+from instep.observability.metrics import num_trained
+from instep.types import Group, Sample, as_number
 
 MAX_LOGGED_TOKENS = 4096  # of a response, per sample; `response_length` says how many there are
 _KEYS = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata", "status")
 
 
-def spread(groups: Sequence[Group], limit: int) -> list[Sample]:
-    """Return up to `limit` samples: the first one of each group, then the second one of each, and so on."""
+def to_log(groups: Sequence[Group], limit: int, reward_key: str | None = None) -> list[Sample]:
+    """Return the samples of a rollout that are logged: the first one of each group, then the second one of each, up to
+    `limit`; and those with the lowest and the highest reward and the longest response, where they are not among these.
+
+    Args:
+        reward_key: the entry that counts where rewards are dicts; samples without a number count as neither.
+    """
     deepest = max((len(group) for group in groups), default=0)
-    return [group[i] for i in range(deepest) for group in groups if i < len(group)][:limit]
+    all_samples = [group[i] for i in range(deepest) for group in groups if i < len(group)]
+    if not limit or not all_samples:
+        return []
+    rewarded = [(r, s) for s in all_samples if (r := reward_number(s.reward, reward_key)) is not None]
+    extremes = [pick(rewarded, key=lambda pair: pair[0])[1] for pick in (min, max) if rewarded]
+    extremes.append(max(all_samples, key=lambda s: s.response_length))
+    return list({id(s): s for s in [*all_samples[:limit], *extremes]}.values())
+
+
+def reward_number(reward: Any, key: str | None) -> float | None:
+    """Return a reward as a number, of a dict its entry `key`; None where there is none."""
+    return as_number(reward.get(key) if isinstance(reward, dict) else reward)
 
 
 def sample_row(
     sample: Sample,
     texts: Callable[[list[int]], list[str]] | None = None,
     log_probs: Sequence[float] | None = None,
+    *,
+    rewarded: bool = True,
 ) -> dict[str, Any]:
     """Return the sample as JSON. `tokens` holds equally long lists for the first `MAX_LOGGED_TOKENS` response tokens:
 
@@ -31,9 +50,18 @@ def sample_row(
     Args:
         texts: token ids -> the text of each.
         log_probs: the trainer's `[response_length]`.
+        rewarded: False for a sample of the data (SFT, DPO), which no engine made: it has no reward, but `loss` (mean of
+            -log-prob over the tokens that are trained on), `num_tokens`, `num_trained`, and in a pair `pair`.
     """
     row = sample.to_dict()
     out = {key: row[key] for key in _KEYS}
+    if not rewarded:
+        trained = num_trained(sample)
+        mask = sample.loss_mask or [1] * sample.response_length
+        summed = -math.fsum(p for p, m in zip(log_probs, mask, strict=True) if m) if log_probs else None
+        loss = summed / trained if summed is not None and trained else None
+        out |= {"reward": None, "loss": loss, "num_tokens": len(sample.tokens), "num_trained": trained}
+        out |= {"pair": row["pair"]} if "pair" in row else {}
     out["weight_versions"] = [span.version for span in sample.weight_versions]
     out["version_spans"] = [[span.version, span.start, span.end] for span in sample.weight_versions]
     n = min(sample.response_length, MAX_LOGGED_TOKENS)
@@ -46,6 +74,8 @@ def sample_row(
         "rollout_log_probs": _rounded(sample.rollout_log_probs, n),
         "log_probs": _rounded(log_probs, n),
     }
+    if not rewarded and not out["response"]:
+        out["response"] = "".join(out["tokens"]["texts"] or [])
     return out
 
 

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from instep.errors import ConfigError
-from instep.observability.progress import number
-from instep.observability.samples import gaps
+from instep.observability.figures import number
+from instep.observability.samples import gaps, reward_number
 from instep.observability.sinks import read_json_lines
 
 WARN, BAD = 0.02, 0.2  # nats
-_WORST = ("reward", "gap", "length")  # the lowest reward, the largest gap, the most tokens
+_WORST = ("reward", "loss", "gap", "length")  # the lowest reward, the largest loss or gap, the most tokens
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,11 +31,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line of `instep samples`."""
     out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
     out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
-    out.add_argument("--step", type=int, metavar="N", help="of rollout N; default: the last one logged")
+    out.add_argument("--step", type=int, metavar="N", help="of rollout N (from 0); default: the last one logged")
     out.add_argument("--index", type=int, metavar="I", help="only sample number I (of any step without --step)")
     out.add_argument("--split", metavar="NAME", help="train, or eval/NAME; default: train")
     out.add_argument(
-        "--worst", choices=_WORST, help="lowest reward, largest gap or longest first; default: in the order of the run"
+        "--worst",
+        choices=_WORST,
+        help="lowest reward, largest loss (SFT, DPO), largest gap or longest first; default: in the order of the run",
     )
     out.add_argument("--limit", type=int, default=8, metavar="K", help="at most K samples; default: 8")
     out.add_argument("--tokens", action="store_true", help="a table of each sample's tokens, too")
@@ -48,15 +50,26 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
     rows = select(options.run, step=options.step, split=options.split, index=options.index)
     if options.worst is not None:
         key = reward_key(options.run, rows[0]["split"])
+        if options.worst in ("reward", "loss") and all(row.get(options.worst) is None for row in rows):
+            what, other = f"these samples have no {options.worst}", "loss" if options.worst == "reward" else "reward"
+            raise ConfigError(what, where=f"--worst {options.worst}", remedy=f"--worst {other}, gap or length")
         rows = sorted(rows, key=lambda row: _badness(row, options.worst, key), reverse=True)
     console = console or Console(soft_wrap=True)
     for row in rows[: options.limit]:
         for part in render(row, with_tokens=options.tokens, marks=not console.is_terminal):
             console.print(part, soft_wrap=isinstance(part, Text))
-    shown = min(options.limit, len(rows))
-    if shown < len(rows):
-        console.print(Text(f"{shown} of {len(rows)} samples; --limit shows more", "dim"))
+    console.print(Text(_count(rows, min(options.limit, len(rows)), options.index is not None), "dim"))
     return 0
+
+
+def _count(rows: Sequence[dict[str, Any]], num_shown: int, one: bool) -> str:
+    """Say how many samples there are beyond those that are shown."""
+    of, more = rows[0].get("num_samples"), "" if num_shown == len(rows) else "; --limit shows more"
+    if one or of is None:
+        return f"{num_shown} of {len(rows)} samples{more}"
+    extremes = "longest is" if rows[0].get("reward") is None else "lowest and highest reward and the longest are"
+    which = "" if len(rows) == of else f" (the {extremes} among them)"
+    return f"{num_shown} shown of {len(rows)} logged of {of} in rollout {rows[0]['rollout_id']}{which}{more}"
 
 
 def select(
@@ -84,7 +97,7 @@ def select(
         rows = [row for row in rows if row["rollout_id"] == step]
         if not rows:
             known = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
-            raise ConfigError(f"no samples of step {step}", where=where, remedy=f"there are {known}")
+            raise ConfigError(f"no samples of rollout {step}", where=where, remedy=f"there are {known}")
     if index is not None:
         known = ", ".join(str(row["index"]) for row in rows[-8:])
         rows = [row for row in rows if row["index"] == index]
@@ -104,15 +117,7 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
     known = [g for g in differences if g is not None]
     head = Text(f"== {row['split']} {row['rollout_id']}, group {row['group_index']}, sample {row['index']}", "bold")
     yield head
-    gap = f"mean {number(fmean(known), 4)}, max {number(max(known), 4)}" if known else "not available"
-    facts = (
-        ("reward", _plain(row.get("reward")), _reward_style(row.get("reward"))),
-        ("label", _plain(row.get("label")), ""),
-        ("status", str(row.get("status")), "yellow" if row.get("status") != "completed" else ""),
-        ("tokens", str(row.get("response_length")), ""),
-        ("gap", gap, _gap_style(max(known)) if known else "dim"),
-        ("versions", _versions(row), ""),
-    )
+    facts = _facts_of_data(row) if "loss" in row else _facts(row, known)
     yield Text.assemble(*(part for name, text, style in facts for part in ((f"{name} ", "dim"), (text + "  ", style))))
     yield Text.assemble(("prompt    ", "dim"), _prompt(row.get("prompt")))
     yield Text.assemble(("response  ", "dim"), response(row, differences, marks=marks))
@@ -121,6 +126,27 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
     if with_tokens and row.get("tokens"):
         yield token_table(row, differences)
     yield Text()
+
+
+def _facts(row: dict[str, Any], known: list[float]) -> list[tuple[str, str, str]]:
+    """Return name, text and style of what is known about a sample that an engine made; `known` are its gaps."""
+    gap = f"mean {number(fmean(known), 4)}, max {number(max(known), 4)}" if known else "not available"
+    return [
+        ("reward", _plain(row.get("reward")), _reward_style(row.get("reward"))),
+        ("label", _plain(row.get("label")), ""),
+        ("status", str(row.get("status")), "yellow" if row.get("status") != "completed" else ""),
+        ("tokens", str(row.get("response_length")), ""),
+        ("gap", gap, _gap_style(max(known)) if known else "dim"),
+        ("versions", _versions(row), ""),
+    ]
+
+
+def _facts_of_data(row: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the same of a sample of the data (SFT, DPO), which has neither reward nor gap."""
+    num, trained = row["num_tokens"], row["num_trained"]
+    pair = [("pair", row["pair"], "green" if row["pair"] == "chosen" else "red")] if "pair" in row else []
+    masked = f"{num - trained} ({1 - trained / max(1, num):.0%})"
+    return [*pair, ("loss", number(row["loss"], 4), ""), ("tokens", str(num), ""), ("masked", masked, "")]
 
 
 def response(row: dict[str, Any], differences: Sequence[float | None], *, marks: bool) -> Text:
@@ -182,10 +208,8 @@ def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
     if by == "gap":
         known = [g for g in gaps(row) if g is not None]
         return max(known, default=-1.0)
-    reward = row.get("reward")
-    if isinstance(reward, dict) and key is not None:
-        reward = reward.get(key)
-    return -float(reward) if isinstance(reward, (int, float)) else float("-inf")
+    value = row.get("loss") if by == "loss" else reward_number(row.get("reward"), key)
+    return float("-inf") if value is None else value if by == "loss" else -value
 
 
 def _gap_style(gap: float | None) -> str:

@@ -42,10 +42,12 @@ def _pair(args: HookSettings, sample: Sample) -> Group:
             where=where,
             remedy='let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind',
         )
-    return [
-        as_completed(copy.deepcopy(sample), *_tokenized(args, sample, sample.label[name], f"{where}, {name}"), reward)
-        for name, reward in (("chosen", 1.0), ("rejected", 0.0))
-    ]
+    pair = []
+    for name, reward in (("chosen", 1.0), ("rejected", 0.0)):
+        ids, mask = _tokenized(args, sample, sample.label[name], f"{where}, {name}")
+        pair.append(as_completed(copy.deepcopy(sample), ids, mask, reward))
+        pair[-1].extra["pair"] = name
+    return pair
 
 
 def _tokenized(args: HookSettings, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:

@@ -6,12 +6,11 @@ import asyncio
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import DataError, InstepError, RolloutError
-from instep.hooks import load_function, raised_at
+from instep.errors import DataError, RolloutError
+from instep.hooks import Hook, load_function
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
@@ -108,29 +107,34 @@ async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any
 
 async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
     args = execution.args
-    path = sample.generate_function_path or args.custom_generate_function_path or DEFAULT_GENERATE
-    function = load_function(path)
+    own = sample.generate_function_path
+    path = own or args.custom_generate_function_path or DEFAULT_GENERATE
+    of_run = own in (None, args.custom_generate_function_path)
+    hook = Hook("--custom-generate-function-path" if of_run else "--eval-config, custom_generate_function_path", path)
     kwargs = _accepted(path, evaluation=execution.evaluation)
     if execution.max_context_len is not None:
         params = {**params, "max_new_tokens": _room(execution, sample, params.get("max_new_tokens"))}
     sample.sampling_params = to_vllm(params)
     samples = [sample]
     for _ in range(MAX_CONTINUATIONS):
-        output = await call_hook(path, name_of(sample), function, args, sample, dict(params), **kwargs)
-        samples = list(flatten(output))
+        output = await hook.acall(args, sample, dict(params), where=name_of(sample), **kwargs)
+        try:
+            samples = list(flatten(output))
+        except RolloutError:
+            raise hook.wrong(output, "a Sample, or a list of them", name_of(sample)) from None
         # Aborted by others (a weight sync, the end of another rollout): the response is continued.
         if execution.aborted or path != DEFAULT_GENERATE or samples[0].status is not Status.ABORTED:
             break
         await asyncio.sleep(0.02)
     if not samples:
-        raise RolloutError("the generate function returned no sample", where=f"{path}: {name_of(sample)}")
+        raise hook.wrong(output, "a Sample, or a list of them: there is no sample", name_of(sample))
     for leaf in samples:
         leaf.group_index, leaf.index, leaf.execution_id = (sample.group_index, sample.index, sample.execution_id)
         leaf.prompt = leaf.prompt or sample.prompt
         leaf.label = sample.label if leaf.label is None else leaf.label
         leaf.sampling_params = leaf.sampling_params or dict(sample.sampling_params)
         if leaf.status is not Status.ABORTED:
-            check_sample(leaf, path)
+            check_sample(leaf, hook.place())
     return samples
 
 
@@ -162,25 +166,11 @@ def _parameters(path: str) -> frozenset[str] | None:
 async def run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
     """The sample after the functions of --rollout-sample-hook-path, each of which may return another sample."""
     for path in execution.args.rollout_sample_hook_path or []:
-        function = load_function(path)
+        hook = Hook("--rollout-sample-hook-path", path)
         kwargs = _accepted(path, rollout_id=execution.rollout_id, evaluation=execution.evaluation)
-        out = await call_hook(path, name_of(sample), function, execution.args, sample, **kwargs)
+        out = await hook.acall(execution.args, sample, where=name_of(sample), **kwargs)
         if out is not None and not isinstance(out, Sample):
-            raise RolloutError(
-                f"the sample hook returned {type(out).__name__}", where=path, remedy="return the sample, or None"
-            )
+            raise hook.wrong(out, "the sample, or None", name_of(sample))
         sample = out or sample
-        check_sample(sample, path)
+        check_sample(sample, hook.place())
     return sample
-
-
-async def call_hook(path: str, where: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a user's hook, sync or async. Whatever it raises becomes a RolloutError that names it."""
-    try:
-        out = function(*args, **kwargs)
-        return await out if inspect.isawaitable(out) else out
-    except InstepError:
-        raise
-    except Exception as error:  # the border to the user's code
-        at = raised_at(error, function)
-        raise RolloutError(f"{path} raised {error!r}", where=f"{at}; {where}", remedy="mend the hook") from error

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import RolloutError
+from instep.hooks import Hook
 from instep.rollout.outputs import flatten
-from instep.types import reward_of
+from instep.types import Group, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -35,13 +35,17 @@ def check_reward_nonzero_std(args: HookSettings, group: Any) -> FilterOutput:
     return FilterOutput(keep, None if keep else f"zero_std_{means[0]:.1f}")
 
 
-def as_filter_output(output: Any, path: str) -> FilterOutput:
-    """The result of a filter (a bool, or an object with `keep` and `reason`) as a FilterOutput."""
+async def verdict_of(hook: Hook, args: HookSettings, group: Group) -> FilterOutput:
+    """Ask a filter about a group.
+
+    Raises:
+        RolloutError: it raised, or returned neither a bool nor an object with `keep` and `reason`.
+    """
+    where = f"group {group[0].group_index}"
+    output, name = await hook.acall(args, group, where=where), hook.path.rpartition(".")[2]
     if isinstance(output, bool):
-        return FilterOutput(output, None if output else path.rpartition(".")[2])
+        return FilterOutput(output, None if output else name)
     try:
-        return FilterOutput(bool(output.keep), output.reason or path.rpartition(".")[2])
+        return FilterOutput(bool(output.keep), output.reason or name)
     except AttributeError:
-        raise RolloutError(
-            f"the filter returned {output!r:.80}", where=path, remedy="return a bool, or an object with .keep, .reason"
-        ) from None
+        raise hook.wrong(output, "a bool, or an object with .keep, .reason", where) from None

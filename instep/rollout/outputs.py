@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.errors import RolloutError
+from instep.hooks import Hook
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, as_number, name_of
 
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
@@ -45,81 +46,107 @@ def check_sample(sample: Sample, where: str) -> None:
         )
 
 
-def as_train_output(output: Any) -> RolloutFnTrainOutput:
+_COLUMN = (list, tuple, type(None))
+_ROLLOUT, _EVALUATION = Hook("--rollout-function-path", ""), Hook("--eval-function-path", "")
+
+
+def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
     """The result of a rollout function (RolloutFnTrainOutput or a list of groups) as flat, checked groups.
 
     Nested lists are fan-out siblings, which get a common `execution_id`; any other sample without one gets its own.
+
+    Args:
+        hook: the rollout function, for errors.
 
     Raises:
         RolloutError: another type, an empty group, a group given twice, or a sample whose columns do not fit.
     """
     if isinstance(output, list):
         output = RolloutFnTrainOutput(output)
-    if not isinstance(output, RolloutFnTrainOutput):
-        raise RolloutError(
-            f"a rollout function returned {type(output).__name__}",
-            where="--rollout-function-path",
-            remedy="return RolloutFnTrainOutput, or a list of groups (lists of Sample)",
-        )
-    groups = [_as_group(group) for group in output.samples]
+    expected = "RolloutFnTrainOutput, or a list of groups (lists of Sample)"
+    if not isinstance(output, RolloutFnTrainOutput) or not isinstance(output.samples, (list, tuple)):
+        raise hook.wrong(output, expected)
+    with hook.guard():
+        groups = [_as_group(group) for group in output.samples]
     seen: set[int | None] = set()
     for group in groups:
         indices = {sample.group_index for sample in group}
         if len(indices) != 1 or indices & seen or None in indices:
             raise RolloutError(
                 f"the group indices {sorted(map(str, indices))} of a group are mixed, missing or given twice",
-                where="--rollout-function-path",
+                where=hook.place(),
                 remedy="return the groups of data_source.get_samples, each once, with their group_index",
             )
         seen |= indices
         for sample in group:
-            check_sample(sample, "--rollout-function-path")
-    return RolloutFnTrainOutput(groups, dict(output.metrics))
+            check_sample(sample, hook.place())
+    return RolloutFnTrainOutput(groups, _metrics(output.metrics, hook))
+
+
+def _metrics(metrics: Any, hook: Hook) -> dict[str, float]:
+    """The metrics of a rollout function, None for none, as numbers by name."""
+    metrics = {} if metrics is None else metrics
+    if not isinstance(metrics, Mapping):
+        raise hook.wrong(metrics, "metrics as a dict of numbers, or None", "metrics")
+    out = {}
+    for name, value in metrics.items():
+        try:
+            out[str(name)] = float(value)  # NaN, too: it is shown as such
+        except (TypeError, ValueError, RuntimeError):
+            raise hook.wrong(value, "metrics that are numbers", f"metrics[{name!r}]") from None
+    return out
 
 
 def _as_group(group: Any) -> Group:
     if not isinstance(group, (list, tuple)) or not group:
-        raise RolloutError(
-            f"a group is {group!r:.80}", where="--rollout-function-path", remedy="a group is a list of Sample"
-        )
+        raise RolloutError(f"a group is {group!r:.80}", remedy="a group is a list of Sample")
     out: Group = []
     for position, item in enumerate(group):
         siblings = list(flatten(item))
         named = {s.execution_id for s in siblings if s.execution_id is not None}
         if len(named) > 1:
-            raise RolloutError(f"fan-out siblings have several execution ids: {sorted(named)}")
+            what = f"fan-out siblings have several execution ids: {sorted(named)}"
+            raise RolloutError(what, remedy="set one, or none")
         for sample in siblings:
             sample.execution_id = next(iter(named), f"{sample.group_index}.{position}.{sample.attempt}")
         out.extend(siblings)
     return out
 
 
-def as_eval_output(output: Any) -> RolloutFnEvalOutput:
+def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput:
     """The result of an evaluation function (RolloutFnEvalOutput, or a dict by data set name), checked.
 
     Missing `rewards` (of samples whose reward is a number) and `truncated` are read from `samples`.
+
+    Args:
+        hook: the evaluation function, for errors.
+
+    Raises:
+        RolloutError: another type, a data set without rewards, or rewards that are no finite numbers.
     """
     if isinstance(output, dict):
         output = RolloutFnEvalOutput(output)
-    if not isinstance(output, RolloutFnEvalOutput):
-        raise RolloutError(
-            f"an evaluation function returned {type(output).__name__}",
-            where="--eval-function-path",
-            remedy="return RolloutFnEvalOutput, or a dict by data set name",
-        )
+    if not isinstance(output, RolloutFnEvalOutput) or not isinstance(output.data, Mapping) or not output.data:
+        raise hook.wrong(output, "RolloutFnEvalOutput, or a dict by data set name")
     data: dict[str, dict[str, Any]] = {}
     for name, result in output.data.items():
-        samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item)]
+        where, columns = f"data set {name!r}", ("samples", "rewards", "truncated")
+        lists = isinstance(result, Mapping) and all(isinstance(result.get(c), _COLUMN) for c in columns)
+        if not lists:
+            raise hook.wrong(result, 'by data set a dict of the lists "rewards", "truncated" and "samples"', where)
+        with hook.guard(where):
+            samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item)]
         result = {**result, "samples": samples}
-        if "rewards" not in result:
+        if result.get("rewards") is None:
             result["rewards"] = [s.reward for s in samples]
-        if "truncated" not in result:
+        if result.get("truncated") is None:
             result["truncated"] = [s.truncated for s in samples]
         bad = [r for r in result["rewards"] if as_number(r) is None]
         if bad or not result["rewards"]:
             raise RolloutError(
                 f"evaluation of {name!r} has no rewards" if not bad else f"reward {bad[0]!r} is no finite number",
-                where="--eval-function-path",
+                where=hook.place(),
+                remedy='return the list "rewards" of each data set, numbers, or samples with rewards',
             )
-        data[name] = result
-    return RolloutFnEvalOutput(data, dict(output.metrics))
+        data[str(name)] = result
+    return RolloutFnEvalOutput(data, _metrics(output.metrics, hook))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.wire import Completion
 from instep.errors import EngineError, RolloutError
-from instep.hooks import load_function
+from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
-from instep.rollout.execute import Execution, call_hook, new_execution, run_group, sampling_seed, train_sampling_params
-from instep.rollout.filters import FilterOutput, as_filter_output
+from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
+from instep.rollout.filters import FilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
@@ -190,8 +190,7 @@ class _Rollout:
         path = self.args.dynamic_sampling_filter_path
         if path is None:
             return FilterOutput(True)
-        out = await call_hook(path, f"group {group[0].group_index}", load_function(path), self.args, group)
-        return as_filter_output(out, path)
+        return await verdict_of(Hook("--dynamic-sampling-filter-path", path), self.args, group)
 
     def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:
         self.counts[reason] += 1
@@ -231,10 +230,10 @@ class _Rollout:
     async def _output(self) -> RolloutFnTrainOutput:
         args, groups = self.args, sorted(self.kept, key=_order)
         if path := args.rollout_sample_filter_path:
-            await call_hook(path, "all groups", load_function(path), args, groups)
+            await Hook("--rollout-sample-filter-path", path).acall(args, groups)
         if path := args.rollout_all_samples_process_path:
             everything = sorted(self.finished, key=_order)
-            await call_hook(path, "all groups", load_function(path), args, everything, self.data_source)
+            await Hook("--rollout-all-samples-process-path", path).acall(args, everything, self.data_source)
         metrics = {f"rollout/num_groups_{k}": float(n) for k, n in self.counts.items()}
         metrics["rollout/num_tokens_generated"] = float(self.execution.num_tokens)
         return RolloutFnTrainOutput(groups, metrics)

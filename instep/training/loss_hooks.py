@@ -7,7 +7,6 @@ The functions that such hooks import from slime's trainer are in `instep.trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.algorithms.losses.policy import Correct, Correction, Reduce
-from instep.errors import RolloutError
-from instep.hooks import load_function, raised_at
+from instep.hooks import Hook
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import TokenBatch
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import HookSettings
 
-Hook = Callable[..., Any]
 _OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})
 
 
@@ -53,11 +50,10 @@ class LossHooks:
         """
         if self.tis is None:
             return None
-        path, lengths = self.tis, batch.response_lengths.tolist()
+        hook, lengths = Hook("--custom-tis-function-path", self.tis), batch.response_lengths.tolist()
 
         def correct(loss: Tensor, train: Tensor, engine: Tensor, mask: Tensor) -> Correction:
-            out = _call(
-                path,
+            out = hook.call(
                 args=self.args,
                 pg_loss=loss,
                 train_log_probs=list(train.split(lengths)),
@@ -68,14 +64,15 @@ class LossHooks:
             )
             expected = f"(pg_loss, masks, metrics): {loss.numel()} tokens each, masks per sample"
             if not isinstance(out, tuple) or len(out) != 3 or not isinstance(out[2], dict):
-                raise _wrong(path, out, expected)
+                raise hook.wrong(out, expected)
             masks = out[1] if isinstance(out[1], list | tuple) else [out[1]]
             if not all(isinstance(x, Tensor) for x in (out[0], *masks, *out[2].values())):
-                raise _wrong(path, out, expected)
+                raise hook.wrong(out, expected)
             keep = torch.cat([m.flatten() for m in masks]).to(loss.dtype)
             metrics = {str(name): out[2][name] for name in sorted(out[2])}
             if any(x.shape != loss.shape for x in (out[0], keep, *metrics.values())) or _OWN & set(metrics):
-                raise _wrong(path, {n: tuple(x.shape) for n, x in metrics.items()}, expected + ", own metric names")
+                shapes = {n: tuple(x.shape) for n, x in {"pg_loss": out[0], "masks": keep, **metrics}.items()}
+                raise hook.wrong(shapes, expected + ", own metric names", "shapes")
             return Correction(out[0], keep, metrics)
 
         return correct
@@ -87,14 +84,16 @@ class LossHooks:
         """
         if self.reducer is None or self.args is None:
             return None
-        path, lengths = self.reducer, batch.response_lengths.tolist()
+        hook, lengths = Hook("--custom-pg-loss-reducer-function-path", self.reducer), batch.response_lengths.tolist()
         per_token = self.args.calculate_per_token_loss
 
         def reduce(loss: Tensor, mask: Tensor) -> Tensor:
-            reducer = _call(path, batch.total_lengths.tolist(), lengths, list(mask.split(lengths)), per_token)
+            reducer = hook.call(batch.total_lengths.tolist(), lengths, list(mask.split(lengths)), per_token)
             if not callable(reducer):
-                raise _wrong(path, reducer, "a function that reduces the losses of tokens")
-            return _scalar(path, _call(path, loss, function=reducer)) * _scale(batch)
+                raise hook.wrong(reducer, "a function that reduces the losses of tokens")
+            with hook.guard("the function that it returned"):
+                reduced = reducer(loss)
+            return _scalar(hook, reduced) * _scale(batch)
 
         return reduce
 
@@ -110,7 +109,7 @@ def custom_loss_fn(args: Args) -> LossFn:
     over executions of their token means (the sum over tokens with `--calculate-per-token-loss`). metrics: scalars, made
     by `reducer` or added up in the same way over micro-batches.
     """
-    path, view = str(args.custom_loss_function_path), args.view({})
+    hook, view = Hook("--custom-loss-function-path", str(args.custom_loss_function_path)), args.view({})
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         scale, weights = _scale(batch), batch.token_columns["loss_weights"]
@@ -120,13 +119,15 @@ def custom_loss_fn(args: Args) -> LossFn:
             return (weights * kept).sum() / scale
 
         assert outputs.logits is not None, "the worker asks for logits when there is a custom loss"
-        out = _call(path, view, hook_batch(batch), outputs.logits, reducer)
+        out = hook.call(view, hook_batch(batch), outputs.logits, reducer)
         if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
-            raise _wrong(path, out, "(loss, metrics)")
-        loss = _scalar(path, out[0]) * scale
-        metrics = {
-            str(n): torch.as_tensor(v, device=loss.device).detach().float() * scale for n, v in sorted(out[1].items())
-        }
+            raise hook.wrong(out, "(loss, metrics)")
+        loss = _scalar(hook, out[0]) * scale
+        with hook.reading(out[1], "metrics that are scalars, by name", "metrics"):
+            metrics = {
+                str(n): torch.as_tensor(v, device=loss.device).detach().float() * scale
+                for n, v in sorted(out[1].items())
+            }
         return LossOutput(loss, {**metrics, "loss": loss.detach(), "loss_weight": weights.sum()})
 
     return loss_fn
@@ -146,21 +147,7 @@ def _scale(batch: TokenBatch) -> float:
     return float(batch.sample_columns["loss_scale"][0])
 
 
-def _scalar(path: str, value: Any) -> Tensor:
+def _scalar(hook: Hook, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise _wrong(path, tuple(value.shape) if isinstance(value, Tensor) else value, "a tensor with one number")
+        raise hook.wrong(tuple(value.shape) if isinstance(value, Tensor) else value, "a tensor with one number")
     return value.reshape(())
-
-
-def _call(path: str, *values: Any, function: Hook | None = None, **named: Any) -> Any:
-    function = function or load_function(path)
-    try:
-        return function(*values, **named)
-    except Exception as error:  # the border to a user's code: whatever it raises is named here
-        raise RolloutError(
-            f"{path} raised {type(error).__name__}: {error}", where=raised_at(error, function), remedy="mend the hook"
-        ) from error
-
-
-def _wrong(path: str, got: Any, expected: str) -> RolloutError:
-    return RolloutError(f"it returned {got!r:.120}", where=f"hook {path}", remedy=f"return {expected}")

@@ -249,7 +249,7 @@ def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_pat
 
 @pytest.mark.slow
 def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
-    """Four calls of a good reward more, and the same run."""
+    """Two calls on each of four prompts more, with and without the end-of-turn token, and the same run."""
     with_hooks(tmp_path, monkeypatch)
     losses, calls = [], []
     for name, more in (("with", []), ("without", ["--no-hook-trial"])):
@@ -259,9 +259,9 @@ def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
         calls.append((tmp_path / "calls").read_text().splitlines())
         (tmp_path / "calls").unlink()
     assert losses[0] == losses[1]
-    assert len(calls[0]) == 4 + 32 and len(calls[1]) == 32
+    assert len(calls[0]) == 8 + 32 and len(calls[1]) == 32
     labels = [json.loads(line)["label"] for line in (tiny / "train.jsonl").read_text().splitlines()[:4]]
-    assert sorted(call.split()[1] for call in calls[0][:4]) == sorted(map(repr, labels))
+    assert sorted(call.split()[1] for call in calls[0][:8]) == sorted(2 * list(map(repr, labels)))
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_an_alarm_is_told_at_once_in_the_table_and_in_the_metrics(tiny, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout + done.stderr
     assert said.count("alarm truncation: ") == 1 and "--rollout-max-response-len" in said
-    assert re.search(r"alarms +│? *\S* *truncation \(step 2\)", said), said[-2000:]
+    assert re.search(r"alarms +│? *\S* *truncation \(rollout 2\)", said), said[-2000:]
     assert [row["alarm/truncation"] for row in steps(tmp_path)] == [0, 0, 1, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"truncation": 2}
-    assert "truncation (step 2)" in (tmp_path / "report.html").read_text()
+    assert "truncation (rollout 2)" in (tmp_path / "report.html").read_text()

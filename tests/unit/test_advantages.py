@@ -191,9 +191,9 @@ def test_processed_rewards_take_the_place_of_the_comparison(arguments, hook):
 
 
 BAD_ANSWERS = [
-    (lambda args, samples: (None, [math.nan, 1.0]), "the reward nan is no finite number", "group 2, sample 5"),
+    (lambda args, samples: (None, [math.nan, 1.0]), "returned nan", "group 2, sample 5"),
     (lambda args, samples: (None, [1.0]), "1 rewards for 2 samples", "--custom-reward-post-process-path"),
-    (lambda args, samples: [1.0, 2.0], r"it returned \[1.0, 2.0\]", "--custom-reward-post-process-path"),
+    (lambda args, samples: [1.0, 2.0], r"returned \[1.0, 2.0\]", "--custom-reward-post-process-path"),
     (lambda args, samples: samples.rewards, "raised AttributeError", "test_advantages.py"),
 ]
 

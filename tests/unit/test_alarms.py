@@ -1,6 +1,12 @@
-"""Alarms: when each is raised, when it is not, and that figures like the quickstart's raise none."""
+"""Alarms: when each is raised, when it is not, and that runs that solve their task raise none.
 
+`recorded/` holds the metrics of whole runs: the quickstart with hf and with Megatron, and one that collapses (its
+policy is trained on rewards that are noise, at ten times the learning rate).
+"""
+
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +82,60 @@ def test_what_raises_none(rows):
     assert watch(rows) == ({}, [])
 
 
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def recorded(name):
+    return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["quickstart_hf", "quickstart_megatron"])
+def test_the_quickstart_raises_none(name):
+    """Also where its entropy falls below the bound; without rewards that would be a collapse."""
+    rows = recorded(name)
+    assert watch(rows) == ({}, [])
+    for fraction in (0.05, 0.1):
+        assert watch(rows, Limits(entropy_fraction=fraction, zero_std_ratio=0.6)) == ({}, [])
+        unknown = [{name: v for name, v in row.items() if "reward" not in name} for row in rows]
+        assert "entropy_collapse" in watch(unknown, Limits(entropy_fraction=fraction))[0]
+
+
+def test_a_solved_task_stays_quiet():
+    """However long it goes on: no entropy, one reward in all groups, a large gradient when one sample is wrong."""
+    solved = {"train/entropy": 1e-3, "train/grad_norm": 1e-3, "rollout/reward_mean": 1.0, "rollout/reward_std": 0.0}
+    solved |= {"rollout/reward_max": 1.0, "rollout/zero_std_groups_ratio": 1.0}
+    later = [solved] * 30 + [{**solved, "train/grad_norm": 0.5, "rollout/reward_mean": 0.996}] + [solved] * 300
+    assert watch(recorded("quickstart_hf") + later) == ({}, [])
+
+
+def test_a_collapse_is_told():
+    """The entropy falls by itself: the reward stays where it was, below what single samples get."""
+    first, texts = watch(recorded("collapse"), Limits(entropy_fraction=0.05, truncated_ratio=1))
+    assert first == {"entropy_collapse": 27}
+    assert "0.0182" in texts[0] and "the reward does not rise (0.469)" in texts[0]
+
+
+@pytest.mark.parametrize(
+    "rewards, best, told",
+    [
+        ([0.2] * 9, 1.0, True),
+        ([0.5, 0.4, 0.3, 0.2, 0.1] + [0.0] * 4, 1.0, True),  # it falls with the entropy
+        ([0.0] * 9, 0.0, True),  # never one that was right
+        ([0.1 * i for i in range(9)], 1.0, False),  # it rises
+        ([0.5] * 4 + [0.97] * 5, 1.0, False),  # solved
+        ([0.5] * 4 + [-0.03] * 5, 0.0, False),  # the best reward is 0: the number itself says nothing
+        ([0.5] * 9, None, True),
+    ],
+)
+def test_an_entropy_that_falls_is_a_collapse_where_nothing_is_gained(rewards, best, told):
+    std = 0.4 if any(rewards) else 0.0
+    rows = [{"rollout/reward_mean": r, "rollout/reward_std": std, "train/entropy": 1.0} for r in rewards]
+    if best is not None:
+        rows = [{**row, "rollout/reward_max": best} for row in rows]
+    rows = [{**row, "train/entropy": 0.01 if i > 7 else 1.0} for i, row in enumerate(rows)]
+    assert watch(rows)[0] == ({"entropy_collapse": 8} if told else {})
+
+
 def test_flags_move_the_bounds_and_switch_off():
     collapsed = series("train/entropy", [1.0, 1.0, 1.0, 0.03])
     assert watch(collapsed, Limits(entropy_fraction=0.05))[0] == {"entropy_collapse": 3}
@@ -96,7 +156,7 @@ def test_a_resumed_run_remembers_its_start_and_does_not_tell_twice():
     out, texts = alarms.check(4, {"train/entropy": 0.01})
     assert out == {"alarm/entropy_collapse": 1.0} and len(texts) == 1
     assert alarms.check(5, {"train/entropy": 0.01}) == ({"alarm/entropy_collapse": 1.0}, [])
-    assert describe(alarms.first) == "truncation (step 2), entropy_collapse (step 4)"
+    assert describe(alarms.first) == "truncation (rollout 2), entropy_collapse (rollout 4)"
     assert describe({}) == "none"
 
 

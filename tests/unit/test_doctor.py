@@ -168,8 +168,8 @@ def test_nan_alarms_and_damaged_metrics(run):
     rows[1] |= {"train/loss": None, "alarm/truncation": 1}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checks = status_of(run)
-    assert checks["metrics"].status == "fail" and "train/loss in step 1" in checks["metrics"].text
-    assert checks["alarms"].status == "warn" and checks["alarms"].text == "truncation (step 1)"
+    assert checks["metrics"].status == "fail" and "train/loss in rollout 1" in checks["metrics"].text
+    assert checks["alarms"].status == "warn" and checks["alarms"].text == "truncation (rollout 1)"
     (run / "metrics.jsonl").write_text('{"step": 0, "ti\n{"step": 1, "time": 1}\n')
     assert status_of(run)["metrics"].status == "fail"
     assert main(["doctor", str(run)]) == 1

@@ -20,9 +20,10 @@ import pytest
 from rich.console import Console
 
 from instep.errors import RewardError
+from instep.observability.figures import duration, number
 from instep.observability.memory import PssSampler, read_pss, tree_memory
 from instep.observability.metrics import rollout_metrics
-from instep.observability.progress import Progress, duration, number, sparkline
+from instep.observability.progress import Progress, sparkline
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import git_state, versions
 from instep.types import Sample, Status
@@ -44,6 +45,12 @@ def test_rollout_metrics_against_statistics() -> None:
     assert metrics["rollout/response_length_max"] == max(lengths)
     assert metrics["rollout/truncated_ratio"] == sum(s.truncated for s in samples) / 20
     assert metrics["rollout/zero_std_groups_ratio"] == 1 / 5
+    assert (metrics["rollout/reward_min"], metrics["rollout/reward_max"]) == (min(rewards), max(rewards))
+    assert metrics["rollout/num_tokens"] == sum(lengths) + 2 * 20
+    assert metrics["rollout/masked_ratio"] == pytest.approx(40 / (sum(lengths) + 40))  # the prompts
+    samples[0].loss_mask, samples[1].remove_sample = [0, 1] + [0] * (lengths[0] - 2), True
+    masked = 40 + lengths[0] - 1 + lengths[1]
+    assert rollout_metrics(groups)["rollout/masked_ratio"] == pytest.approx(masked / (sum(lengths) + 40))
 
 
 def test_rollout_metrics_leave_out_what_is_unknown() -> None:
@@ -78,10 +85,10 @@ def test_plain_progress_is_one_line_per_step_and_new_phase(tmp_path: Path) -> No
             log.log(step, {"rollout/reward_mean": 0.5 + step / 10, "perf/rollout_tokens_per_second": 1234.0})
     lines = [re.sub(r"^[\d:]+ \| ", "", line) for line in console.file.getvalue().splitlines()]
     assert lines == [
-        "eval arith: reward 0.400, length 20.0, after 0 steps",
+        "eval arith: reward 0.400, length 20.0, after 0 rollouts",
         "rollout",
-        "step 1/4  reward 0.500  rollout tok/s 1,234  left 00:00",
-        "step 2/4  reward 0.600  rollout tok/s 1,234  left 00:00",
+        "rollout 0 (1/4)  reward 0.500  rollout tok/s 1,234  left 00:00",
+        "rollout 1 (2/4)  reward 0.600  rollout tok/s 1,234  left 00:00",
     ]
 
 
@@ -116,7 +123,7 @@ from instep.observability.run_logger import RunLogger
 logging.basicConfig(level=logging.INFO, format="LOG %(message)s")
 with RunLogger(Path(sys.argv[1]), {}, title="a run", num_steps=3) as log:
     for step in range(3):
-        with log.phase("rollout"):
+        with log.phase("rollout", step):
             print("PRINTED", step)
             logging.info("line %d", step)
             log.status("groups 1/2")
@@ -162,15 +169,19 @@ def test_terminal_panel_garbles_nothing_and_is_taken_down(tmp_path: Path, mode: 
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in re.split(r"[\r\n]+", output)]
     for step in range(2):
         assert f"PRINTED {step}" in lines and f"LOG line {step}" in lines  # whole, on lines of their own
-    assert any("step 2/3" in line and "rollout" in line for line in lines)
+    assert any("2 of 3 rollouts done" in line for line in lines)
     assert any(line.startswith("\u2502 reward") and "0.500" in line for line in lines)
+    for step in range(2):  # the history, above the panel
+        assert any(
+            re.match(rf"00:0\d \| rollout {step} \({step + 1}/3\)  reward 0\.\d+  length 10.0", line) for line in lines
+        )
     if mode == "finish":
         assert any("eval_reward_after" in line and "0.7500" in line for line in lines)
         assert any("2.50 GB" in line for line in lines)
         assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", ""]
     else:
-        error = {"raise": "ValueError", "wait": "KeyboardInterrupt"}[mode]
-        assert f"stopped in phase rollout, step 2/3: {error}" in lines
+        error, phase = {"raise": ("ValueError", "rollout 1"), "wait": ("KeyboardInterrupt", "rollout 1")}[mode]
+        assert f"stopped in phase {phase}, 2 of 3 rollouts done: {error}" in lines
         assert not (tmp_path / "summary.json").exists()
     assert len(read_json_lines(tmp_path / "metrics.jsonl")) == (3 if mode == "finish" else 2)
 

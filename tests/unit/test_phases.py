@@ -39,8 +39,8 @@ def test_phases_of_two_threads_overlap(tmp_path: Path) -> None:
             now = [part.split(", for ") for part in log.where().split("; ")]
             assert [name for name, _ in now] == ["train 3", "rollout 4"]
             assert all(seconds.endswith(" s") for _, seconds in now)
-            assert log.progress.phase == "train + rollout"
-        assert log.progress.phase == "rollout" and log.where().startswith("rollout 4, for ")
+            assert log.progress.phase == "train 3 + rollout 4"
+        assert log.progress.phase == "rollout 4" and log.where().startswith("rollout 4, for ")
         of_training = train.seconds
         trained.set()
         thread.join(10)
@@ -71,4 +71,4 @@ def test_an_error_names_the_phase_that_it_ended(tmp_path: Path, capsys: pytest.C
         ahead.__enter__()
         with log.phase("train", 0):
             raise ValueError("broken")
-    assert "stopped in phase train, step 0/4: ValueError" in capsys.readouterr().err
+    assert "stopped in phase train 0, 0 of 4 rollouts done: ValueError" in capsys.readouterr().err

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from instep.observability.metrics import rollout_metrics
-from instep.observability.plots import PLOTS, phase_seconds, read_history
+from instep.observability.plots import PLOTS, phase_seconds, plot_loss, plot_pairs, plot_tokens, read_history
 from instep.observability.report import headline, make_report
 from tests.logged_run import make_groups, run
 
 
-def test_history_places_evaluations_between_steps() -> None:
+def test_the_history_counts_as_the_run_does() -> None:
     rows = [
         {"step": 0, "eval/a/reward_mean": 0.1},
         {"step": 0, "rollout/reward_mean": 0.2},
@@ -23,9 +23,9 @@ def test_history_places_evaluations_between_steps() -> None:
         {"step": 1, "rollout/reward_mean": None, "eval/a/reward_mean": 0.3},
     ]
     history = read_history(rows)
-    assert history.column("eval/a/reward_mean") == ([0, 2], [0.1, 0.3])
-    assert history.column("rollout/reward_mean") == ([1], [0.2])
-    assert history.column("train/loss") == ([1], [1.0]) and history.column("perf/step_seconds") == ([1], [5.0])
+    assert history.column("eval/a/reward_mean") == ([0, 1], [0.1, 0.3])
+    assert history.column("rollout/reward_mean") == ([0], [0.2])
+    assert history.column("train/loss") == ([0], [1.0]) and history.column("perf/step_seconds") == ([0], [5.0])
 
 
 def test_phase_seconds_of_history_add_up_to_the_step() -> None:
@@ -57,9 +57,10 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
             log.samples(step, make_groups(seed=step), "train", 3)
         log.finish({"eval_reward_before": 0.4, "eval_reward_after": 0.95, "wall_seconds": 125.0, "num_steps": 4})
     text = (tmp_path / "report.html").read_text()
-    assert text.count("data:image/svg+xml;base64,") == len(PLOTS)
+    without_rewards = (plot_loss, plot_pairs, plot_tokens)
+    assert text.count("data:image/svg+xml;base64,") == len(PLOTS) - len(without_rewards)
     assert not re.search(r"(src|href)=\"(?!data:)", text) and "<script" not in text  # self-contained
-    for shown in ("0.400 \u2192 0.950", "02:05", "8.0e-06", "hf_checkpoint", "finished, 4 steps logged"):
+    for shown in ("0.400 \u2192 0.950", "02:05", "8.0e-06", "hf_checkpoint", "finished, 4 rollouts logged"):
         assert shown in text, shown
     assert "0 + 0 &lt; &lt;b&gt;?" in text and "<b>?" not in text  # escaped
     assert "train, rollout 0" in text and "train, rollout 3" in text and "train, rollout 1" not in text

@@ -268,7 +268,8 @@ def test_a_reward_that_fails_is_named(name: str, message: str, changed: dict[str
 def test_a_group_reward_of_another_length_is_named() -> None:
     with pytest.raises(RewardError, match="for a group of 2 samples") as caught:
         apply("too_few", group_rm=True)
-    assert caught.value.where == f"{__name__}.too_few: group 4"
+    assert caught.value.where.startswith(f"--custom-rm-path {__name__}.too_few, {__file__}:")
+    assert caught.value.where.endswith(": group 4")
 
 
 def test_the_loop_is_usable_after_it_was_blocked() -> None:

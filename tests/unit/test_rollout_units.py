@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
+from instep.hooks import Hook
 from instep.rollout import sft_rollout
 from instep.rollout.client import get_model_url, to_vllm
 from instep.rollout.execute import sampling_seed
-from instep.rollout.filters import as_filter_output, check_reward_nonzero_std
+from instep.rollout.filters import check_reward_nonzero_std, verdict_of
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import stop_string, trim_stop
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
@@ -90,7 +92,7 @@ def test_train_outputs_in_every_form() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (None, "returned NoneType"),
+        (None, "returned None"),
         ([[]], r"a group is \[\]"),
         ([done(0, 0)], "a group is Sample"),
         ([["text"]], "holds str, not Sample"),
@@ -122,7 +124,7 @@ def test_eval_outputs() -> None:
         as_eval_output({"a": {"samples": []}})
     with pytest.raises(RolloutError, match="nan is no finite number"):
         as_eval_output({"a": {**full, "rewards": [float("nan")]}})
-    with pytest.raises(RolloutError, match="returned list"):
+    with pytest.raises(RolloutError, match="returned a list of 1"):
         as_eval_output([full])
 
 
@@ -145,11 +147,19 @@ def test_the_spread_filter_counts_executions() -> None:
 
 
 def test_what_filters_may_return() -> None:
-    assert as_filter_output(True, "m.f").keep
-    assert as_filter_output(False, "m.f").reason == "f"
-    assert as_filter_output(SimpleNamespace(keep=False, reason="dull"), "m.f").reason == "dull"
-    with pytest.raises(RolloutError, match="the filter returned None"):
-        as_filter_output(None, "m.f")
+    def verdict(answer):
+        hook = Hook("--dynamic-sampling-filter-path", f"{__name__}.answers")
+        return asyncio.run(verdict_of(hook, SimpleNamespace(answer=answer), [done(0, 0)]))
+
+    assert verdict(True).keep
+    assert verdict(False).reason == "answers"
+    assert verdict(SimpleNamespace(keep=False, reason="dull")).reason == "dull"
+    with pytest.raises(RolloutError, match="answers returned None"):
+        verdict(None)
+
+
+def answers(args: Any, group: list[Sample]) -> Any:
+    return args.answer
 
 
 # ---- sft -------------------------------------------------------------------------------------------------------------

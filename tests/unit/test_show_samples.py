@@ -10,6 +10,8 @@ from instep.errors import ConfigError
 from instep.observability.samples import MAX_LOGGED_TOKENS, gaps, sample_row
 from instep.observability.show_samples import main
 from instep.types import Sample, Status, VersionSpan
+from tests.logged_run import make_groups
+from tests.logged_run import run as logged_run
 
 
 def make_sample(index, reward, mask=(1, 1, 1), n=3, **more):
@@ -76,6 +78,20 @@ def test_the_worst_of_rewards_that_are_dicts(tmp_path):
             file.write(json.dumps({"rollout_id": 0, "split": "train", **row}) + "\n")
     (tmp_path / "config.json").write_text(json.dumps({"args": {"reward_key": "score"}}))
     assert heads(shown(tmp_path, "--worst", "reward")) == [2, 0, 1]
+
+
+def test_the_view_says_how_many_there_were(tmp_path):
+    groups = make_groups(32, 8)
+    worst = min((s for group in groups for s in group), key=lambda s: s.reward)
+    with logged_run(tmp_path) as log:
+        log.samples(3, groups, "train", 8)
+    seen = shown(tmp_path, "--worst", "reward", "--limit", 2)
+    assert heads(seen)[0] == worst.index and worst.index not in [g[0].index for g in groups[:8]]
+    extremes = "the lowest and highest reward and the longest are among them"
+    assert f"2 shown of 10 logged of 256 in rollout 3 ({extremes}); --limit shows more" in seen
+    with logged_run(tmp_path) as log:
+        log.samples(3, make_groups(1, 2), "train", 8)
+    assert "2 shown of 2 logged of 2 in rollout 3\n" in shown(tmp_path)
 
 
 def test_what_is_not_there_is_an_error_that_says_what_is(run, tmp_path):

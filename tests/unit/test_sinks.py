@@ -38,13 +38,13 @@ def test_resume_cuts_the_rows_from_its_step_on(tmp_path: Path) -> None:
     with run(tmp_path) as log:
         for step in range(4):
             log.log(step, {"train/loss": float(step)})
-            log.samples(step, make_groups(), "train", 1)
+            log.samples(step, make_groups(1, 1), "train", 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')  # the crash came in the middle of a line
     with run(tmp_path, resume_from_step=2) as log:
         assert log.progress.steps_done == 2
         log.log(2, {"train/loss": 20.0})
-        log.samples(2, make_groups(), "train", 1)
+        log.samples(2, make_groups(1, 1), "train", 1)
     rows = read_json_lines(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert [row["rollout_id"] for row in read_json_lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
@@ -93,12 +93,16 @@ def test_a_kill_at_any_byte_of_a_row_leaves_a_file_that_a_resume_reads(tmp_path:
         assert len(read_json_lines(path)) == (2 if size == len(whole) else 1)
 
 
-def test_samples_are_spread_over_groups(tmp_path: Path) -> None:
+def test_samples_are_spread_over_groups_and_the_extreme_ones_are_among_them(tmp_path: Path) -> None:
+    groups = make_groups(3, 4)
+    groups[2][3].reward, groups[1][3].reward, groups[0][3].response_length = -1.0, 2.0, 31
     with run(tmp_path) as log:
-        log.samples(6, make_groups(3, 4), "eval", 5)
+        log.samples(6, groups, "eval", 5)
+        log.samples(7, groups, "eval", 0)
     rows = read_json_lines(tmp_path / "samples.jsonl")
-    assert [(row["group_index"], row["index"]) for row in rows] == [(0, 0), (1, 4), (2, 8), (0, 1), (1, 5)]
-    assert {(row["rollout_id"], row["split"]) for row in rows} == {(6, "eval")}
+    spread, extremes = [(0, 0), (1, 4), (2, 8), (0, 1), (1, 5)], [(2, 11), (1, 7), (0, 3)]
+    assert [(row["group_index"], row["index"]) for row in rows] == spread + extremes
+    assert {(row["rollout_id"], row["split"], row["num_samples"]) for row in rows} == {(6, "eval", 12)}
     assert rows[0]["prompt"][0]["content"] == "0 + 0 < <b>?" and rows[0]["weight_versions"] == ["4"]
 
 

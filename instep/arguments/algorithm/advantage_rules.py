@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.algorithms.catalog import ALGORITHMS, listed, names_where
+from instep.algorithms.catalog import ALGORITHMS, KL_IN_LOSS, listed, names_where
 from instep.arguments.algorithm.combination import Combination, only_with
 from instep.arguments.concern import Settings
 
@@ -103,17 +103,33 @@ RULES = (
     ),
     Combination(
         (),
+        "--use-kl-loss without --kl-loss-coef",
+        lambda a, given: a.use_kl_loss and "kl_loss_coef" not in given,
+        "the KL is only reported: its weight in the loss is 0",
+        f"give {KL_IN_LOSS}, or --kl-loss-coef 0",
+        refused=False,
+    ),
+    Combination(
+        (),
+        "--kl-loss-coef with --kl-loss-type k1",
+        lambda a, given: a.kl_loss_coef != 0 and a.kl_loss_type == "k1" and not a.use_unbiased_kl,
+        "k1 as a loss holds nothing back: the expectation of its gradient is 0, and its noise is added to the policy's",
+        "add --kl-loss-type low_var_kl, or --use-unbiased-kl",
+        refused=False,
+    ),
+    Combination(
+        (),
         "--ref-update-interval",
         lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
         "there is no reference without a KL",
-        "leave it out, or add --use-kl-loss",
+        f"leave it out, or add {KL_IN_LOSS}",
     ),
     Combination(
         (),
         "--ref-served-model",
         lambda a, given: a.ref_served_model is not None and not a.use_kl_loss and a.kl_coef == 0,
         "there is no reference without a KL",
-        "leave it out, or add --use-kl-loss",
+        f"leave it out, or add {KL_IN_LOSS}",
     ),
     Combination(
         (),
@@ -135,14 +151,14 @@ RULES = (
         "--kl-coef --custom-reward-post-process-path",
         lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
         "the hook's rewards would replace those with the KL",
-        "use --use-kl-loss, or take the KL off in the hook",
+        f"use {KL_IN_LOSS}, or take the KL off in the hook",
     ),
     Combination(
         _SUCCESS_RATES,
         "--kl-coef",
         lambda a, given: a.kl_coef != 0,
         "a reward less a KL is no rate of success",
-        "use --use-kl-loss",
+        f"use {KL_IN_LOSS}",
     ),
     # ---- on-policy distillation ----
     Combination(

@@ -76,7 +76,7 @@ ALGORITHM = FlagGroup(
             "--kl-loss-type",
             default="k1",
             choices=("k1", "k2", "k3", "low_var_kl"),
-            help="estimator of both KLs",
+            help="estimator of both KLs; in the loss not k1, whose expected gradient is 0 there (docs/algorithms.md)",
             whose="C",
         ),
         switch("--use-unbiased-kl", "weigh the KL with the ratio to the old policy", "C"),

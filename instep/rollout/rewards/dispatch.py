@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RewardError
-from instep.hooks import load_function, raised_at
+from instep.hooks import defined_at, load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
 from instep.rollout.rewards import text
@@ -64,7 +64,7 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
         if not isinstance(target, Sample) and (not isinstance(out, (list, tuple)) or len(out) != len(target)):
             raise RewardError(
                 f"it returned {out!r:.80} for a group of {len(target)} samples",
-                where=f"{path}: group {first.group_index}",
+                where=f"{_named(args, path)}: group {first.group_index}",
                 remedy="with --group-rm, return a list with one reward per sample",
             )
         return out
@@ -75,7 +75,8 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
 
 async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     function = load_function(path)
-    where = f"{path}: " + (name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}")
+    whose = name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}"
+    where = f"{_named(args, path)}: {whose}"
     limit = args.reward_timeout
     hung = RewardError(
         f"the reward function took more than {limit:g} s", where=where, remedy="mend it, or raise --reward-timeout"
@@ -126,7 +127,13 @@ def rm_type_of(args: HookSettings, sample: Sample) -> str:
 
 def _function_of(args: HookSettings, sample: Sample) -> str:
     path = sample.custom_rm_path or args.custom_rm_path
-    return f"--rm-type {rm_type_of(args, sample)}" if path in (None, BUILT_IN) else str(path)
+    return f"--rm-type {rm_type_of(args, sample)}" if path in (None, BUILT_IN) else _named(args, str(path))
+
+
+def _named(args: HookSettings, path: str) -> str:
+    """The flag that a custom reward comes from, the function and where it is defined."""
+    flag = "--custom-rm-path" if path == args.custom_rm_path else "--eval-config, custom_rm_path"
+    return ", ".join(filter(None, (f"{flag} {path}", defined_at(path))))
 
 
 async def _built_in(args: HookSettings, sample: Sample) -> Any:

@@ -1,0 +1,92 @@
+"""The figures of a rollout that people are shown, which depend on what is trained; numbers and durations for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def duration(seconds: float | None) -> str:
+    """Format seconds as `h:mm:ss` or `mm:ss`; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes:02d}:{secs:02d}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a number for people: 1,234 or 0.412 or 1.2e-06; "-" for None, "n/a" for NaN."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "n/a" if math.isnan(value) else str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.{digits}f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric as people see it.
+
+    Attributes:
+        label: its name on the panel, in lines and tables.
+        metric: its name in metrics.jsonl.
+        digits: after the point, where the number is neither tiny nor huge.
+        in_table: whether the table at the end has its last value, too.
+        noise: what is smaller is shown as 0.
+    """
+
+    label: str
+    metric: str
+    digits: int = 3
+    in_table: bool = False
+    noise: float = 0.0
+
+    def text(self, value: float | None) -> str:
+        """Format its value for people."""
+        return number(0.0 if value is not None and abs(value) < self.noise else value, self.digits)
+
+    @property
+    def key(self) -> str:
+        """Its name in summary.json, before `_first` and `_last`."""
+        return self.label.replace(" ", "_")
+
+
+# With centred advantages and one step per rollout the policy loss is 0 up to rounding.
+_LOSS = Figure("loss", "train/loss", 4, noise=1e-6)
+_GRAD_NORM = Figure("grad", "train/grad_norm")  # on a terminal of 80 columns reward, loss, entropy and this one fit
+_TOKENS = Figure("tokens", "rollout/num_tokens", 0)
+_MASKED = Figure("masked", "rollout/masked_ratio", in_table=True)
+_TRAIN_SPEED = Figure("train tok/s", "perf/train_tokens_per_second", 0)
+
+# The first is the one that is to get better: the panel draws its course, the table at the end has its first and last.
+_SAMPLED = (
+    Figure("reward", "rollout/reward_mean"),
+    _LOSS,
+    Figure("entropy", "train/entropy"),
+    _GRAD_NORM,
+    Figure("length", "rollout/response_length_mean", 1),
+    Figure("gap", "train/log_prob_gap_max"),
+    Figure("rollout tok/s", "perf/rollout_tokens_per_second", 0),
+    _TRAIN_SPEED,
+)
+_OF_LOSS = {
+    "sft_loss": (_LOSS, _TOKENS, _MASKED, _GRAD_NORM, _TRAIN_SPEED),
+    "dpo_loss": (
+        _LOSS,
+        Figure("accuracy", "train/reward_accuracy", in_table=True),
+        Figure("margin", "train/reward_margin", in_table=True),
+        _TOKENS,
+        _GRAD_NORM,
+        _TRAIN_SPEED,
+    ),
+}
+
+
+def figures_of(args: Mapping[str, Any]) -> tuple[Figure, ...]:
+    """Return the figures of a run with these arguments: those of its loss, else those of a policy that samples."""
+    return _OF_LOSS.get(str(args.get("loss_type")), _SAMPLED)
