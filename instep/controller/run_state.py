@@ -65,12 +65,16 @@ def beginning(args: Args) -> Beginning:
     return Beginning(folder, state, notes, start_rollout_id(args, found, state))
 
 
-def how_to_go_on(args: Settings) -> str:
-    """How the run that ends now can go on: from which checkpoint, by which command."""
+def how_to_go_on(args: Settings, *, has_saved: bool = True) -> str:
+    """How the run that ends now can go on: from which checkpoint, by which command.
+
+    Args:
+        has_saved: False: what is in `--save` is of an earlier run.
+    """
     if not args.save:
         return f"nothing was saved (no --save): the same command begins anew{f' from {args.load}' if args.load else ''}"
     try:
-        saved = find_checkpoint(Path(args.save), None)
+        saved = find_checkpoint(Path(args.save), None) if has_saved else None
     except CheckpointError as error:
         return f"the checkpoints in {args.save} need a look: {error.what}"
     if saved is None:
