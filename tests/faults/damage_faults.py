@@ -44,7 +44,7 @@ def state_flipped(place: Place) -> None:
 @scenario(
     slow=True,
     tracker_missing="recovered: `latest_checkpointed_iteration.txt` is gone",
-    samples_cut="recovered: the last line of samples.jsonl was cut off inside a character, and the run is started again",
+    samples_cut="recovered: a run is started again whose samples.jsonl was cut off inside a character",
 )
 def tracker_missing(place: Place) -> None:
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
