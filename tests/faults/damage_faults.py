@@ -38,7 +38,7 @@ def state_flipped(place: Place) -> None:
     def damage(ckpt: Path) -> None:
         flip(ckpt / "iter_0000001" / "run_state.json")
 
-    damaged(place, "state_flipped", "run_state.json has another content", "--ckpt-step: 0", damage=damage)
+    damaged(place, "state_flipped", "run_state.json", "--ckpt-step: 0", damage=damage)
 
 
 @scenario(

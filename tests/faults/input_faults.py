@@ -25,7 +25,7 @@ def spoiled(place: Place, line: str) -> Path:
 def row_broken(place: Place) -> None:
     path = spoiled(place, '{"prompt": "1 + 1')
     with place.run("--prompt-data", str(path)) as run:
-        run.error("row_broken", "DataError: ", f"{path}:3", code=2)
+        run.error("row_broken", "DataError: ", f"{path}, line 3", code=2)
 
 
 @scenario(slow=True, row_skipped="recovered: the same with `--skip-bad-rows`")
@@ -41,7 +41,7 @@ def row_skipped(place: Place) -> None:
 def row_without_prompt(place: Place) -> None:
     path = spoiled(place, '{"question": "1 + 1", "label": "2"}')
     with place.run("--prompt-data", str(path)) as run:
-        run.error("row_without_prompt", "DataError: ", f"{path}:3", "'prompt'", "--input-key", code=2)
+        run.error("row_without_prompt", "DataError: ", f"{path}, line 3", "'prompt'", "--input-key", code=2)
 
 
 @scenario(slow=True, data_missing="error: there is no data file")
@@ -57,7 +57,7 @@ def model_cut(place: Place) -> None:
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     with place.run("--hf-checkpoint", str(model)) as run:
-        run.error("model_cut", "Error: ", str(model))
+        run.error("model_cut", "ConfigError: ", str(weights), code=2)
 
 
 @scenario(slow=True, hook_import="error: the module of a hook cannot be imported")
@@ -88,7 +88,8 @@ def generate_hangs(place: Place) -> None:
         """
     flags = ("--custom-generate-function-path", "my_hooks.generate", "--rollout-timeout", "3", "--no-hook-trial")
     with place.run(*flags, hooks=marking(hooks, "def generate")) as run:
-        run.error("generate_hangs", "RolloutError: rollout 0 did not end within 3 s", "my_hooks", "--rollout-timeout")
+        words = ("RolloutError: 0 of 4 groups stand after 3 s", "--rollout-timeout", "custom generate function")
+        run.error("generate_hangs", *words)
 
 
 @scenario(slow=True, generate_raises="error: a custom generate function raises")
