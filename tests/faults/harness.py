@@ -30,6 +30,7 @@ ROLES = {
     "engine": "instep.engines.embedded",
     "controller": "instep.cli",
     "reward": "instep.rollout.rewards.worker",
+    "router": "instep.engines.router_main",
 }
 PREAMBLE = f"""\
 import os, sys, time
