@@ -233,6 +233,7 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "apply_chat_template_kwargs": {},
         "rollout_max_prompt_len": None,
         "skip_bad_rows": False,
+        "trust_remote_code": False,
         "rollout_global_dataset": True,
         "rollout_shuffle": False,
         "rollout_seed": 42,

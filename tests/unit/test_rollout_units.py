@@ -179,7 +179,11 @@ class Conversations:
 def test_sft_rollout(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "hf", layers=1)
     args = SimpleNamespace(
-        hf_checkpoint=str(checkpoint), rollout_batch_size=2, loss_mask_type="qwen", apply_chat_template_kwargs={}
+        hf_checkpoint=str(checkpoint),
+        trust_remote_code=False,
+        rollout_batch_size=2,
+        loss_mask_type="qwen",
+        apply_chat_template_kwargs={},
     )
 
     def talk(*turns: tuple[str, str, int]) -> list[dict[str, Any]]:
