@@ -14,7 +14,7 @@ from instep.rollout import runtime
 from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
-from instep.rollout.filters import FilterOutput, verdict_of
+from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
@@ -168,7 +168,8 @@ class _Rollout:
             self._give_back(issued, group, reason="surplus")
             return
         verdict = await self._verdict(group)
-        if verdict.keep:
+        enough = len(self.kept) + len(self.pending) >= self.target  # without this group
+        if verdict.keep or (verdict.keep_when_insufficient and not enough):
             self.kept.append(group)
             return
         self.counts["filtered"] += 1
@@ -186,10 +187,10 @@ class _Rollout:
                 remedy="the task may be solved or far too hard: change the data, the reward or the filter",
             )
 
-    async def _verdict(self, group: Group) -> FilterOutput:
+    async def _verdict(self, group: Group) -> DynamicFilterOutput:
         path = self.args.dynamic_sampling_filter_path
         if path is None:
-            return FilterOutput(True)
+            return DynamicFilterOutput(True)
         return await verdict_of(Hook("--dynamic-sampling-filter-path", path), self.args, group)
 
     def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:

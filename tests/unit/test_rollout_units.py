@@ -10,13 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import sft_rollout
 from instep.rollout.client import get_model_url, to_vllm
 from instep.rollout.execute import sampling_seed
-from instep.rollout.filters import check_reward_nonzero_std, verdict_of
+from instep.rollout.filters import (
+    DynamicFilterOutput,
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+    verdict_of,
+)
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import stop_string, trim_stop
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
@@ -154,6 +160,13 @@ def test_what_filters_may_return() -> None:
     assert verdict(True).keep
     assert verdict(False).reason == "answers"
     assert verdict(SimpleNamespace(keep=False, reason="dull")).reason == "dull"
+    tensor = torch.tensor([1.0, 2.0]).std() > 0  # what older filters of slime return
+    assert verdict(tensor).keep and not verdict(~tensor).keep
+    kept = DynamicFilterOutput(keep=~tensor, reason="dull", keep_when_insufficient=True)
+    assert verdict(kept) == DynamicFilterOutput(False, "dull", True)
+    alike = [done(0, i, execution_id=str(i), reward=1.0) for i in range(2)]
+    output = check_reward_nonzero_std_with_fallback(SimpleNamespace(reward_key=None), alike)
+    assert output == DynamicFilterOutput(False, "zero_std_1.0", True)
     with pytest.raises(RolloutError, match="answers returned None"):
         verdict(None)
 
