@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
+from instep.arguments.flag import ASYNC, COUNT, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
@@ -16,8 +16,9 @@ from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST
 
-RAY = "messages travel in one way"
-OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
+RAY = "rollouts reach the trainer in one way, through the controller"
+OFFLOAD = "offloading comes later; trainer and engines keep their memory"
+FIT = "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side"
 
 CLUSTER = FlagGroup(
     "Cluster and device",
@@ -68,9 +69,14 @@ CLUSTER = FlagGroup(
             "M",
         ),
         Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
-        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
-        *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
-        *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
+        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout", "--release-train", instead=FIT),
+        *refused(
+            "workers have the environment of the shell that starts the run",
+            "C",
+            "--train-env-vars",
+            instead="the environment variables of that shell",
+        ),
+        *refused(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
         *refused(
             "the trainer's process group is nccl on GPUs and gloo on CPUs",
             "CM",
@@ -78,7 +84,6 @@ CLUSTER = FlagGroup(
             instead="--device",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
-        *later(HARDENING, "C", "--release-train"),
         *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),
         *refused(
             "the engines of every run are watched",
@@ -87,7 +92,7 @@ CLUSTER = FlagGroup(
             "--rollout-health-check-interval",
             "--rollout-health-check-timeout",
             "--rollout-health-check-first-wait",
-            instead="nothing: one of several engines that dies is started anew, the last one ends the run by name",
+            instead="leave it out: one of several engines that dies is started anew, the last one ends the run by name",
         ),
         *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
     ),

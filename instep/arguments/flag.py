@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 FlagStatus = Literal["acts", "later", "refused"]
 
 # Why a flag comes later.
-HARDENING = "comes with the debugging and fault-tolerance work"
-ASYNC = "comes with asynchronous training"
+ASYNC = "asynchronous training comes later"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"
 SYNC_WAYS = "other ways of a weight sync come later"

@@ -8,7 +8,7 @@ from typing import Any
 from instep.arguments.all_flags import GROUPS, passed_through
 from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
-from instep.arguments.serving import SERVED
+from instep.arguments.suggest import acts_in
 
 SERVE_EXAMPLE = """\
 Example: two engines behind the router, then a request from another terminal
@@ -50,7 +50,7 @@ def format_help(command: str = "train") -> str:
     """The help text of a command: every flag that acts in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", _INTRO[command], ""]
     for group in GROUPS:
-        acting = [f for f in group.flags if f.status == "acts" and _acts_in(command, f)]
+        acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
     if command == "serve":
@@ -67,10 +67,6 @@ def format_help(command: str = "train") -> str:
         EXAMPLE,
     ]
     return "\n".join(lines)
-
-
-def _acts_in(command: str, flag: Flag) -> bool:
-    return flag.name in SERVED if command == "serve" else flag.name != "--port"
 
 
 def _entry(flag: Flag) -> list[str]:

@@ -19,7 +19,6 @@ from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
     FLOAT,
-    HARDENING,
     INT,
     MOE,
     POSITIVE,
@@ -51,11 +50,12 @@ PARALLEL = FlagGroup(
         *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size"),
         *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
         *later(
-            HARDENING,
+            "hooks inside the Megatron trainer come later",
             "VSC",
             "--custom-megatron-init-path",
             "--custom-megatron-before-log-prob-hook-path",
             "--custom-megatron-before-train-step-hook-path",
+            instead="--custom-loss-function-path and --loss-type custom_loss, where a loss of yours is enough",
         ),
         *later(
             "low-precision matrix products come later",

@@ -17,6 +17,13 @@ _ONLY_RL = (
     "sapo_tau_neg entropy_coef use_tis use_rs use_opsm use_rollout_logprobs partial_rollout group_rm critic_load "
     "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path use_opd"
 )
+_ONLINE = "n_samples_per_prompt apply_chat_template eval_interval eval_prompt_data eval_config"
+
+
+def without_meaning(command: str) -> set[str]:
+    """The attributes of flags that have no meaning for `instep train`, `instep sft` or `instep dpo`."""
+    names = set(_ONLY_DPO if command != "dpo" else _NOT_IN_DPO)
+    return names | {*_ONLY_RL.split(), *_ONLINE.split()} if command in OFFLINE else names
 
 
 def only_dpo(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -39,7 +39,8 @@ OPTIMIZER = FlagGroup(
         Flag("--adam-beta2", BETA, 0.999, "second-moment decay", whose="M"),
         Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", whose="M"),
         Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", whose="CM"),
-        *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
+        *later("resetting the optimizer between rollouts comes later", "C", "--reset-optimizer-states"),
+        *later("an Adam without states comes later", "C", "--use-stateless-adam"),
     ),
 )
 

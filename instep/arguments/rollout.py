@@ -66,7 +66,7 @@ ROLLOUT = FlagGroup(
             whose="C",
         ),
         *later(
-            "this hook comes later",
+            "own conversions of samples come later",
             "C",
             "--custom-convert-samples-to-train-data-path",
             instead="sample.train_metadata and fields of your own, which reach the trainer",

@@ -44,7 +44,11 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ("logprobs_mode", "the trainer needs the log-probs of the distribution that was sampled from", ""),
         ("enable_scale_out tokens_only", "instep asks for tokens by /inference/v1/generate, and turns it on", ""),
         ("weight_transfer_config", "the way of a weight sync has a flag", "--sync-way"),
-        ("enable_sleep_mode", "whether engines sleep while the trainer works has a flag", "--offload-rollout"),
+        (
+            "enable_sleep_mode",
+            "engines that sleep while the trainer works come later",
+            "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side",
+        ),
         ("runner convert pooler_config", "engines generate", ""),
     ),
     "vllm-router": (

@@ -220,6 +220,11 @@ ALGORITHM = FlagGroup(
         ),
         *refused("entropy is reported at every step", "C", "--use-rollout-entropy"),
         *refused("the gap between trainer and engine is reported at every step", "C", "--get-mismatch-metrics"),
-        *later("comes with the memory work", "C", "--recompute-loss-function", "--log-probs-chunk-size"),
+        *refused(
+            "logits are made in chunks and recomputed in the backward pass wherever they are large",
+            "C",
+            "--recompute-loss-function",
+            "--log-probs-chunk-size",
+        ),
     ),
 )
