@@ -40,7 +40,7 @@ class VersionSpan:
 
 _Status = Status  # `Sample.Status` below hides the name inside the class
 # What an engine's finish reason makes of a sample's status.
-_ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED}
 
 
 @dataclass
@@ -261,7 +261,7 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
         raise RewardError(
             f"the reward {value!r} is no finite number",
             where=name_of(sample),
-            remedy="mend the reward function"
+            remedy="return a finite number from the reward function, such as 0.0 where there is nothing to judge"
             if value is not None
             else "set sample.reward, --rm-type or --custom-rm-path",
         )

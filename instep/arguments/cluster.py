@@ -81,7 +81,7 @@ CLUSTER = FlagGroup(
             "the trainer's process group is nccl on GPUs and gloo on CPUs",
             "CM",
             "--distributed-backend",
-            instead="--device",
+            instead="--device cuda or --device cpu",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
         *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),

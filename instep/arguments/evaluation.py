@@ -204,7 +204,9 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
         kinds = _KINDS[re.split(r"\W", annotation)[0]]
         optional = "None" in annotation
         if isinstance(value, bool) or not (isinstance(value, kinds) or (optional and value is None)):
-            yield Problem(f"{key}: {value!r} is not of the kind {annotation}", where)
+            yield Problem(
+                f"{key}: {value!r} is not of the kind {annotation}", where, f"write {key}: VALUE, of that kind"
+            )
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -226,13 +228,19 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
         for key, low, high in _BOUNDS:
             value = getattr(dataset, key)
             if value is not None and not low <= value <= high:
-                yield Problem(f"{key}: {value} is not within {low} and {high:g}", where)
+                yield Problem(
+                    f"{key}: {value} is not within {low} and {high:g}",
+                    where,
+                    f"use a value of at least {low} and at most {high:g}",
+                )
         for key, check in (("custom_rm_path", hook), ("custom_generate_function_path", hook), ("rm_type", rm_type)):
             if (value := getattr(dataset, key)) is not None:
                 try:
                     check(value)
                 except ValueError as error:
-                    yield Problem(f"{key} '{value}' {error}", where)
+                    yield Problem(
+                        f"{key} '{value}' {error}", where, "correct it, or leave it out: the flag of the run then holds"
+                    )
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 

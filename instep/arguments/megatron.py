@@ -128,7 +128,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
         "needs Transformer Engine, which instep's trainer does not use",
         "",
     ),
-    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", "--device"),
+    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", ""),
     (
         "--(fp16|loss-scale|initial-loss-scale|min-loss-scale|hysteresis|fp32-residual)",
         "refused",

@@ -12,8 +12,11 @@ from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
+from instep.models.shape import FAMILIES
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MODEL = FlagGroup(
     "Model and checkpoints",
@@ -136,6 +139,19 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 
+def dense(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Neither train backend trains a mixture of experts: hf would not find their weights in the checkpoint."""
+    config = known_config(args)
+    for key in _EXPERTS:
+        if isinstance(config.get(key), int) and config[key] > 1 and not args.debug_rollout_only:
+            yield Problem(
+                f"is a mixture-of-experts model ({key} {config[key]} in config.json), which cannot be trained yet",
+                "--hf-checkpoint",
+                f"give a dense model ({', '.join(FAMILIES)}); `instep serve` and --debug-rollout-only take this one",
+            )
+            return
+
+
 def folder_to_load(name: str) -> Rule:
     """The rule that an attribute names a folder, if it names anything."""
 
@@ -189,5 +205,6 @@ RULES: tuple[Rule, ...] = (
     reference,
     load,
     checkpoint,
+    dense,
     folder_to_load("ref_load"),
 )

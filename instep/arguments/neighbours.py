@@ -27,7 +27,7 @@ NEIGHBOURS = FlagGroup(
         *refused(ATROPOS, "A", "--trainer-rank", "--world-size", instead="--actor-num-gpus-per-node"),
         *refused(SERVER, "AT", "--model", instead="--hf-checkpoint"),
         *refused(SERVER, "T", "--host", instead="leave it out: everything binds to loopback"),
-        *refused(SERVER, "AT", "--dtype", instead="--precision and --vllm-dtype"),
+        *refused(SERVER, "AT", "--dtype", instead="--precision bf16 or --precision fp32"),
         *refused(
             "of an engine; the trainer's is --tensor-model-parallel-size",
             "AT",

@@ -10,7 +10,7 @@ from typing import Any
 from instep.arguments.all_flags import find
 from instep.arguments.concern import Problem
 from instep.arguments.flag import Flag
-from instep.arguments.suggest import remedy_of, setting, unknown
+from instep.arguments.suggest import named_flags, remedy_of, setting, unknown
 
 
 @dataclass
@@ -20,12 +20,15 @@ class Scan:
     Attributes:
         given, flags: values and records of the flags that are given, by attribute.
         broken: attributes whose value could not be read.
+        meant: attributes of flags that a remedy names; they count as unreadable, so that their absence is no second
+            problem.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Flag] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    meant: set[str] = field(default_factory=set)
 
 
 def is_flag(token: str) -> bool:
@@ -50,6 +53,7 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
                 break
             values.append(tokens.pop(0))
         _take(result, name, values, command)
+    result.broken |= result.meant - result.given.keys()
     return result
 
 
@@ -58,10 +62,9 @@ def _stray(token: str) -> Problem:
 
 
 def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
-    """Add a problem. The flags that were meant count as given, so that their absence is not reported, too."""
     problem, meant = found
     result.problems.append(problem)
-    result.broken.update(flag.attribute for name in meant if (flag := find(name)) is not None)
+    result.meant.update(flag.attribute for name in meant if (flag := find(name)) is not None)
 
 
 def _take(result: Scan, name: str, values: list[str], command: str) -> None:
@@ -71,7 +74,8 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
-        result.problems.append(Problem(f"{flag.status}: {flag.note}", name, remedy_of(flag, command)))
+        remedy = remedy_of(flag, command)
+        _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))
         return
     try:
         _store(result, flag, values)

@@ -46,7 +46,10 @@ def setting(token: str, command: str) -> tuple[Problem, list[str]] | None:
         return None
     name, _, value = token.partition("=")
     found = _of_others(name, value, command, token)
-    return found or (Problem("is no flag", f"'{token}'", "flags are written --name value"), [])
+    return found or (
+        Problem("is no flag", f"'{token}'", "a flag is two words, its name with two dashes and its value"),
+        [],
+    )
 
 
 def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
@@ -62,7 +65,8 @@ def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
     if acts_in(command, known):
         return Problem("unknown flag", name, f"did you mean {wanted}?"), [wanted]
     if known is not None and wanted != name:
-        return Problem(f"is {wanted}, which is {_why_not(known, command)}", name, remedy_of(known, command)), []
+        remedy = remedy_of(known, command)
+        return Problem(f"is {wanted}, which is {_why_not(known, command)}", name, remedy), named_flags(remedy)
     found = _negated(wanted, name, command) or of_others or _of_vllm(wanted, name, command)
     return found or _near(wanted, name, command)
 
@@ -103,7 +107,7 @@ def _negated(wanted: str, name: str, command: str) -> tuple[Problem, list[str]] 
     if flag is None or not flag.is_switch and flag.status == "acts":
         return None
     if acts_in(command, flag):
-        return Problem(f"{flag.name} is off unless it is given", name, f"leave out both {name} and {flag.name}"), []
+        return Problem(f"{flag.name} is off unless it is given", name, f"leave it out, and {flag.name}"), []
     return Problem(f"unknown flag; {flag.name} is {_why_not(flag, command)}", name, "leave it out: it is off"), []
 
 

@@ -223,6 +223,7 @@ class WorkerGroup:
             + stacks,
             remedy="the rank whose stack differs from the others is the one they wait for; "
             "raise --train-timeout if the work is simply larger",
+            where="the training workers; their logs lie in RUN_DIR/logs",
         )
 
     def close(self, grace: float = 3.0) -> None:

@@ -168,7 +168,11 @@ class RayCluster:
         engine.stop()
         parts: list[Process] = engine.process.parts if isinstance(engine.process, JointProcess) else [engine.process]
         if not all(part.died_within(HOST_SECONDS) for part in parts):  # its name is free when its end was told
-            raise EngineError(f"{engine.name} does not end", where=engine.process.describe())
+            raise EngineError(
+                f"{engine.name} does not end",
+                where=engine.process.describe(),
+                remedy="end it on its host: its process is named above",
+            )
         engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
 
     def close(self) -> None:

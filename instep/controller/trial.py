@@ -191,7 +191,7 @@ class HookTrial:
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout
         hung = RolloutError(
-            f"{path} took more than {limit:g} s", where=_row(sample), remedy="mend it, or raise --reward-timeout"
+            f"{path} took more than {limit:g} s", where=_row(sample), remedy="make it faster, or raise --reward-timeout"
         )
         return await runtime.bounded_steps(coro, limit, hung)
 

@@ -38,7 +38,9 @@ def build_batch(
     """
     flat = _flatten(groups)
     if not flat:
-        raise RolloutError("the rollout returned no samples", remedy="return at least one group")
+        raise RolloutError(
+            "the rollout returned no samples", remedy="return at least one group", where="--rollout-function-path"
+        )
     masks: list[list[int]] = []
     log_probs: list[list[float]] = []
     rewards: list[float] = []
@@ -84,6 +86,7 @@ def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
             raise RolloutError(
                 f"group {g} of the rollout is {'empty' if group == [] else 'a ' + type(group).__name__}",
                 remedy="a rollout function returns a list of groups, each a list of samples",
+                where="--rollout-function-path",
             )
         for k, member in enumerate(group):
             siblings = member if isinstance(member, list) else [member]
@@ -92,6 +95,7 @@ def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
                     raise RolloutError(
                         f"entry {k} of group {g} of the rollout is a {type(sample).__name__}, not a Sample",
                         remedy="a rollout function returns a list of groups, each a list of samples",
+                        where="--rollout-function-path",
                     )
                 made_up = f"group-{g}-{k}" if siblings is member else f"sample-{g}-{k}-{s}"
                 out.append((sample, made_up if sample.execution_id is None else sample.execution_id))

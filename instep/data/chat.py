@@ -75,7 +75,9 @@ def tokenize_conversation(
     """
     if loss_mask_type not in LOSS_MASK_TYPES:
         raise ConfigError(
-            f"--loss-mask-type {loss_mask_type!r} is unknown", remedy=f"one of {', '.join(LOSS_MASK_TYPES)}"
+            f"--loss-mask-type {loss_mask_type!r} is unknown",
+            remedy=f"one of {', '.join(LOSS_MASK_TYPES)}",
+            where="--loss-mask-type",
         )
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
     if not turns:
@@ -109,7 +111,11 @@ def tokenize_conversation(
     loss_mask += [0] * len(rest)
     loss_mask[:1] = [0]  # nothing predicts the first token
     if not any(loss_mask):
-        raise DataError("the conversation has no trainable token: its assistant turns are empty", where=where)
+        raise DataError(
+            "the conversation has no trainable token: its assistant turns are empty",
+            where=where,
+            remedy="fill its assistant turns, or skip such rows with --skip-bad-rows",
+        )
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     if token_ids != whole and tokenizer.decode(token_ids) != tokenizer.decode(whole):
         raise DataError(

@@ -161,7 +161,11 @@ def _within_limit(
     records: list[Record], tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any], limit: int
 ) -> list[Record]:
     if tokenizer is None:
-        raise ConfigError("--rollout-max-prompt-len needs a tokenizer", remedy="give --hf-checkpoint")
+        raise ConfigError(
+            "--rollout-max-prompt-len needs a tokenizer",
+            remedy="give --hf-checkpoint",
+            where="--rollout-max-prompt-len",
+        )
     if any(not isinstance(r.prompt, str) for r in records):
         require_chat_template(tokenizer)
     for start in range(0, len(records), TOKENIZE_AT_ONCE):

@@ -56,7 +56,9 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
     match = _SLICE.match(path_spec)
     if match is None or "-" in (match["start"], match["stop"]):
         raise ConfigError(
-            f"cannot read the slice of {path_spec!r}", remedy="write path@[start:stop], as in train.jsonl@[0:1000]"
+            f"cannot read the slice of {path_spec!r}",
+            remedy="write path@[start:stop], as in train.jsonl@[0:1000]",
+            where=str(path_spec),
         )
     start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
     return Path(match["path"]), slice(start, stop)

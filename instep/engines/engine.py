@@ -133,10 +133,18 @@ class Engine:
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
+            raise EngineError(
+                f"{self.name} does not say what it is: {error!r}",
+                where=self.url,
+                remedy="is this the address of an engine? start a vLLM with instep-vllm there (docs/engines.md)",
+            ) from error
         if not found:
             known = ", ".join(kind.title for kind in all_kinds())
-            raise EngineError(f"{self.name} is none of the engines that instep knows: {known}", where=self.url)
+            raise EngineError(
+                f"{self.name} is none of the engines that instep knows: {known}",
+                where=self.url,
+                remedy="start a vLLM with instep-vllm at this address (docs/engines.md)",
+            )
         self._kind = found[0]
 
     def post(

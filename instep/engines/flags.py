@@ -248,7 +248,9 @@ def _extract(package: Package, version: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s", where=" ".join(command)
+            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s",
+            where=" ".join(command),
+            remedy="run this command by hand: does it end? is the machine overloaded?",
         ) from None
     if done.returncode:
         raise EngineError(

@@ -140,7 +140,11 @@ def read(path: str) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is no YAML: {' '.join(str(error).split())}", where=where) from None
+        raise ConfigError(
+            f"is no YAML: {' '.join(str(error).split())}",
+            where=where,
+            remedy="correct that line; docs/engines_topologies.md shows the form",
+        ) from None
 
 
 def parse(

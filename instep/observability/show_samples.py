@@ -83,7 +83,9 @@ def select(
     rows = read_json_lines(run_dir / "samples.jsonl")
     if not rows:
         raise ConfigError(
-            "no samples are logged", where=str(run_dir / "samples.jsonl"), remedy="give the --run-dir of a run"
+            "no samples are logged" if run_dir.is_dir() else "no such folder",
+            where=str(run_dir / "samples.jsonl"),
+            remedy="give the --run-dir of a run",
         )
     splits = list(dict.fromkeys(row["split"] for row in rows))
     split = split or ("train" if "train" in splits else splits[0])

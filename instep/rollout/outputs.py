@@ -21,7 +21,11 @@ def flatten(group: Any) -> Iterator[Sample]:
         for item in group:
             yield from flatten(item)
     else:
-        raise RolloutError(f"a group holds {type(group).__name__}, not Sample", remedy="return groups of Sample")
+        raise RolloutError(
+            f"a group holds {type(group).__name__}, not Sample",
+            remedy="return groups of Sample",
+            where="--rollout-function-path",
+        )
 
 
 def check_sample(sample: Sample, where: str) -> None:

@@ -26,7 +26,11 @@ def generate_rollout(
         return evaluate(args, rollout_id)
     groups = data_source.get_samples(args.rollout_batch_size)
     if not groups:
-        raise RolloutError("the data source has no more conversations", remedy="add data, or fewer --num-rollout")
+        raise RolloutError(
+            "the data source has no more conversations",
+            remedy="add data, or fewer --num-rollout",
+            where="--data-source-path",
+        )
     return RolloutFnTrainOutput([[_tokenized(args, group[0])] for group in groups])
 
 

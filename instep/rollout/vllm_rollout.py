@@ -137,7 +137,11 @@ class _Rollout:
             wanted = self.args.over_sampling_batch_size or self.target
             groups = self.data_source.get_samples(wanted)
             if not groups:
-                raise RolloutError("the data source has no more groups", remedy="add data, or fewer --num-rollout")
+                raise RolloutError(
+                    "the data source has no more groups",
+                    remedy="add data, or fewer --num-rollout",
+                    where="--data-source-path",
+                )
             for group in groups:
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params)))
                 self.pending[task] = group

@@ -103,7 +103,7 @@ def test_what_is_not_there_is_an_error_that_says_what_is(run, tmp_path):
         with pytest.raises(ConfigError, match="no sample") as error:
             shown(run, *words)
         assert remedy in error.value.remedy
-    with pytest.raises(ConfigError, match="no samples are logged"):
+    with pytest.raises(ConfigError, match="no such folder"):
         shown(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="invalid choice"):
         shown(run, "--worst", "colour")

@@ -30,7 +30,7 @@ SAID = [
     ("serve --max-num-batched-tokens 3", "vLLM's, which has a prefix", "use --vllm-max-num-batched-tokens"),
     ("serve --num_rollout_gpus 2", "unknown flag", "did you mean --rollout-num-gpus?"),
     ("train --no-offload-train", "--offload-train is not there", "leave it out: it is off"),
-    ("train --no-use-kl-loss", "--use-kl-loss is off unless it is given", "leave out both"),
+    ("train --no-use-kl-loss", "--use-kl-loss is off unless it is given", "leave it out, and --use-kl-loss"),
     ("train --weight-bridge-mode shared_vllm", "later", "use --sync-way shm or --sync-way disk"),
     ("train data.train_files=x.parquet", "verl's data.train_files", "use --prompt-data"),
     ("train algorithm.adv_estimator=rloo", "verl's algorithm.adv_estimator", "use --advantage-estimator rloo"),
@@ -38,7 +38,7 @@ SAID = [
     ("train actor_rollout_ref.rollout.n=8", "verl's actor_rollout_ref.rollout.n", "use --n-samples-per-prompt"),
     ("train +trainer.n_gpus_per_node=8", "verl's trainer.n_gpus_per_node", "use --actor-num-gpus-per-node"),
     ("train actor_rollout_ref.actor.megatron.context_parallel_size=2", "verl's", "context parallelism comes later"),
-    ("train some.thing=3", "is no flag", "flags are written --name value"),
+    ("train some.thing=3", "is no flag", "a flag is two words"),
     ("train something", "'something' belongs to no flag", "quote values that contain blanks"),
     ("train --actor_learning_rate 1", "OpenRLHF's actor_learning_rate", "use --lr"),
     ("train --actor.eps_clip_low_high 0.2 0.3", "OpenRLHF's", "use --eps-clip --eps-clip-high"),
@@ -64,6 +64,10 @@ def test_a_flag_that_was_meant_is_not_missing_as_well(tmp_path, monkeypatch):
     text = refusal("data.train_files=data.jsonl --num_generations 4", without="--prompt-data")
     assert "2 things are wrong" in text and "is required" not in text
     assert "--n-samples-per-prompt" in text and "--prompt-data" in text
+    text = refusal("--model model", without="--hf-checkpoint")  # refused, with what is meant
+    assert "use --hf-checkpoint" in text and "is required" not in text
+    text = refusal("--model model --hf-checkpoint nowhere", without="--hf-checkpoint")
+    assert "2 things are wrong" in text and "no folder nowhere" in text
 
 
 def test_no_suggestion_names_a_flag_of_another_command():

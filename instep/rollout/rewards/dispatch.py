@@ -79,7 +79,9 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     where = f"{_named(args, path)}: {whose}"
     limit = args.reward_timeout
     hung = RewardError(
-        f"the reward function took more than {limit:g} s", where=where, remedy="mend it, or raise --reward-timeout"
+        f"the reward function took more than {limit:g} s",
+        where=where,
+        remedy="make it faster, or raise --reward-timeout",
     )
     try:
         if inspect.iscoroutinefunction(function):
@@ -93,7 +95,11 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
         raise
     except Exception as error:  # the border to the user's code
         at = f"{where}; {raised_at(error, function)}"
-        raise RewardError(f"the reward function raised {error!r}", where=at, remedy="mend it") from error
+        raise RewardError(
+            f"the reward function raised {error!r}",
+            where=at,
+            remedy="correct that line, or catch the error there and return a reward, such as 0.0",
+        ) from error
 
 
 async def _await(awaitable: Awaitable[T]) -> T:

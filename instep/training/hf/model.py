@@ -57,7 +57,7 @@ def _refuse(name: str, why: str) -> None:
     raise ConfigError(
         f"{name} cannot be trained packed: {why}",
         where="train backend hf",
-        remedy="use a decoder-only model with plain causal attention (Qwen2/3, Llama, ...) or another --train-backend",
+        remedy="use a decoder-only model with plain causal attention, such as Qwen2, Qwen3 or Llama",
     )
 
 
