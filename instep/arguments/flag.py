@@ -88,7 +88,8 @@ def hook(value: str) -> str:
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
     if importlib.util.find_spec(top) is None:
-        raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH")
+        here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in ("slime", "vime") else ""
+        raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
     return value
 
 

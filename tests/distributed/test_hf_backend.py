@@ -322,6 +322,18 @@ def test_models_that_cannot_be_run_packed_are_refused(run_ranks):
     assert "depend on the segment before it" in run_ranks(_refusal_rank, 1, mamba)[0]
 
 
+def _tested_rank(configs):
+    return [_refusal_rank(config) for config in configs]
+
+
+def test_the_families_that_the_readme_names_are_run_packed(run_ranks):
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    configs = [kind(**small, num_key_value_heads=2) for kind in (Qwen3Config, Qwen2Config, LlamaConfig)]
+    assert run_ranks(_tested_rank, 1, configs)[0] == ["accepted"] * 3
+
+
 def _cuda_rank(path, folder):
     device = torch.device("cuda", torch.cuda.current_device())
     config = AutoConfig.from_pretrained(path)

@@ -140,6 +140,7 @@ SPELLING = [
     ("--rm-type maths", "--rm-type", "is no built-in reward"),
     ("--custom-rm-path reward.py:f", "--custom-rm-path", "is no dotted path"),
     ("--custom-rm-path no_such_module.f", "--custom-rm-path", "neither in this folder nor on PYTHONPATH"),
+    ("--rollout-function-path vime.rollout.vllm_rollout.generate_rollout", "vime", "docs/migration.md, 'Hooks'"),
     ("--attention-dropout 0.1", "--attention-dropout", "at most 0"),
     ("--apply-chat-template-kwargs {x", "--apply-chat-template-kwargs", "is not JSON"),
     ("--apply-chat-template-kwargs [1]", "--apply-chat-template-kwargs", "not an object"),
