@@ -175,7 +175,7 @@ class Sample:
                 self.weight_versions.append(VersionSpan(span.version, start, end))
         reason = said.get("finish_reason") if update_terminal_info else None
         reason = reason.get("type") if isinstance(reason, dict) else reason
-        self.status = _ENDINGS.get(reason, self.status)
+        self.status = _ENDINGS.get(str(reason), self.status)
 
     def _check_append(self, n: int, log_probs: list[float] | None, trainable: bool) -> None:
         """Raise a ValueError where `n` further tokens would leave the columns of different lengths."""
