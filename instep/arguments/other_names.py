@@ -295,7 +295,7 @@ OPENRLHF = (
     Row("actor.eps_clip_low_high", "", "--eps-clip --eps-clip-high"),
     Row("actor.dual_clip", "", "--eps-clip-c"),
     Row("actor.entropy_coef or entropy_loss_coef", "", "--entropy-coef"),
-    Row("actor.policy_loss_type gspo", "ppo", "--advantage-estimator gspo"),
+    Row("actor.policy_loss_type gspo", "PPO", "--advantage-estimator gspo"),
     Row("actor.gradient_checkpointing_enable", "False", "--recompute-granularity full", "see docs/arguments.md"),
     Row("critic.value_clip", "0.5", "--value-clip", "0.2 unless given"),
     Row("critic.freezing_steps or freezing_actor_steps", "-1", "--num-critic-only-steps"),
