@@ -139,7 +139,7 @@ FLAGS = {
     "--global-batch-size 5": "16 samples|5 does not divide|use 4 or 8",
     "--rollout-batchsize 4": "unknown flag|did you mean --rollout-batch-size?",
     "--sglang-mem-fraction-static 0.8": "not SGLang|--vllm-gpu-memory-utilization",
-    "--offload": "memory work|--offload",
+    "--offload": "offloading comes later|--offload",
     "--advantage-estimator ppo --value-clip 0": "above 0|--value-clip",
     "--advantage-estimator ppo --num-critic-only-steps 3": "the run has 2|--num-critic-only-steps|at most 2",
     "--advantage-estimator ppo --megatron-config-path {bad}/roles.yaml": "roles.yaml|overrides.lrr|did you mean lr?",
@@ -151,7 +151,7 @@ FLAGS = {
     "--custom-rm-path nowhere_module.reward": "'nowhere_module'|--custom-rm-path|PYTHONPATH",
     "--custom-rm-path good_hook.py:reward": "no dotted path|--custom-rm-path",
     "--custom-rm-path good_hook.nothing": "no 'nothing'|--custom-rm-path good_hook.nothing|it has reward",
-    "--custom-rm-path raises_hook.reward": "ZeroDivisionError: at import|--custom-rm-path raises_hook.reward|mend",
+    "--custom-rm-path raises_hook.reward": "ZeroDivisionError: at import|--custom-rm-path raises_hook.reward|correct",
     "--custom-rm-path needy_hook.reward": "'a_package_that_is_not_there'|not installed|--custom-rm-path",
 }
 SFT = {
