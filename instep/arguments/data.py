@@ -140,17 +140,25 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout)
 def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
         if args.num_rollout != 0:
-            yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
+            yield Problem(
+                "no prompts are named", "--prompt-data", "give a jsonl or parquet file (or --data-source-path)"
+            )
 
 
 def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
-        yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
+        yield Problem(
+            "the size of a rollout is not given",
+            "--rollout-batch-size",
+            "say how many prompts a rollout takes, such as 32",
+        )
 
 
 def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
-        yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
+        yield Problem(
+            "the length of the run is not given", "--num-rollout", "say how many rounds to run (or give --num-epoch)"
+        )
     if args.num_rollout is not None and args.num_epoch is not None:
         yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
     if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
@@ -185,7 +193,7 @@ def _shares(args: Settings) -> Iterator[Problem]:
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
         what = f"{size} samples a step for {ranks} data-parallel ranks"
-        yield Problem(what, "--global-batch-size", f"at least {ranks}")
+        yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         yield Problem(
             f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "

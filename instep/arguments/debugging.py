@@ -165,10 +165,10 @@ def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int
         here, other = path.format(**fields), path.format(**{**fields, "rollout_id": -1})
     except (KeyError, IndexError, ValueError, AttributeError):
         known = " and ".join(f"{{{name}}}" for name in fields)
-        yield Problem(f"'{path}' holds another field than {known}", flag, "DIR/{rollout_id}.pt")
+        yield Problem(f"'{path}' holds another field than {known}", flag, "write it like DIR/{rollout_id}.pt")
         return
     if here == other and args.num_rollout != 1:
-        yield Problem(f"'{path}' is one file for all rollouts", flag, "DIR/{rollout_id}.pt")
+        yield Problem(f"'{path}' is one file for all rollouts", flag, "write it like DIR/{rollout_id}.pt")
 
 
 RULES = (parts, dumps)

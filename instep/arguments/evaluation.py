@@ -178,7 +178,7 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
     body = body if isinstance(body, dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
-        remedy = "see `eval: {defaults: ..., datasets: [{name, path, ...}]}` in docs"
+        remedy = "write eval: {datasets: [{name: NAME, path: FILE}]}"
         yield Problem("has no list eval.datasets", where, remedy)
         return
     for key in [*(config.keys() - {"eval"}), *(body.keys() - {"defaults", "datasets"})]:

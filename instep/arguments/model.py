@@ -112,7 +112,7 @@ RESOLVERS = (train_backend, run_dir)
 
 def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.hf_checkpoint is None:
-        yield Problem("is required", "--hf-checkpoint", "the Hugging Face folder of the model")
+        yield Problem("the model is not named", "--hf-checkpoint", "give the Hugging Face folder of the model")
 
 
 def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -124,7 +124,9 @@ def partial_rollouts(args: Settings, given: set[str]) -> Iterator[Problem]:
 def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
     if longest is not None and whole is not None and longest >= whole:
-        yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
+        yield Problem(
+            f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"use less than {whole}"
+        )
     if longest is not None and model is not None and longest >= model:
         what = f"{longest} leaves no room for a response in the model's context of {model} tokens"
         yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")

@@ -201,7 +201,7 @@ def test_everything_wrong_is_told_at_once_and_each_thing_once():
     assert text.count("--rollout-batch-size") == 1
     assert "exit" not in text and "Traceback" not in text
     text = refusal("--hf-checkpont model", without="--hf-checkpoint")
-    assert "did you mean --hf-checkpoint?" in text and "is required" not in text
+    assert "did you mean --hf-checkpoint?" in text and "is not named" not in text
 
 
 # ---- Args and the view of hooks --------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ def here(tmp_path, monkeypatch):
 
 CONTRADICTIONS = [
     ("", "--hf-checkpoint", "the Hugging Face folder of the model"),
-    ("", "--prompt-data", "is required"),
-    ("", "--rollout-batch-size", "is required"),
-    ("", "--num-rollout", "is required"),
+    ("", "--prompt-data", "no prompts are named"),
+    ("", "--rollout-batch-size", "size of a rollout is not given"),
+    ("", "--num-rollout", "length of the run is not given"),
     ("", "--rm-type", "no reward is named"),
     ("--num-epoch 2", "", "give one of the two"),
     ("--start-rollout-id 4", "", "is beyond --num-rollout 3"),

@@ -62,10 +62,10 @@ def test_what_is_said(line, what, remedy):
 def test_a_flag_that_was_meant_is_not_missing_as_well(tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     text = refusal("data.train_files=data.jsonl --num_generations 4", without="--prompt-data")
-    assert "2 things are wrong" in text and "is required" not in text
+    assert "2 things are wrong" in text and "no prompts are named" not in text
     assert "--n-samples-per-prompt" in text and "--prompt-data" in text
     text = refusal("--model model", without="--hf-checkpoint")  # refused, with what is meant
-    assert "use --hf-checkpoint" in text and "is required" not in text
+    assert "use --hf-checkpoint" in text and "is not named" not in text
     text = refusal("--model model --hf-checkpoint nowhere", without="--hf-checkpoint")
     assert "2 things are wrong" in text and "no folder nowhere" in text
 
