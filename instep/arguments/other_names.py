@@ -327,7 +327,7 @@ OPENRLHF = (
     Row("ckpt.load_enable or load_checkpoint", "False", "--load", "the folder of --save"),
     Row("ckpt.save_steps", "-1", "--save-interval", "in rollouts"),
     Row("eval.steps", "-1", "--eval-interval", "in rollouts"),
-    Row("eval.dataset or eval_dataset", "", "--eval-prompt-data"),
+    Row("eval.dataset or eval_dataset", "", "--eval-prompt-data NAME FILE"),
     Row("logger.wandb.key", "", "--use-wandb --wandb-key"),
 )
 

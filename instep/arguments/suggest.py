@@ -46,10 +46,8 @@ def setting(token: str, command: str) -> tuple[Problem, list[str]] | None:
         return None
     name, _, value = token.partition("=")
     found = _of_others(name, value, command, token)
-    return found or (
-        Problem("is no flag", f"'{token}'", "a flag is two words, its name with two dashes and its value"),
-        [],
-    )
+    remedy = "a flag is two words, its name with two dashes and its value"
+    return found or (Problem("is no flag", f"'{token}'", remedy), [])
 
 
 def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
@@ -122,8 +120,8 @@ def _near(wanted: str, name: str, command: str) -> tuple[Problem, list[str]]:
         names = difflib.get_close_matches(wanted, every, n=3, cutoff=0.75)
     like = next((n for n in names if acts_in(command, find(n))), "")
     flag = find(names[0]) if names else None
-    if flag is not None and names[0] != like and flag.status != "acts" and _ratio(wanted, names[0]) > 0.9:
-        what, like = f"unknown flag; {names[0]}, which is like it, is {_why_not(flag, command)}", ""
+    if flag is not None and flag.status != "acts" and _ratio(wanted, names[0]) > 0.9:
+        what = f"unknown flag; {names[0]}, which is like it, is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command)), []
     topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
     shown = "train" if command == "plan" else command  # which takes its flags
