@@ -355,7 +355,7 @@ def look_up(typed: str, value: str, command: str) -> Found | None:
         named = [(of_value, found) for name, of_value, found in _settings(command) if same(name)]
         exact = [found for of_value, found in named if of_value == value] if value else []
         some = exact or [found for of_value, found in named if not of_value]
-        if len({(found.here, found.note) for found in some}) == 1:
+        if len({found.here or found.note for found in some}) == 1:
             return some[0]
         if named and not some and len({found.name for _, found in named}) == 1:
             found = named[0][1]

@@ -14,6 +14,8 @@ SAID = [
     ("sft --num_generations 8", "TRL's num_generations", "leave it out: it has no meaning for `instep sft`"),
     ("train --lora-rank 8", "OpenRLHF's lora_rank", "LoRA comes later"),
     ("train --peft_config x", "TRL's peft_config", "LoRA comes later"),
+    ("train --vllm_tensor_parallel_size 2", "is --vllm-tensor-parallel-size", "use --rollout-num-gpus-per-engine"),
+    ("train --eval_dataset x", "'s eval_dataset", "use --eval-prompt-data NAME FILE"),
     ("train --lora-r 8", "later: LoRA", "leave it out"),
     ("train --beta 0.1", "TRL's beta", "use --use-kl-loss --kl-loss-coef --kl-loss-type k3"),
     ("dpo --beta 0.1", "TRL's beta", "use --dpo-beta"),
