@@ -77,6 +77,7 @@ def main() -> None:
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
+        lifeline.close()  # the child's alone, so that its end shows
         follow_parent(partner=beats, own_pulse=True)
         sock.close()
         theirs.close()
