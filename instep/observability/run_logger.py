@@ -220,7 +220,7 @@ def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = 
     table.add_column(justify="right", style="bold")
     for name, value in summary.items():
         if name == "alarms":
-            table.add_row(name, describe(value))
+            table.add_row(name, describe(value).replace(", ", "\n"))
         elif not isinstance(value, (Mapping, list, tuple)):
             table.add_row(name, readable(name, value))
     return table
