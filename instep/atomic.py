@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,12 +26,26 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, flush: bool = False) -> None:
-    """Write `text` as UTF-8; with `flush`, its bytes are on the disk before the file takes its place."""
+    """Write `text` as UTF-8; with `flush`, its bytes and its name are on the disk when this returns."""
     with replacing(path) as part, part.open("w", encoding="utf-8") as file:
         file.write(text)
         if flush:
             file.flush()
             os.fsync(file.fileno())
+    if flush:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where its file system can do that."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
 
 
 def replace_folder(new: Path, place: Path, old: Path) -> None:
@@ -37,8 +53,28 @@ def replace_folder(new: Path, place: Path, old: Path) -> None:
 
     If the process is killed between the two renames, only `old` exists.
     """
+    sync_folder(new)
     shutil.rmtree(old, ignore_errors=True)
     if place.exists():
         os.rename(place, old)
     os.rename(new, place)
+    sync_folder(place.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def free_name(folder: Path, stem: str) -> Path:
+    """The path `folder/<stem>-<n>` with the number after the highest that is there."""
+    numbers = [p.name[len(stem) + 1 :] for p in folder.glob(f"{glob.escape(stem)}-*")]
+    return folder / f"{stem}-{1 + max((int(n) for n in numbers if n.isdigit()), default=0)}"
+
+
+def move_aside(folder: Path, patterns: Iterable[str]) -> Path | None:
+    """Move what matches `patterns` in `folder`, in their order, to `folder/old-<n>`; None if nothing does."""
+    there = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    if not there:
+        return None
+    place = free_name(folder, "old")
+    place.mkdir()
+    for path in there:
+        os.rename(path, place / path.name)
+    return place

@@ -1,7 +1,7 @@
 """Calls from one process to another over a pipe: asyncio on one side, a loop that computes on the other.
 
-A call is (number, name, arguments); answers are lists of (number, result or exception), sent when they are ready.
-Messages are pickled, because both processes belong to one program.
+A call is (number, name, arguments); answers are lists of (number, result, exception or `Part`), sent when they are
+ready. Messages are pickled, because both processes belong to one program.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+
+from instep.processes import BEAT_SECONDS, pulse
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an answer, of which any number may come before the answer itself."""
+
+    value: Any
 
 
 class Caller:
@@ -24,6 +35,7 @@ class Caller:
         self._pipe = pipe
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._parts: dict[int, Callable[[Any], None]] = {}  # what takes the parts of an answer
         self._listening = False
 
     def expect(self) -> tuple[int, asyncio.Future[Any]]:
@@ -57,6 +69,31 @@ class Caller:
             self.send(cancel, {item.number for item in items})
             raise
 
+    async def stream_each(
+        self, name: str, items: Sequence[Any], *, cancel: str
+    ) -> AsyncGenerator[tuple[int, Part | asyncio.Future[Any]]]:
+        """One call with all `items`, as `call_each`; yields the index of an item with a part of its answer, in order,
+        and at last with the future that holds the answer."""
+        arrived: asyncio.Queue[tuple[int, Part | asyncio.Future[Any]]] = asyncio.Queue()
+        for index, item in enumerate(items):
+            item.number, future = self.expect()
+            put = partial(_put, arrived, index)
+            future.add_done_callback(put)
+            self._parts[item.number] = put
+        left = set(range(len(items)))
+        try:
+            self.send(name, items)
+            while left:
+                index, answer = await arrived.get()
+                if isinstance(answer, asyncio.Future):
+                    left.remove(index)
+                yield index, answer
+        finally:
+            for item in items:
+                del self._parts[item.number]
+            if left:  # the client has gone
+                self.send(cancel, {items[index].number for index in left})
+
     def send(self, name: str, *given: Any) -> None:
         """A call without an answer."""
         self._pipe.send((-1, name, given))
@@ -67,6 +104,10 @@ class Caller:
         except (EOFError, OSError):
             os._exit(1)
         for number, answer in answers:
+            if isinstance(answer, Part):
+                if number in self._parts:
+                    self._parts[number](answer)
+                continue
             future = self._answers.pop(number, None)
             if future is None or future.done():  # nobody waits any more
                 continue
@@ -74,6 +115,10 @@ class Caller:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+
+def _put(queue: asyncio.Queue[Any], index: int, answer: Any) -> None:
+    queue.put_nowait((index, answer))
 
 
 class CallQueue:
@@ -106,9 +151,12 @@ class CallQueue:
     def work(self, idle: Callable[[], bool]) -> None:
         """Do the calls that have arrived; while `idle()`, wait for more."""
         while True:
+            pulse()
             try:
-                number, name, given = self._queue.get(block=idle())
+                number, name, given = self._queue.get(block=idle(), timeout=BEAT_SECONDS)
             except queue.Empty:
+                if idle():
+                    continue
                 return
             try:
                 answer = self._functions[name](*given)

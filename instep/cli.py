@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
+from instep.private import private_files
 
 LATER = {"train-async": "asynchronous training", "convert": "the conversion of checkpoints"}
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _terminate_like_interrupt()
-        return _run(words)
+        with private_files():
+            return _run(words)
     except InstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -91,14 +93,21 @@ def _train(command: str, words: list[str]) -> None:
     from instep.preflight import check_inputs
 
     check_inputs(args)
-    if command in ("sft", "dpo"):
-        from instep.sft import sft
+    if args.device == "auto":
+        from instep.controller.device import device_here
 
-        sft(args)
-    else:
-        from instep.train import train
+        args = parse([*words, "--device", device_here()], command)  # defaults and rules depend on it
+    from instep.observability.output import lasting_output
 
-        train(args)
+    with lasting_output(Path(args.run_dir) / "logs"):
+        if command in ("sft", "dpo"):
+            from instep.sft import sft
+
+            sft(args)
+        else:
+            from instep.train import train
+
+            train(args)
 
 
 def _helps(command: str, words: list[str]) -> bool:
@@ -157,8 +166,9 @@ def _report(words: list[str]) -> None:
         what = f"takes one folder, got {len(words)}"
         raise ConfigError(what, where="instep report", remedy="instep report runs/train")
     folder = Path(words[0])
-    if not folder.is_dir():
-        raise ConfigError(f"no folder {folder}", where="instep report", remedy="give the --run-dir of a run")
+    if not (folder / "config.json").is_file():
+        what = f"{folder} is no folder of a run: it has no config.json"
+        raise ConfigError(what, where="instep report", remedy="give the --run-dir of a run")
     from instep.observability.report import make_report
 
     print(make_report(folder))
@@ -175,13 +185,18 @@ def _import_from_here() -> None:
 
 
 def _terminate_like_interrupt() -> None:
-    """Handle SIGTERM like Ctrl-C, so that children end in order. Only the main thread may set a handler."""
+    """Handle SIGTERM, and the end of the terminal, like Ctrl-C, so that children end in order, with a report.
+
+    Only the main thread may set a handler; `nohup` keeps SIGHUP ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, interrupt)
 
 
 if __name__ == "__main__":

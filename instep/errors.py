@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from instep.private import without_credentials
+
 
 class InstepError(Exception):
     """Base of all named errors.
@@ -22,8 +24,8 @@ class InstepError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str = ""):
-        self.what, self.where, self.remedy = what, where, remedy
-        super().__init__(what)
+        self.what, self.where, self.remedy = map(without_credentials, (what, where, remedy))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [f"{type(self).__name__}: {self.what}"]
@@ -98,5 +100,17 @@ def writing(path: Path, flag: str = "") -> Iterator[None]:
         raise OutputError(
             f"{path} cannot be written: {error.strerror or error}",
             where=flag or str(path),
-            remedy="free space, fix permissions or name another folder; run again to resume from the last checkpoint",
+            remedy="free space, fix permissions or name another folder; --load goes on from a checkpoint, if any",
+        ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into an OutputError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "mend its permissions or its disk, or move it away"
+        raise OutputError(
+            f"{path} cannot be read: {error.strerror or error}", where=str(path), remedy=remedy
         ) from error

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
+from instep.arguments.paths import RUN_FILES
 from instep.checkpoints.folders import critic_folder, find_checkpoint, read_state, reference_folder, teacher_folder
-from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
+from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
 from instep.data.rows import RowFormat
@@ -38,21 +40,49 @@ def check_inputs(args: Settings) -> None:
             _check_eval_file(args, dataset)
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
-    if args.load and (found := find_checkpoint(Path(args.load), args.ckpt_step)) is not None:
-        check_whole(found[0])
-        read_state(found[0])
-    if args.ref_load:
-        reference_folder(args)
-    if args.use_opd and args.opd_type == "model":
-        teacher_folder(args)
-    if args.critic_load is not None:
-        check_whole(critic_folder(args))
+    if args.save_hf:
+        check_export_folder(str(args.save_hf).format(rollout_id=0))
+    _check_run_dir(Path(args.run_dir))
+    _check_checkpoints(args)
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
+
+
+def _check_run_dir(folder: Path) -> None:
+    """Refuse a folder that holds files of the names of a run's, and is not a run's: they would be moved aside."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if isinstance(config, dict) and config.keys() >= {"args", "versions"}:
+            return
+    except (OSError, ValueError):
+        pass
+    if there := [name for name in RUN_FILES if (folder / name).is_file()]:
+        raise ConfigError(
+            f"{folder} holds {', '.join(there)}, and is not the folder of a run",
+            where="--run-dir",
+            remedy="name a folder of its own",
+        )
+
+
+def _check_checkpoints(args: Settings) -> None:
+    """Check the checkpoints that the run begins with, byte by byte where they say what they were written with."""
+    folders = []
+    if args.load and (found := find_checkpoint(Path(args.load), args.ckpt_step)) is not None:
+        folders.append(found[0])
+        read_state(found[0])
+    if args.ref_load:
+        folders.append(reference_folder(args))
+    if args.use_opd and args.opd_type == "model":
+        folders.append(teacher_folder(args))
+    if args.critic_load is not None:
+        folders.append(critic_folder(args))
+    for folder in dict.fromkeys(folders):
+        if not (folder / "config.json").exists():  # else Hugging Face's, which may be edited
+            check_whole(folder)
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

@@ -3,7 +3,8 @@
 The output of a child goes to a log file, its death is noticed and quoted, and it never outlives its parent: the parent
 holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel kills
 the child with it. In the other direction the lifeline carries a heartbeat, which tells a child that hangs from one that
-works; a child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
+works; a child that is stopped (SIGSTOP), or has a stopped process under it, is noticed sooner, by its state in the
+kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
+from instep.kernel import Standstill, catches, family, name_of
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -37,7 +39,7 @@ _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
-STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
+_pulse: threading.Event | None = None  # of the thread that works, where heartbeats follow it
 
 
 class Process(Protocol):
@@ -85,7 +87,6 @@ class SupervisedProcess:
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
         self._last_beat: float | None = None  # when one was read
-        self._stopped: tuple[int, float] | None = None  # (CPU ticks, time) when it was first seen stopped
         self._lifeline, theirs = socket.socketpair()
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
@@ -100,6 +101,7 @@ class SupervisedProcess:
                     pass_fds=[theirs.fileno(), *pass_fds],
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the owner, which ends its children
                 )
+        self._standstill = Standstill(self.pid)
 
     @property
     def pid(self) -> int:
@@ -111,18 +113,16 @@ class SupervisedProcess:
     def fault(self) -> str | None:
         """The child's fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
-        It must be called repeatedly, because the duration of a state is measured from call to call.
+        A process that the child has started, and that stands stopped, is a fault of the child. It must be called
+        repeatedly, because the duration of a state is measured from call to call.
         """
         code = self._process.poll()
         if code is not None:
             return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self._last_words()}"
-        state, ticks = _state_and_cpu_ticks(self.pid)
-        if state != "T":
-            self._stopped = None
-        elif self._stopped is None or self._stopped[0] != ticks:  # between two looks it may have run
-            self._stopped = (ticks, time.monotonic())
-        elif time.monotonic() - self._stopped[1] >= STOPPED_SECONDS:
-            return "is stopped"
+        if stopped := self._standstill.look():
+            if self.pid in stopped:
+                return "is stopped"
+            return f"waits for its process {stopped[0]} ({name_of(stopped[0])}), which is stopped"
         silent = self._silent_seconds()
         if self._heartbeat is not None and silent > self._heartbeat:
             return f"has not answered for {silent:.0f} s"
@@ -160,8 +160,9 @@ class SupervisedProcess:
     def describe(self) -> str:
         """Its state, or how it ended, and the last lines of its output."""
         code, num_lines = self._process.poll(), 15
-        if code is None and self._stopped is not None:
-            how = "stands stopped: somebody sent it SIGSTOP (kill -CONT lets it go on)"
+        if code is None and (stopped := self._standstill.look()):
+            pids = " ".join(map(str, stopped))
+            how = f"stands stopped: somebody sent SIGSTOP to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held
@@ -177,14 +178,19 @@ class SupervisedProcess:
 
     def remedy(self) -> str:
         """The remedy for a `fault`."""
-        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and self._stopped is None else ""
+        slow = (
+            " (or raise --heartbeat-timeout, if it is only slow)"
+            if self.alive() and not self._standstill.look()
+            else ""
+        )
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:
         """Ask a child that called `follow_parent`, and its descendants that did, to write all stacks into its log."""
         if not self.alive():
             return
-        for pid in _family_that_catches(self.pid, signal.SIGUSR1) if sys.platform == "linux" else [self.pid]:
+        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # it would end the others
+        for pid in relatives if sys.platform == "linux" else [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)  # they write into one log
@@ -226,12 +232,14 @@ def stop_all(processes: Sequence[Process], grace: float = 3.0) -> None:
         process.kill()
 
 
-def follow_parent(partner: socket.socket | None = None) -> None:
+def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = False) -> None:
     """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
 
     Args:
         partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is.
+        own_pulse: heartbeats stop when the thread that works no longer calls `pulse`.
     """
+    global _pulse
     parent = os.getppid()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -245,7 +253,14 @@ def follow_parent(partner: socket.socket | None = None) -> None:
         line = socket.socket(fileno=int(fd))
         if partner is None:
             _beat(line)  # at once, because silence is noticed from the first heartbeat on
-        threading.Thread(target=_hold_lifeline, args=(line, partner), name="lifeline", daemon=True).start()
+        _pulse = threading.Event() if own_pulse else None
+        threading.Thread(target=_hold_lifeline, args=(line, partner, _pulse), name="lifeline", daemon=True).start()
+
+
+def pulse() -> None:
+    """A sign of life from the thread that works; it costs less than a microsecond."""
+    if _pulse is not None:
+        _pulse.set()
 
 
 def _signal_name(number: int) -> str:
@@ -255,29 +270,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _state_and_cpu_ticks(pid: int) -> tuple[str, int]:
-    """The kernel's letter for the state of a process ("T": stopped by a signal), and the CPU time it has used."""
-    if sys.platform != "linux":
-        return "?", 0
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    return fields[0], int(fields[11]) + int(fields[12])
-
-
-def _family_that_catches(pid: int, number: int) -> list[int]:
-    """Those of `pid` and its descendants that handle the signal; it would end the others."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
-        threads = [tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children")]
-    except (FileNotFoundError, ProcessLookupError):  # it has ended; or this is not Linux
-        return []
-    mine = [pid] if caught and int(caught[1], 16) >> (number - 1) & 1 else []
-    return mine + [p for text in threads for child in text.split() for p in _family_that_catches(int(child), number)]
-
-
-def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:
+def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: threading.Event | None) -> None:
     with line:
         line.settimeout(BEAT_SECONDS)
         try:
@@ -286,8 +279,10 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None) -> None:
                     if not line.recv(1):
                         break
                 except TimeoutError:
-                    if partner is None or _beats(partner):
+                    if (partner is None or _beats(partner)) and (pulse is None or pulse.is_set()):
                         _beat(line)
+                    if pulse is not None:
+                        pulse.clear()
         except OSError:  # closed with beats unread
             pass
     os._exit(1)
@@ -323,7 +318,7 @@ class FolderLock:
     def __init__(self, folder: Path, flag: str):
         with writing(folder, flag):
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # children get none
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -43,10 +43,11 @@ def train(args: Args) -> dict[str, Any]:
 
 
 def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to evaluate before the first rollout of a session: at the start, or where a resume would have."""
-    if not args.eval_interval or (rollout_id == 0 and args.skip_eval_before_train):
+    """Whether to evaluate before the first rollout of a session: at the start, where a resume would have, and always
+    where no rollout is left (`--num-rollout 0`, a finished run)."""
+    if not args.eval_interval or (rollout_id == 0 < num_rollout and args.skip_eval_before_train):
         return False
-    return rollout_id % args.eval_interval == 0 or rollout_id == num_rollout
+    return rollout_id % args.eval_interval == 0 or rollout_id >= num_rollout
 
 
 def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.concern import HookSettings, Settings, flag_name
+from instep.private import without_secrets
 
 _RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
 
@@ -54,10 +55,11 @@ class Args(Settings):
         return Args(**{name: value for name, value in vars(self).items() if name not in _secrets()})
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes but secrets, as data that JSON can hold."""
+        """All attributes but secrets, as data that JSON can hold; URLs have lost their credentials."""
         out = dict(sorted(vars(self.public()).items()))
         out["eval_datasets"] = [asdict(d) for d in out.get("eval_datasets", [])]
-        return out
+        clean: dict[str, Any] = without_secrets(out)
+        return clean
 
     def view(self, runtime: Runtime) -> HookArgs:
         """A read-only view for hooks. `runtime` may be filled in later.

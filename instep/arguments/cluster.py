@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
@@ -14,6 +13,7 @@ from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
+from instep.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST
 
 RAY = "messages travel in one way"
@@ -23,7 +23,13 @@ CLUSTER = FlagGroup(
     "Cluster and device",
     (
         Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
-        Flag("--actor-num-gpus-per-node", COUNT, 8, "trainer ranks on each host (GPUs, or processes)", whose="VSC"),
+        Flag(
+            "--actor-num-gpus-per-node",
+            COUNT,
+            8,
+            "trainer ranks on each host (GPUs, or processes); default on a CPU: those of one model, TP x PP",
+            whose="VSC",
+        ),
         Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
         Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", whose="VSRC"),
         Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"),
@@ -95,6 +101,13 @@ def precision(args: Settings, given: Given) -> str:
     return "bf16" if args.bf16 and args.precision == "auto" else args.precision
 
 
+def actor_num_gpus_per_node(args: Settings, given: Given) -> int:
+    """By default 8, or on the CPUs of this host one copy of the model: more would only take turns on its cores."""
+    if args.device != "cpu" or args.cluster != "local" or "actor_num_gpus_per_node" in given:
+        return args.actor_num_gpus_per_node
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+
+
 def world_size(args: Settings, given: Given) -> int:
     """Ranks of the actor."""
     return args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -141,20 +154,30 @@ def notes(args: Settings, given: Given) -> list[str]:
     return [f"--colocate: --rollout-num-gpus {asked} is ignored, the engines use the trainer's {trainer}"]
 
 
-RESOLVERS = (precision, world_size, dp_size, notes, rollout_num_gpus, topology_num_gpus, rollout_num_engines)
+RESOLVERS = (
+    precision,
+    actor_num_gpus_per_node,
+    world_size,
+    dp_size,
+    notes,
+    rollout_num_gpus,
+    topology_num_gpus,
+    rollout_num_engines,
+)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
 def cpu_cores(args: Settings, given: set[str]) -> Iterator[Problem]:
-    cores, ranks = os.cpu_count() or 1, args.world_size + num_critic_gpus(args)
-    most = 2 * cores  # ranks that share a core are slow, but work
-    if args.device == "cpu" and args.cluster == "local" and ranks > most:
-        yield Problem(
-            f"{ranks} trainer ranks on {cores} CPU cores",
-            "--actor-num-gpus-per-node",
-            f"use at most {most}; 1 is usual on a CPU",
-        )
+    """Ranks that share a core are slow, but work; many of them do not get through the start."""
+    cores, ranks = num_usable_cpus(), args.world_size + num_critic_gpus(args)
+    if args.device != "cpu" or args.cluster != "local" or ranks <= cores:
+        return
+    where, what = "--actor-num-gpus-per-node", f"{ranks} trainer ranks on {cores} CPU cores"
+    if ranks > 2 * cores:
+        yield Problem(what, where, f"use at most {2 * cores}; 1 is usual on a CPU")
+    else:
+        yield Problem(f"{what} take turns, which is slow", where, refused=False)
 
 
 def engine_size(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,17 @@ def eval_function_path(args: Settings, given: Given) -> str:
     return args.eval_function_path or args.rollout_function_path
 
 
-RESOLVERS = (eval_reward_key, eval_function_path)
+def eval_interval(args: Settings, given: Given) -> int | None:
+    """`--num-rollout 0` evaluates, whatever the interval of the run is."""
+    return 1 if args.eval_interval is None and args.num_rollout == 0 and _named(args, given) else args.eval_interval
+
+
+def _named(args: Settings, given: Collection[str]) -> bool:
+    """Whether there is something to evaluate on."""
+    return args.eval_config is not None or args.eval_prompt_data is not None or "eval_function_path" in given
+
+
+RESOLVERS = (eval_reward_key, eval_function_path, eval_interval)
 
 
 def read_datasets(args: Settings) -> Iterator[Problem]:
@@ -227,12 +237,20 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
-    named = args.eval_config is not None or args.eval_prompt_data is not None
-    if args.command in OFFLINE or (args.eval_config is not None and args.eval_prompt_data is not None):
+    if args.command in OFFLINE:
+        if args.num_rollout == 0:
+            yield Problem("trains nothing", "--num-rollout 0", f"`instep {args.command}` needs at least 1")
         return
-    if args.eval_interval is not None and not named and "eval_function_path" not in given:
-        yield Problem("there is nothing to evaluate on", "--eval-interval", "give --eval-prompt-data or --eval-config")
-    if named and args.eval_interval is None and args.num_rollout != 0:
+    if args.eval_config is not None and args.eval_prompt_data is not None:
+        return
+    named, remedy = _named(args, given), "give --eval-prompt-data or --eval-config"
+    if args.eval_interval is not None and not named:
+        yield Problem("there is nothing to evaluate on", "--eval-interval", remedy)
+    elif args.num_rollout == 0 and not named:
+        yield Problem("trains nothing, and there is nothing to evaluate on", "--num-rollout 0", remedy)
+    elif args.num_rollout == 0 and args.debug_train_only:
+        yield Problem("evaluates, and there is no engine", "--num-rollout 0 with --debug-train-only", "leave one out")
+    if named and args.eval_interval is None:
         yield Problem("no evaluation would ever run", "--eval-interval", "say after how many rollouts")
 
 

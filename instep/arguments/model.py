@@ -153,6 +153,9 @@ def load(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
     if args.finetune and args.load is None:
         yield Problem("says what to take from --load", "--finetune", "give --load")
+    if args.finetune and args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save):
+        what = "begins at rollout 0, and would replace the checkpoints that it begins with"
+        yield Problem(what, "--finetune with one folder for --load and --save", "name another folder for --save")
     if args.ckpt_step is not None and args.load is None:
         yield Problem("says which step of --load", "--ckpt-step", "give --load")
 
@@ -178,26 +181,13 @@ def export(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
 
 
-def writable(name: str) -> Rule:
-    """The rule that the folder of an attribute can be made, or written to."""
-
-    def can_be_written(args: Settings, given: set[str]) -> Iterator[Problem]:
-        path = Path((getattr(args, name) or ".").partition("{")[0] or ".")
-        existing = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
-        if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
-            yield Problem(f"cannot write to {existing}", flag_name(name), "give a folder that can be written")
-
-    return can_be_written
-
-
-SERVED_RULES: tuple[Rule, ...] = (missing_checkpoint, writable("run_dir"), checkpoint)
+SERVED_RULES: tuple[Rule, ...] = (missing_checkpoint, checkpoint)
 RULES: tuple[Rule, ...] = (
     missing_checkpoint,
     saving,
     export,
     reference,
     load,
-    *(writable(name) for name in ("save", "save_hf", "critic_save", "run_dir")),
     checkpoint,
     folder_to_load("ref_load"),
 )

@@ -44,6 +44,10 @@ ROLLOUT = FlagGroup(
             "async f(args, sample, sampling_params): one sample",
             whose="VSC",
         ),
+        switch(
+            "--unsafe-local-exec",
+            "where this host has no sandbox (instep.sandbox), let tools and rewards run a model's code without one",
+        ),
         Flag(
             "--rollout-sample-hook-path",
             hook,

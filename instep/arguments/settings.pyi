@@ -248,6 +248,7 @@ class Settings:
     train_backend: str
     train_timeout: float
     trust_remote_code: bool
+    unsafe_local_exec: bool
     untie_embeddings_and_output_weights: bool
     update_weight_buffer_size: int
     use_distributed_optimizer: bool

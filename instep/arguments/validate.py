@@ -18,6 +18,7 @@ from instep.arguments import (
     model,
     offline,
     optimizer,
+    paths,
     reward,
     rollout,
     serving,
@@ -48,9 +49,10 @@ RESOLVERS: tuple[Resolver, ...] = (
 )
 # `instep plan` asks only where things go.
 PLAN_RULES: Rules = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: Rules = (serving.only_served, *model.SERVED_RULES, topology, *cluster.SERVED_RULES)
+SERVE_RULES: Rules = (serving.only_served, *model.SERVED_RULES, *paths.RULES, topology, *cluster.SERVED_RULES)
 RULES: Rules = (
     *model.RULES,
+    *paths.RULES,
     serving.only_served,
     *data.RULES,
     *offline.RULES,

@@ -4,6 +4,8 @@
     SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
     SAVE/iter_0000010/critic/                   the files of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
+    SAVE/iter_0000010/files.json                sizes and digests of the others; see `integrity.py`
+    SAVE/old-1/                                 the checkpoints of an earlier run, moved aside by a new one
 
 A save writes a hidden folder and renames it when it is complete, so that a crash or a full disk never harms the last
 good checkpoint.
@@ -18,14 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import replace_folder, write_text
-from instep.checkpoints.integrity import others, write_manifest
+from instep.atomic import move_aside, write_text
+from instep.checkpoints.integrity import complete, contents, others, put_in_place, write_manifest
 from instep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
+# What a resume needs in run_state.json; `ledger` and `data_source` are checked by whom they belong to.
+_STATE = {"rollout_id": int, "num_steps": int, "version": int, "ledger": dict, "evaluations": list, "args": dict}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -34,9 +38,24 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path | None) -> int | None:
-    """The number in `latest_checkpointed_iteration.txt`; None without it. Raises CheckpointError for no number."""
-    if root is None or not (root / TRACKER).exists():
+    """The number in `latest_checkpointed_iteration.txt`; None where there is neither this file nor a checkpoint.
+
+    Without the file (a kill during the very first save) it is the newest complete checkpoint.
+
+    Raises:
+        CheckpointError: the file holds no number, or is missing beside folders of which none is complete.
+    """
+    if root is None or not root.is_dir():
         return None
+    if not (root / TRACKER).exists():
+        there = [p for p in root.glob("iter_*") if p.is_dir()]
+        if there and not complete(root):
+            raise CheckpointError(
+                f"{TRACKER} is missing, and no complete checkpoint of instep is there, but {contents(root)}",
+                where=str(root),
+                remedy="write the number of the one to load into that file or into --ckpt-step; or name another folder",
+            )
+        return max(complete(root), default=None)
     text = (root / TRACKER).read_text(errors="backslashreplace").strip()
     try:
         return int(text)
@@ -89,19 +108,32 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         write(partial)
         if state is not None:
             write_json(partial / "run_state.json", state)
-        write_manifest(partial)
-        replace_folder(partial, final, root / f".{final.name}.old")
+        write_manifest(partial, "checkpoint")
+        put_in_place(partial, final, root / f".{final.name}.old", "checkpoint")
         write_text(root / TRACKER, str(iteration), flush=True)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
             f"{getattr(error, 'what', error)}",
             where=str(root),
-            remedy="free space or fix permissions; the last complete checkpoint is untouched",
+            remedy=f"free space or fix permissions; {_left(root)}",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def move_checkpoints_aside(root: Path) -> Path | None:
+    """Move the checkpoints of an earlier run to `root/old-<n>`; None if there are none."""
+    return move_aside(root, (TRACKER, "iter_*"))
+
+
+def _left(root: Path) -> str:
+    """Which checkpoints an error leaves, for its remedy."""
+    numbers = complete(root)
+    if not numbers:
+        return f"there is no complete checkpoint in {root}"
+    return f"iteration {numbers[-1]} is complete in {root}, a resume goes on from it"
 
 
 def _free_space(root: Path) -> str:
@@ -112,16 +144,28 @@ def _free_space(root: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The controller's part of a checkpoint; None if another framework wrote it. Raises CheckpointError."""
+    """The controller's part of a checkpoint; None if another framework wrote it.
+
+    Raises:
+        CheckpointError: it cannot be read, or an entry is missing or of another type.
+    """
     path = folder / "run_state.json"
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("it holds no JSON object")
+        for name, kind in _STATE.items():
+            if type(state.get(name)) is not kind:
+                raise ValueError(f"{name} is {'missing' if name not in state else 'no ' + kind.__name__}")
+        if not all(isinstance(row, dict) and "rollout_id" in row for row in state["evaluations"]):
+            raise ValueError("an entry of evaluations has no rollout_id")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"run_state.json cannot be read: {error}", where=str(path), remedy=others(folder)
         ) from error
+    return state
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import replace_folder
+from instep.checkpoints.integrity import contents, is_ours, put_in_place, write_manifest
 from instep.errors import CheckpointError, ConfigError
+from instep.private import share
+from instep.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch
@@ -109,10 +112,27 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     return data
 
 
+def check_export_folder(path: str | Path) -> None:
+    """Refuse a folder for exports that holds anything but an earlier one, which nobody has added to.
+
+    Raises:
+        ConfigError: it does; each export would replace it.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not (path.is_dir() and (not any(path.iterdir()) or is_ours(path, "export"))):
+        raise ConfigError(
+            f"{path} holds more than an export of instep ({contents(path) if path.is_dir() else 'it is a file'}), and "
+            "each export would replace it",
+            where="--save-hf",
+            remedy="name a folder of its own; or move what is there away",
+        )
+
+
 def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
-    This is collective; the rank that emits writes. `dst` is replaced only when everything is on disk.
+    This is collective; the rank that emits writes. `dst` is replaced only when everything is on disk, and only an
+    earlier export is: anything else that lies there is kept beside it.
 
     Raises:
         CheckpointError: the writing rank could not write, such as on a full disk; `dst` keeps its former content.
@@ -120,15 +140,19 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
     from safetensors import SafetensorError
 
     weights = iter(weight_source)
-    dst = Path(dst)
-    hidden = f".{dst.name}.{uuid.uuid4().hex[:8]}"
-    tmp = dst.with_name(f"{hidden}.tmp")
+    dst = Path(os.path.realpath(dst))
+    scratch: Scratch | None = None
     try:
         if weight_source.emits:
-            tmp.mkdir(parents=True)
-            _write_weights(weight_source, weights, tmp)
-            _copy_companions(Path(src_checkpoint), tmp, weight_source.specs)
-            replace_folder(tmp, dst, dst.with_name(f"{hidden}.old"))
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Scratch(f".{dst.name}.", dst.parent, ".tmp")
+            new = scratch.path / "new"
+            new.mkdir()
+            _write_weights(weight_source, weights, new)
+            _copy_companions(Path(src_checkpoint), new, weight_source.specs)
+            write_manifest(new, "export")
+            share(new)
+            put_in_place(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"), "export")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the Hugging Face checkpoint: {error}",
@@ -136,7 +160,8 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
             remedy="free space, or write elsewhere",
         ) from error
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
+        if scratch is not None:
+            scratch.remove()
         for _ in weights:  # this rank must take part in the gathering to the end, as the others do
             pass
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,32 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
 
+class Inbox:
+    """The messages of several connections. Only whole ones come out, so that nobody waits for a sender that was stopped
+    or killed in the middle of one: each connection is read in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[tuple[Any, bytes | None]] = queue.SimpleQueue()
+
+    def read(self, key: Any, connection: Connection) -> None:
+        """Take the messages of `connection`, under the name `key`, until it ends."""
+        threading.Thread(target=self._read, args=(key, connection), name=f"messages of {key}", daemon=True).start()
+
+    def _read(self, key: Any, connection: Connection) -> None:
+        try:
+            while True:
+                self._messages.put((key, connection.recv_bytes()))
+        except (EOFError, OSError):  # closed, perhaps in the middle of a message
+            self._messages.put((key, None))
+
+    def next(self, seconds: float) -> tuple[Any, bytes | None] | None:
+        """The key and bytes of the next message; None for the bytes: the connection has ended; None: nothing came."""
+        try:
+            return self._messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+
 class WorkerGroup:
     """The workers of one role (actor or critic); every method call goes to all ranks and has a deadline."""
 
@@ -62,6 +89,12 @@ class WorkerGroup:
             process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat)
             self._processes.append(process)
             self._connections.append(connection)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._inbox = Inbox()
+        for rank, connection in enumerate(self._connections):
+            self._inbox.read(rank, connection)
 
     @property
     def num_ranks(self) -> int:
@@ -114,28 +147,27 @@ class WorkerGroup:
     def _wait(self, method: str, deadline: float, timeout: float, on_event: Callable[[Any], None] | None) -> list[Any]:
         next_look = 0.0
         results: list[Any] = [None] * self.num_ranks
-        waiting = dict(enumerate(self._connections))
+        waiting = set(range(self.num_ranks))
         while waiting:
             self.waits_for = (
                 f"{method} from ranks {sorted(waiting)}, since {timeout - deadline + time.monotonic():.0f} s"
             )
-            ready = wait(list(waiting.values()), timeout=LOOK_SECONDS)
-            for rank in [r for r, c in waiting.items() if c in ready]:
-                try:
-                    kind, *payload = pickle.loads(waiting[rank].recv_bytes())
-                except (EOFError, ConnectionResetError):
+            if (message := self._inbox.next(LOOK_SECONDS)) is not None:
+                rank, data = message
+                if data is None:
                     self._raise_death(rank, method)
+                kind, *payload = pickle.loads(data)
                 if kind == "event":
                     if on_event is not None:
                         on_event(payload[0])
                 elif kind == "result":
                     results[rank] = payload[0]
-                    del waiting[rank]
+                    waiting.discard(rank)
                 else:
                     self._raise_remote(rank, method, *payload)
             if waiting and time.monotonic() >= next_look:
                 next_look = time.monotonic() + LOOK_SECONDS
-                for rank in waiting:
+                for rank in sorted(waiting):
                     if self._processes[rank].fault():
                         self._raise_death(rank, method)
                 self.watch()

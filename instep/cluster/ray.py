@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
 from instep.errors import ConfigError, EngineError, InstepError
 from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
+from instep.scratch import Scratch
 from instep.weights.way import ON_ONE_HOST
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class Ray:
 
     def __init__(self, address: str):
         self.address = os.environ.get("RAY_ADDRESS") or "local" if address == "auto" else address
-        self._temp_dir: Path | None = None
+        self._scratch: Scratch | None = None
         self._reaper: SupervisedProcess | None = None
         self._group: Any = None
         self._node_id = ""
@@ -233,9 +232,12 @@ class Ray:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="instep-ray-", dir=os.environ.get("RAY_TMPDIR")))
-        command = [sys.executable, "-m", "instep.cluster.ray_reaper", str(self._temp_dir)]
-        self._reaper = SupervisedProcess("reaper", command, self._temp_dir / "reaper.log")
+        # Ray opens its own folder to all users, so it gets one within ours. The names are short: paths of sockets are.
+        root = os.environ.get("RAY_TMPDIR")
+        self._scratch = Scratch("instep-ray-", Path(root) if root else None)
+        folder = self._scratch.path
+        command = [sys.executable, "-m", "instep.cluster.ray_reaper", str(folder)]
+        self._reaper = SupervisedProcess("reaper", command, folder / "reaper.log")
         return {
             "num_cpus": max(num_cpus, num_usable_cpus()),
             "include_dashboard": False,
@@ -243,7 +245,7 @@ class Ray:
             "_node_ip_address": "127.0.0.1",
             # No idle workers, one per core; and actors, hence ranks and engines, at normal priority (Ray: nice 15).
             "_system_config": {"prestart_worker_first_driver": False, "worker_niceness": 0},
-            "_temp_dir": str(self._temp_dir),
+            "_temp_dir": str(folder / "r"),
         }
 
     def reserve(self, plan: Plan, *, gpus: bool, timeout: float, status: Callable[[str], None]) -> list[HostHandle]:
@@ -313,9 +315,9 @@ class Ray:
             if self._group is not None:
                 remove_placement_group(self._group)
             ray.shutdown()
-        if self._temp_dir is not None and self._reaper is not None:
+        if self._scratch is not None and self._reaper is not None:
             self._reaper.stop()
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._scratch.remove()
 
 
 def _check_address(address: str) -> None:

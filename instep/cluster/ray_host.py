@@ -14,15 +14,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from instep.cluster.local import start_rank
+from instep.cluster.local import Inbox, start_rank
 from instep.errors import ConfigError
 from instep.ports import choose_port, free_port, free_ports
+from instep.private import private_files
 from instep.processes import SupervisedProcess, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
@@ -52,6 +53,7 @@ class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
         self.num_bytes = self.peak = self.host_used = 0
+        self.seen_dead = False
         self._told = False
         self._info = psutil.Process(process.pid)
 
@@ -87,9 +89,12 @@ class Host:
     """
 
     def __init__(self, folder: str):
+        self._private = contextlib.ExitStack()  # as long as the actor lives
+        self._private.enter_context(private_files())
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
         self._folder = folder
+        self._inbox = Inbox()
         self._listeners: list[socket.socket] = []
 
     def info(self) -> HostInfo:
@@ -131,6 +136,7 @@ class Host:
         process, connection = start_rank(role, rank, Path(log_dir), env, heartbeat, fds)
         with self._lock:
             self._children[process.name] = _Child(process, connection)
+        self._inbox.read(process.name, connection)
         for listener in self._listeners if fds else ():
             listener.close()  # it is the rank's now
         return process.pid
@@ -171,18 +177,22 @@ class Host:
                 children = dict(self._children)
             for child in children.values():
                 child.measure()
-            names = {child.connection: name for name, child in children.items() if child.connection is not None}
-            closed, heard = set(), set()
-            for connection in wait(list(names), WATCH_SECONDS) if names else _sleep():
-                assert isinstance(connection, Connection)
-                try:
-                    out.append((names[connection], connection.recv_bytes()))
-                    heard.add(names[connection])  # of one that has ended, its last words come first
-                except (EOFError, OSError):
-                    closed.add(names[connection])
+            heard, closed = set[str](), set[str]()
+            message = self._inbox.next(WATCH_SECONDS)
+            while message is not None:
+                name, data = message
+                if data is None:
+                    closed.add(name)
+                else:
+                    out.append((name, data))
+                    heard.add(name)
+                message = self._inbox.next(0)
             for name, child in children.items():
                 if name in closed:
                     child.process.died_within(1.0)  # the connection closes a moment before the process ends
+                elif not child.process.alive() and not child.seen_dead:
+                    child.seen_dead = True
+                    continue  # its last words come first, and may be on their way
                 if name not in heard and (fault := child.fault()) is not None:
                     out.append((name, fault))
                     if fault.dead:
@@ -202,11 +212,6 @@ class Host:
         """Call a method of the `SupervisedProcess` of this name; None if it has gone already."""
         child = self._children.get(name)
         return getattr(child.process, method)(*args) if child is not None else None
-
-
-def _sleep() -> list[Any]:
-    time.sleep(WATCH_SECONDS)
-    return []
 
 
 def _interface(address: str) -> str:

@@ -33,6 +33,7 @@ class RayWorkerGroup(WorkerGroup):
         self._processes = list(processes)
         self._connections = list(relays)
         self.watch = self.check_alive
+        self._listen()
 
 
 class Relay(Connection):

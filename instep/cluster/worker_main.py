@@ -21,7 +21,7 @@ def main() -> int:
     while True:
         try:
             method, args = channel.receive()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the controller has ended, perhaps in the middle of a request
             return 0
         try:
             result = getattr(worker, method)(*args)

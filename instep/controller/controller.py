@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
+from instep.checkpoints.folders import move_checkpoints_aside
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
@@ -33,16 +36,17 @@ from instep.controller.round_metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import beginning, data_state, restore_data
+from instep.controller.run_state import beginning, data_state, how_to_go_on, restore_data
+from instep.controller.space import check_space
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import Watch
+from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.engines.kind import kind_of
-from instep.errors import SyncError
+from instep.errors import SyncError, writing
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -79,16 +83,25 @@ class Controller:
         replays = args.load_debug_rollout_data is not None
         self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
         self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call
-        self._trial = HookTrial(args, self.hook_args, source)
         self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
         self._num_tokens = 0  # trained on in this session, with their prompts
+        self._saved = False  # in this session
+        self._num_rounds = 0  # of this session, finished
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
         self._memory = PssSampler()
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        self._space = check_space(args, self._num_saves())
+        self._trial = HookTrial(args, self.hook_args, source)
+        try:
+            if self._has_work:
+                self._trial.before_start()  # also before that
+        except BaseException:
+            runtime.shutdown()
+            raise
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
@@ -112,6 +125,7 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
+        self._standstill = StandstillWatch(lambda: self.deployment.processes, self.log.progress.line)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -120,6 +134,7 @@ class Controller:
         self._memory.start()
         self._on_signal.__enter__()
         self.log.__enter__()
+        self._standstill.__enter__()
         try:
             with self.log.phase("start"):
                 self._start()
@@ -132,22 +147,33 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        runtime.shutdown()
-        self.deployment.close()
-        self._memory.stop()
-        self._on_signal.__exit__(kind, error, traceback)
-        self.log.__exit__(kind, error, traceback)
-        for lock in self._locks:
-            lock.release()
+        with ExitStack() as last:  # also when a second Ctrl-C comes in between
+            for lock in self._locks:
+                last.callback(lock.release)
+            last.callback(self.log.__exit__, kind, error, traceback)
+            last.callback(self._on_signal.__exit__, kind, error, traceback)
+            self._standstill.__exit__(kind, error, traceback)
+            runtime.shutdown()
+            self.deployment.close()
+            self._memory.stop()
+            if isinstance(error, KeyboardInterrupt):
+                self.log.finish(self._summary(), interrupted=how_to_go_on(self.args))
 
     def _start(self) -> None:
         args = self.args
-        self._trial.before_start()
-        if self._beginning.state is not None:
-            self._restore(self._beginning.state)
+        for line in (*self._beginning.notes, *self._space):
+            self.log.progress.line(line)
+        if self.start_rollout_id >= self.num_rollout > 0:
+            covered = f": {self._beginning.checkpoint} covers all before it" if self._beginning.state else ""
+            what = f"the next rollout would be {self.start_rollout_id} of --num-rollout {self.num_rollout}{covered}"
+            self.log.progress.line(f"nothing is left to train, {what}")
+        if self._beginning.state is not None and self._beginning.checkpoint is not None:
+            self._restore(self._beginning.state, self._beginning.checkpoint)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         self._tell([*args.notes, *self._trial.notes])
+        if not self._has_work:
+            return
         self.deployment.start()
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
@@ -159,6 +185,15 @@ class Controller:
     def _tell(self, notes: list[str]) -> None:
         for note in notes:
             self.log.progress.line(f"note: {note}")
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether anything is left to train or to evaluate."""
+        return self.start_rollout_id < self.num_rollout or self.args.eval_interval is not None
+
+    def _num_saves(self) -> int:
+        left, interval = self.num_rollout - self.start_rollout_id, self.args.save_interval
+        return max(1, math.ceil(left / interval)) if interval else 1
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
@@ -241,7 +276,11 @@ class Controller:
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
         args, trainer = self.args, self._require_trainer()
+        if not self._saved:
+            self._move_checkpoints_aside()
+            self._saved = True
         with self.log.phase("save", rollout_id) as phase:
+            self.log.sync()  # rows that the checkpoint covers
             saved = None
             if args.save:
                 state = {
@@ -261,6 +300,17 @@ class Controller:
                 trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
+    def _move_checkpoints_aside(self) -> None:
+        """Move the checkpoints of an earlier run, which this one does not go on with, from where it saves."""
+        begins = self._beginning
+        resumed = os.path.realpath(begins.checkpoint.parent) if begins.checkpoint else None
+        for root in (self.args.save, None if begins.state else self.args.critic_save):
+            if root and os.path.realpath(root) != resumed:
+                with writing(Path(root)):
+                    place = move_checkpoints_aside(Path(root))
+                if place is not None:
+                    self.log.progress.line(f"{root} held checkpoints that this run did not --load: see {place}")
+
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
         """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""
         if trained is None:
@@ -277,11 +327,17 @@ class Controller:
         if self.last_sync is not None:
             metrics |= self.last_sync.metrics()
         self.log.log(rollout.rollout_id, metrics)
+        self._num_rounds += 1
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and report.html, and print the table at the end."""
+        summary = self._summary()
+        self.log.finish(summary)
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = {
-            "num_rollouts": max(0, self.num_rollout - self.start_rollout_id),
+            "num_rollouts": self._num_rounds,
             "num_steps": self.num_steps,
             "num_tokens": self._num_tokens,
             "wall_seconds": time.monotonic() - self.started,
@@ -289,11 +345,10 @@ class Controller:
             "ledger": self.ledger.counts(),
             "versions": versions(),
         }
-        summary |= evaluation_summary(self.evaluations)
+        summary |= evaluation_summary(self.evaluations, max(self.num_rollout, self.start_rollout_id))
         if self.last_sync is not None:
             summary["sync_probe_max_abs_diff"] = self._max_probe_diff
             summary["sync_probe_tolerance"] = self.last_sync.tolerance
-        self.log.finish(summary)
         return summary
 
     def _dump(self) -> None:
@@ -307,9 +362,7 @@ class Controller:
         assert self.deployment.trainer is not None, "nothing is trained with --debug-rollout-only"
         return self.deployment.trainer
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        for line in self._beginning.changed:
-            self.log.progress.line(f"changed since the checkpoint: {line}")
+    def _restore(self, state: dict[str, Any], checkpoint: Path) -> None:
         self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
         self.evaluations = state["evaluations"]
-        restore_data(self.data_source, state, int(state["rollout_id"]))
+        restore_data(self.data_source, state, int(state["rollout_id"]), checkpoint)

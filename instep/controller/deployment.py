@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.arguments.args import Runtime
@@ -27,6 +24,7 @@ from instep.rollout.client import get_model_url
 from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
+from instep.scratch import Scratch, places, sweep
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -66,7 +64,9 @@ class Deployment:
         self._cluster: Cluster | None = None
         self._fleet: Fleet | None = None
         self._sync: WeightSync | None = None
-        self._scratch = Path(tempfile.mkdtemp(prefix="instep-run-"))
+        for root, pattern in places(log.run_dir, args.save_hf):
+            sweep(root, pattern)
+        self._scratch = Scratch("instep-run-")
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Deployment:
             self._bound_context(teacher.check(tokenizer_of(args)))
         status, with_engines = self._log.status, self._with_engines
         self._cluster = make_cluster(
-            args, log_dir=logs, scratch=self._scratch, with_engines=with_engines, status=status
+            args, log_dir=logs, scratch=self._scratch.path, with_engines=with_engines, status=status
         )
         self._cluster.start()
         self.engines = self._cluster.engines
@@ -89,7 +89,12 @@ class Deployment:
         self._fleet = fleet = Fleet(args, self.engines, restart=restart, log_dir=logs, status=line)
         if self._cluster.workers.num_ranks:
             self.trainer = Trainer(
-                args, self._cluster, self._beginning, num_rollout=self._num_rollout, scratch=self._scratch, tell=line
+                args,
+                self._cluster,
+                self._beginning,
+                num_rollout=self._num_rollout,
+                scratch=self._scratch.path,
+                tell=line,
             )
             if (checkpoint := self._beginning.checkpoint) is not None:
                 status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
@@ -114,7 +119,7 @@ class Deployment:
         for part in (self._fleet, self._cluster, self._sync):
             if part is not None:
                 part.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.remove()
 
     def _model_len(self, default: int) -> int:
         """The most tokens of a sequence that the policy takes."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 from instep.arguments.args import Args
+from instep.arguments.cluster import cpu_cores
 from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
+
+
+def device_here() -> str:
+    """What `--device auto` means on this machine."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
@@ -16,11 +22,11 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
     With `--cluster ray` it may have no GPU itself: `--device cuda` is then what the nodes of the cluster have.
 
     Raises:
-        ConfigError: this machine has no CUDA device, or the kind of engine is not installed.
+        ConfigError: this machine has no CUDA device or too few cores for the ranks, or the kind of engine is not
+            installed.
     """
-    device, precision, num_threads = args.device, args.precision, args.num_threads
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision, num_threads = args.precision, args.num_threads
+    device = device_here() if args.device == "auto" else args.device
     if device == "cuda" and args.cluster == "local" and not torch.cuda.is_available():
         raise ConfigError("this machine has no CUDA device", where="--device cuda", remedy="use --device cpu")
     if precision == "auto":
@@ -28,4 +34,7 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
     if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
         num_threads = num_threads or num_usable_cpus()
     args = args.replace(device=device, precision=precision, num_threads=num_threads)
+    for problem in cpu_cores(args, set()):
+        if problem.refused and args.command != "serve":  # which has no trainer
+            raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
     return args.replace(rollout_backend=resolve_backend(args)) if with_engines else args

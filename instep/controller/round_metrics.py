@@ -100,14 +100,19 @@ def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     return out
 
 
-def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the evaluations' part of summary.json: the first data set's reward before and after, and all metrics."""
+def evaluation_summary(evaluations: list[dict[str, float]], rollout_id: int) -> dict[str, Any]:
+    """Return the evaluations' part of summary.json: the first data set's reward before and after, and all metrics.
+
+    Args:
+        rollout_id: of the round that would be next. "after" is an evaluation from there, "before" one from round 0.
+    """
     if not evaluations:
         return {}
     first, last = evaluations[0], evaluations[-1]
-    name = next(k for k in first if k.endswith("/reward_mean"))
-    before = {"eval_reward_before": first[name]} if first["rollout_id"] == 0 else {}
-    return {**before, "eval_reward_after": last[name], "evaluations": evaluations}
+    name = next((k for k in last if k.endswith("/reward_mean")), "")
+    ends = (("eval_reward_before", first, 0), ("eval_reward_after", last, rollout_id))
+    found = {key: row[name] for key, row, wanted in ends if row["rollout_id"] == wanted and name in row}
+    return {**found, "evaluations": evaluations}
 
 
 def wandb_settings(args: Settings, run_id: str | None) -> dict[str, Any] | None:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from instep.checkpoints.folders import find_checkpoint, read_state
+from instep.checkpoints.folders import TRACKER, find_checkpoint, read_state
+from instep.checkpoints.integrity import has_digests, others
 from instep.data.ledger import LedgeredDataSource, group_indices
-from instep.errors import ConfigError
+from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.types import Group
 
 if TYPE_CHECKING:
@@ -27,12 +28,16 @@ _PLACES = frozenset(
 )
 
 
+# With these the same command would begin elsewhere.
+_NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
+
+
 class Beginning(NamedTuple):
     """The checkpoint and state that a session begins with."""
 
     checkpoint: Path | None  # in `--load`
     state: dict[str, Any] | None  # the controller's of the run that goes on, if one does
-    changed: list[str]  # a line for each argument that is set otherwise than before
+    notes: list[str]  # lines for the user: what is set otherwise than before, and what else is not as usual
     rollout_id: int  # of the first round
 
 
@@ -40,13 +45,41 @@ def beginning(args: Args) -> Beginning:
     """Find where the session begins, by `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
 
     Raises:
-        CheckpointError: the checkpoint is not there, or not complete.
+        CheckpointError: the checkpoint is not there, or its state is damaged.
         ConfigError: the run cannot go on with other arguments.
     """
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
-    state = read_state(found[0]) if found and not args.finetune else None
-    changed = changed_arguments(state["args"], args) if state else []
-    return Beginning(found[0] if found else None, state, changed, start_rollout_id(args, found, state))
+    if found is None:
+        return Beginning(None, None, [], start_rollout_id(args, None, None))
+    folder = found[0]
+    state = None if args.finetune else read_state(folder)
+    notes = (
+        [f"changed since the checkpoint: {line}" for line in changed_arguments(state["args"], args)] if state else []
+    )
+    if args.ckpt_step is None and not (folder.parent / TRACKER).exists():
+        notes.append(f"{folder.parent / TRACKER} is missing: this is the newest complete checkpoint, {folder.name}")
+    if not has_digests(folder):
+        notes.append(f"{folder} has no digests (of an earlier instep): only the sizes of its files were compared")
+    if state is None and not args.finetune:
+        notes.append(f"{folder} is of another framework: the run takes its weights, and reads its data from the start")
+    return Beginning(folder, state, notes, start_rollout_id(args, found, state))
+
+
+def how_to_go_on(args: Settings) -> str:
+    """How the run that ends now can go on: from which checkpoint, by which command."""
+    try:
+        saved = find_checkpoint(Path(args.save), None) if args.save else None
+    except CheckpointError as error:
+        return f"the checkpoints in {args.save} need a look: {error.what}"
+    if saved is None:
+        begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
+        interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
+        return f"nothing was saved {f'yet ({interval})' if args.save else '(no --save)'}: {begins}"
+    same = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
+    more = [] if same else [f"with --load {args.save}"]
+    more += [f"without {flag}" for flag, given in _NOT_AGAIN.items() if getattr(args, given) not in (None, False)]
+    changes = f", {', '.join(more)}," if more else ""
+    return f"the last checkpoint is {saved[0]}: the same command{changes} goes on from it"
 
 
 def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
@@ -109,12 +142,28 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
         return {"ledger": data.ledger.state_dict(), "data_source": source_state(data.source, rollout_id)}
 
 
-def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -> None:
+def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
     """Go back to `data_state`. Groups that were outstanding are read anew and stand in the source's buffer.
 
     They are fresh, so that they draw the same random numbers again. Groups of a data source without `cursor()`, and
     those that a rollout function has made, cannot be read again: they are dropped.
+
+    Raises:
+        CheckpointError: ledger or data source cannot go back to that state; `folder` is its checkpoint.
     """
+    try:
+        _restore(data, state, rollout_id)
+        data.ledger.check()
+    except (LookupError, TypeError, ValueError, AttributeError, RolloutError) as error:
+        why = error.what if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the state of ledger and data source cannot be restored: {why}",
+            where=str(folder / "run_state.json"),
+            remedy=f"restore the file, mend a data source of your own, or {others(folder)}",
+        ) from error
+
+
+def _restore(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -> None:
     source, ledger = data.source, data.ledger
     ledger.load_state_dict(state["ledger"])
     again: dict[int, Group] = {}

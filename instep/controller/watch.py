@@ -7,19 +7,23 @@ still end the run in seconds.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import psutil
 
 from instep.errors import NoAnswerError, RolloutError
+from instep.kernel import Standstill, name_of, state_and_cpu_ticks
+from instep.processes import Process
 from instep.rollout import runtime
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
+LOOK_SECONDS = 1.0  # between two looks for processes that stand stopped
 LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
@@ -100,3 +104,40 @@ class Watch:
         if grown > self._alarm:
             self._alarm = 2 * grown
             logger.warning("%s (%s): does one of them keep what it should let go?", says, where)
+
+
+class StandstillWatch:
+    """Tells of each process under this one that stands stopped (SIGSTOP), in every phase, from a thread of its own.
+
+    What is to be done about it is decided where somebody waits for the process: a training worker or the last engine
+    ends the run, one of several engines and a reward worker are started anew.
+
+    Args:
+        processes: returns those of the run that have names; others are called by the kernel's name.
+        tell: shows a line to the user.
+    """
+
+    def __init__(self, processes: Callable[[], Sequence[Process]], tell: Callable[[str], None]):
+        self._processes, self._tell = processes, tell
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="standstill", daemon=True)
+
+    def _loop(self) -> None:
+        standstill, told = Standstill(os.getpid()), set[int]()
+        while not self._closed.wait(LOOK_SECONDS):
+            stopped = set(standstill.look())
+            names = {process.pid: process.name for process in self._processes()} if stopped ^ told else {}
+            for pid in sorted(stopped ^ told):
+                process = f"{names.get(pid) or name_of(pid)} (pid {pid})"
+                if pid in stopped:
+                    self._tell(f"{process} stands stopped: somebody sent it SIGSTOP; kill -CONT {pid} lets it go on")
+                elif state_and_cpu_ticks(pid)[0] not in "XZ":
+                    self._tell(f"{process} goes on")
+            told = stopped
+
+    def __enter__(self) -> StandstillWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._closed.set()

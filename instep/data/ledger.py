@@ -146,9 +146,9 @@ class Ledger:
         reads = {group: read for read in state.get("reads", []) for group in read["groups"]}
         states = {int(k): "buffered" if v == "buffered" else "issued" for k, v in state["open"].items()}
         self._open = {group: _Entry(v, None, reads.get(group)) for group, v in states.items()}
-        self._closed_below, self._closed_above = state["closed_below"], set(state["closed_above"])
-        self.num_issued, self.num_consumed = state["num_issued"], state["num_consumed"]
-        self.dropped = Counter(state["dropped"])
+        self._closed_below, self._closed_above = int(state["closed_below"]), {int(i) for i in state["closed_above"]}
+        self.num_issued, self.num_consumed = int(state["num_issued"]), int(state["num_consumed"])
+        self.dropped = Counter({str(reason): int(n) for reason, n in state["dropped"].items()})
 
     def _is_new(self, group: int) -> bool:
         return group not in self._open and not self._is_closed(group)

@@ -6,12 +6,13 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ import psutil
 from instep.doctor.check import Check
 from instep.observability.versions import package_version
 from instep.processes import num_usable_cpus
+from instep.scratch import ANY, left, memory_root
 
 # The versions that are tested (pyproject.toml), and what needs the package.
 PINS = {
@@ -219,12 +221,10 @@ def _hugging_face() -> Iterator[Check]:
 
 
 def _leftovers() -> Iterator[Check]:
-    """Shared memory of killed runs, and processes of runs whose controller is gone."""
-    dead = [p for p in Path("/dev/shm").glob("instep-sync-*-*") if not psutil.pid_exists(_pid_in(p))]
-    text = f"{len(dead)} folders of dead runs: {', '.join(map(str, dead[:3]))}" if dead else "none in /dev/shm"
-    yield Check(
-        "leftover shm", "warn" if dead else "ok", text, "the next run removes them; or: rm -r /dev/shm/instep-*"
-    )
+    """Folders of killed runs, and processes of runs whose controller is gone."""
+    ray = os.environ.get("RAY_TMPDIR")
+    roots = dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), *([Path(ray)] if ray else [])])
+    yield leftover_folders([(root, ANY) for root in roots])
     if "instep" in " ".join(psutil.Process(1).cmdline()):  # a container whose first process is the run itself
         yield Check("leftover processes", "ok", "not looked for: process 1 is a run")
         return
@@ -235,6 +235,10 @@ def _leftovers() -> Iterator[Check]:
     yield Check("leftover processes", "fail" if orphans else "ok", text, f"kill {' '.join(map(str, orphans))}")
 
 
-def _pid_in(folder: Path) -> int:
-    text = folder.name.split("-")[2]
-    return int(text) if text.isdigit() else -1
+def leftover_folders(places: Sequence[tuple[Path, str]]) -> Check:
+    """Folders of killed runs at these roots and patterns; those of runs that live are left alone."""
+    dead = [path for root, pattern in places for path in left(root, pattern)]
+    where = ", ".join(dict.fromkeys(str(root) for root, _ in places))
+    text = f"{len(dead)} folders of killed runs: {', '.join(map(str, dead[:3]))}" if dead else f"none in {where}"
+    remedy = f"the next run removes them; or: rm -r {' '.join(map(shlex.quote, map(str, dead)))}"
+    return Check("leftover folders", "warn" if dead else "ok", text, remedy)

@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 
 from instep.checkpoints.folders import TRACKER, read_state
-from instep.checkpoints.integrity import check_whole
+from instep.checkpoints.integrity import check_whole, has_digests
 from instep.data.ledger import Ledger
 from instep.doctor.check import Check
-from instep.errors import CheckpointError, ConfigError, InstepError
+from instep.doctor.installation import leftover_folders
+from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import ALARMS, describe
 from instep.observability.figures import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
+from instep.scratch import places
 
 TAIL = 12  # lines of an error or log
 
@@ -36,9 +38,9 @@ def check_run(run_dir: Path) -> list[Check]:
     try:
         rows = read_json_lines(run_dir / "metrics.jsonl")
         metrics = _not_finite(rows)
-    except ValueError as error:
+    except OutputError as error:
         rows = []
-        metrics = Check("metrics", "fail", f"metrics.jsonl is damaged: {error}", "mend or remove that line")
+        metrics = Check("metrics", "fail", error.what, error.remedy)
     return [
         _config(config.get("title"), args),
         _versions(config),
@@ -48,6 +50,7 @@ def check_run(run_dir: Path) -> list[Check]:
         _alarms(rows),
         *_checkpoints(args),
         *_ledger(args, summary),
+        leftover_folders(places(run_dir, args.get("save_hf"))),
         _disk(run_dir, args),
     ]
 
@@ -72,6 +75,10 @@ def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None
     """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
+    if summary is not None and summary.get("status") == "interrupted":
+        when = f"interrupted (Ctrl-C, SIGTERM or SIGHUP) after {duration(summary.get('wall_seconds'))}"
+        yield Check("state", "warn", when, str(summary.get("to_go_on")))
+        return
     if summary is not None:
         yield Check("state", "ok", f"finished after {duration(summary.get('wall_seconds'))}")
         return
@@ -143,7 +150,7 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
     if not folders:
         yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
     for folder in folders:
-        yield _checkpoint(folder)
+        yield _checkpoint(folder, digests=folder == folders[-1])
     tracker = root / TRACKER
     if folders:
         named = tracker.read_text().strip() if tracker.exists() else "nothing"
@@ -154,15 +161,16 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
         yield Check(left.name, "warn", "left by a save that was cut short", f"rm -r {left}")
 
 
-def _checkpoint(folder: Path) -> Check:
-    """Whether `--load` can resume from the checkpoint."""
+def _checkpoint(folder: Path, digests: bool) -> Check:
+    """Whether `--load` can resume from the checkpoint; with `digests` its files are read."""
     try:
-        check_whole(folder)
+        check_whole(folder, digests=digests)
         if read_state(folder) is None:
             return Check(folder.name, "fail", "without run_state.json", "remove it; --ckpt-step names another one")
     except CheckpointError as error:
         return Check(folder.name, "fail", error.what, error.remedy)
-    return Check(folder.name, "ok", "complete")
+    how = "complete" if digests and has_digests(folder) else "complete, by the sizes of its files"
+    return Check(folder.name, "ok", how)
 
 
 def _ledger(args: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:

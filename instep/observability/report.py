@@ -59,8 +59,7 @@ def make_report(run_dir: Path) -> Path:
     title = str(config.get("title") or run_dir.resolve().name)
     versions = summary.get("versions") or config.get("versions") or {}
     parts = [
-        f"<header><h1>{html.escape(title)}</h1>"
-        f"<p>{html.escape(_subtitle(history, versions, bool(summary)))}</p></header>",
+        f"<header><h1>{html.escape(title)}</h1><p>{html.escape(_subtitle(history, versions, summary))}</p></header>",
         _cards(headline(history, summary)),
         _section("Plots", "plots", [f'<div class="plot">{_image(svg)}</div>' for svg in plots]),
         _section("Samples", "samples", _samples(samples)),
@@ -149,8 +148,8 @@ def raised_alarms(history: History, summary: Mapping[str, Any]) -> dict[str, int
     return {n.removeprefix("alarm/"): int(steps[0]) for n, steps in first.items() if steps}
 
 
-def _subtitle(history: History, versions: Mapping[str, Any], finished: bool) -> str:
-    state = "finished" if finished else "not finished"
+def _subtitle(history: History, versions: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    state = str(summary.get("status", "finished")) if summary else "not finished"
     names = [
         f"{name} {versions[name]}"
         for name in ("instep", "torch", "transformers", "megatron-core")

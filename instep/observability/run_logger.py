@@ -17,23 +17,27 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from instep.arguments.paths import RUN_FILES
+from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.figures import duration, figures_of, number
+from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
 from instep.observability.samples import sample_row, to_log
-from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, without_secrets, write_json
+from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
 from instep.observability.versions import versions
-from instep.types import Group
+from instep.private import without_credentials, without_secrets
+from instep.types import Group, as_number
 
 
 class RunLogger:
     """A context manager around a whole run, which writes into `run_dir`:
 
     `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
-    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` `summary.json` and `report.html`, and
-    `logs/error.txt` with message and traceback if it ends by an error.
+    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` (also of an interrupted run) `summary.json` and
+    `report.html`, and `logs/error.txt` with message and traceback if it ends by an error.
 
     Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
     Ctrl-C. `phase` and `status` may be called from any thread.
@@ -42,8 +46,8 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: how many steps the whole run takes, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None begins anew (older files are replaced); a number goes on with the files of an earlier
-            session, without their rows of that `step` (samples: that `rollout_id`) and later ones.
+        resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
+            with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class RunLogger:
         self.run_dir = Path(run_dir)
         with writing(self.run_dir, "--run-dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.moved = move_aside(self.run_dir, RUN_FILES) if resume_from_step is None else None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}  # of ended phases by name
         self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
@@ -135,6 +140,11 @@ class RunLogger:
             row = sample_row(sample, texts, (log_probs or {}).get(id(sample)), rewarded=rewarded)
             self._samples.write({**head, **row})
 
+    def sync(self) -> None:
+        """Bring all rows so far to the disk."""
+        self._metrics.sync()
+        self._samples.sync()
+
     @contextmanager
     def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
         """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""
@@ -162,15 +172,28 @@ class RunLogger:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json (with the first step of each alarm) and report.html, and print the final table."""
-        summary = {**self.progress.results(), **summary, "alarms": self._alarms.first}
+    def finish(self, summary: Mapping[str, Any], *, interrupted: str = "") -> None:
+        """Write summary.json (with the first step of each alarm) and report.html, and print the final table.
+
+        Args:
+            interrupted: how an interrupted run can go on, which is said in place of the table.
+        """
+        status = {"status": "interrupted" if interrupted else "finished"}
+        summary = {**status, **self.progress.results(), **summary, "alarms": self._alarms.first}
+        if interrupted:
+            summary["to_go_on"] = interrupted
+        if lost := lost_output():
+            summary["lost_output"] = "; ".join(lost)
         write_json(self.run_dir / "summary.json", summary)
+        if interrupted:
+            self.progress.stop()
+            print(f"interrupted, {self.progress.steps_text()}; {interrupted}", file=sys.stderr)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
-        self.progress.stop(keep_panel=False)
-        console = self.progress.console
-        console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
+        if not interrupted:
+            self.progress.stop(keep_panel=False)
+            console = self.progress.console
+            console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
         self.progress.line(f"report: {report}")
 
     def _close_sink(self, sink: TensorBoard | WandB) -> None:
@@ -178,6 +201,8 @@ class RunLogger:
 
     def __enter__(self) -> RunLogger:
         self.progress.start()
+        if self.moved is not None:
+            self.progress.line(f"an earlier run was in {self.run_dir}: its files are in {self.moved} now")
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
@@ -195,7 +220,7 @@ def _process() -> dict[str, Any]:
 
 
 def _write_error(path: Path, error: BaseException | None) -> None:
-    text = "".join(traceback.format_exception(error)) if error is not None else ""
+    text = without_credentials("".join(traceback.format_exception(error))) if error is not None else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")
@@ -208,7 +233,8 @@ def _is_step(row: Mapping[str, Any]) -> bool:
 
 
 def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
-    return None if limit is None else lambda row: row.get(key, 0) < limit
+    """The rows of an earlier session that stay; None: none of them."""
+    return None if limit is None else lambda row: (as_number(row.get(key)) or 0) < limit
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:

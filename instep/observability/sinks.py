@@ -5,26 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from instep.atomic import write_text
-from instep.errors import ConfigError, writing
+from instep.errors import ConfigError, OutputError, reading, writing
+from instep.private import without_secrets
 
-_SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
 _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
-
-
-def without_secrets(value: Any) -> Any:
-    """Copy nested dicts and lists without the entries that their names show to be secrets (`wandb_key`, ...)."""
-    if isinstance(value, Mapping):
-        return {str(k): without_secrets(v) for k, v in value.items() if not _SECRET.search(str(k))}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(v) for v in value]
-    return value
 
 
 def jsonable(value: Any) -> Any:
@@ -47,36 +38,68 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, none without a file. A last line that a crash cut short is left out."""
+    """Return the rows of a JSON-lines file, none without a file. A last line that a kill cut short is left out.
+
+    Raises:
+        OutputError: another line is no JSON object, or the file cannot be read.
+    """
     if not path.exists():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    with reading(path):
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline was never written to its end
     rows = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, number, str(error)) from None
+        if not isinstance(row, dict):
+            raise _damaged(path, number, "it is no JSON object")
+        rows.append(row)
     return rows
 
 
+def _damaged(path: Path, number: int, why: str) -> OutputError:
+    remedy = "mend or remove that line; or move the file away, and go on without the rows before the checkpoint"
+    return OutputError(f"line {number} of {path.name} is damaged: {why:.200}", where=str(path), remedy=remedy)
+
+
 class JsonLines:
-    """Appends rows to a JSON-lines file and flushes each. With `keep` it goes on with an earlier session's file, of
-    which rows for which `keep(row)` is false are removed first (atomically); without it the file begins anew.
+    """Appends rows to a JSON-lines file, flushes each, and notices when the file is not there any more.
+
+    With `keep` it goes on with an earlier session's file, of which rows for which `keep(row)` is false are removed
+    first (atomically); without it the file begins anew.
     """
 
     def __init__(self, path: Path, keep: Any = None):
         self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
         self._path = path
         with writing(path):
-            write_text(path, "".join(_line(row) for row in self.kept))
+            write_text(path, "".join(_line(row) for row in self.kept), flush=True)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         with writing(self._path):
             self._file.write(_line(row))
             self._file.flush()
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError:
+            there = False
+        if not there:
+            raise OutputError(
+                f"{self._path.name} was moved, removed or replaced while the run wrote it",
+                where=str(self._path),
+                remedy="leave the folder of a run as it is until the run has ended; begin again, with --load if a "
+                "checkpoint is still there",
+            )
+
+    def sync(self) -> None:
+        """Bring the rows to the disk."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
@@ -98,9 +121,6 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._folder = Event, folder
-        if resume_from_step is None:  # a new run in an old folder: its curves would mix with the old ones
-            for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
         with writing(folder):
             self._writer = EventFileWriter(str(folder))
         if resume_from_step is not None:

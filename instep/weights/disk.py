@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
 from instep.checkpoints.hf_export import export_hf
+from instep.scratch import Scratch
 from instep.weights.manifest import DIGEST_KIND, TensorRecord, record_of, tensor_digest
+from instep.weights.place import GOLDEN
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.way import Carriage, Order, Sent
 
@@ -24,8 +24,8 @@ class Disk:
     def drive(self, carriage: Carriage) -> Sent:
         """Let the engines load the complete checkpoint, then remove it."""
         tensors: list[TensorRecord] = []
-        with tempfile.TemporaryDirectory(prefix="instep-golden-", dir=carriage.disk_folder) as root:
-            path = Path(root).absolute() / "hf"
+        with Scratch(GOLDEN, carriage.disk_folder) as root:
+            path = root / "hf"
             carriage.publish(path, tensors.append)
             carriage.deliver({"backend": "disk", "path": str(path)})
         return Sent(tuple(tensors), self.digest_kind)

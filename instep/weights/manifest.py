@@ -39,7 +39,12 @@ class BucketManifest:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BucketManifest:
+        """Raises: KeyError, TypeError for anything but what `to_json` makes."""
         tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+        texts = [data["path"], data["version"], data["nonce"], *(x for t in tensors for x in (t.name, t.dtype))]
+        numbers = [n for t in tensors for n in (*t.shape, t.offset, t.nbytes)]
+        if not all(type(x) is str for x in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise TypeError("a name, a path, a shape or a number is of another kind")
         return cls(data["path"], data["version"], data["nonce"], tensors)
 
 

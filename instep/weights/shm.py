@@ -7,6 +7,7 @@ is full, so that engines load one while the next is gathered.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from instep.weights.manifest import (
     tensor_bytes,
     tensor_digest,
 )
+from instep.weights.place import NoPlace, open_bucket
 from instep.weights.source import WeightSource
 from instep.weights.way import Carriage, Order, Sent
 
@@ -118,13 +120,18 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
     """The tensors of a bucket, in private mapped memory, after a check of every tensor's digest.
 
     Raises:
-        BucketMismatch: the file is missing, a record contradicts it or itself, a name comes twice, a digest differs.
+        BucketMismatch: the file is missing, or lies in no folder of a run of this user (`place.py`); a record
+            contradicts it or itself, a name comes twice, a digest differs.
     """
     tensors: dict[str, torch.Tensor] = {}
     first = manifest.tensors[0].name if manifest.tensors else None
     try:
-        data = torch.from_file(manifest.path, size=os.path.getsize(manifest.path), dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:  # torch's word for an empty file
+        fd = open_bucket(manifest.path)
+        try:
+            data = torch.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, NoPlace) as error:  # a ValueError for an empty file
         raise BucketMismatch(f"the bucket {manifest.path} cannot be read: {error}", first) from error
     for t in manifest.tensors:
         dtype = getattr(torch, t.dtype, None)
@@ -138,5 +145,8 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
         if digest(tensor_bytes(flat)) != t.digest:
             raise BucketMismatch(f"{t.name}: the bytes received do not have the digest of those sent", t.name)
         aligned = flat.clone() if t.offset % dtype.itemsize else flat
-        tensors[t.name] = aligned.view(dtype).view(t.shape)
+        try:
+            tensors[t.name] = aligned.view(dtype).view(t.shape)
+        except RuntimeError as error:  # a dtype that is no plain number's
+            raise BucketMismatch(f"{t.name}: {error}", t.name) from error
     return tensors

@@ -263,6 +263,12 @@ def test_a_full_disk_leaves_the_last_export_and_no_litter(tied_checkpoint, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+    (tmp_path / "hf" / "mine.txt").write_text("mine")  # what instep has not written, no export removes
+    export_hf(source, tied_checkpoint, tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "hf.old-1"]
+    assert (tmp_path / "hf.old-1" / "mine.txt").read_text() == "mine"
+    export_hf(source, tied_checkpoint, tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "hf.old-1"]
 
 
 def _bf16_rank(path):

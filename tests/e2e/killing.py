@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from instep.checkpoints.folders import latest_iteration
 from tests.e2e.commands import ENVIRONMENT
 
 VICTIMS = {"engine": "instep.engines.embedded", "worker": "instep.cluster", "critic": "instep.cluster"}
@@ -72,8 +73,8 @@ class Run:
         return self.sessions[-1]
 
     def _next_rollout(self) -> int:
-        tracker = self.run_dir / "ckpt" / "latest_checkpointed_iteration.txt"
-        return int(tracker.read_text()) + 1 if tracker.exists() else 0
+        latest = latest_iteration(self.run_dir / "ckpt")
+        return 0 if latest is None else latest + 1
 
     @staticmethod
     def _await(process: subprocess.Popen[str], diary: Path, line: str, timeout: float = 120) -> None:

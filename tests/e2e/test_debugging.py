@@ -222,10 +222,14 @@ def with_hooks(tmp_path, monkeypatch):
 )
 def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch, more, words):
     with_hooks(tmp_path, monkeypatch)
+    (tmp_path / "run").mkdir()
+    earlier = {"config.json": '{"args": {}, "versions": {}}', "metrics.jsonl": '{"step": 0}\n', "summary.json": "{}"}
+    for name, text in earlier.items():  # of a run before, which a start that fails leaves as it is
+        (tmp_path / "run" / name).write_text(text)
     done = run(grpo_arguments(tiny, tmp_path / "run", *more), timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert {p.name: p.read_text() for p in (tmp_path / "run").iterdir() if p.name != ".lock"} == earlier
     assert all(word in done.stderr for word in [*words, "the run has not begun", "train.jsonl"]), done.stderr
-    assert not list((tmp_path / "run" / "logs").glob("*.log"))
 
 
 @pytest.mark.parametrize(

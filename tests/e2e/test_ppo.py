@@ -71,7 +71,7 @@ def test_the_critic_is_part_of_the_checkpoint_and_lies_in_its_own_folder(trained
     checks = check_run(run_dir)
     assert [(c.status, c.text) for c in checks if c.name == "iter_0000007"] == [("ok", "complete")]
     listed = json.loads((run_dir / "ckpt" / "iter_0000007" / "files.json").read_text())
-    assert "critic/.metadata" in listed
+    assert "critic/.metadata" in listed["files"]
     assert {p.name for p in (run_dir / "logs").iterdir()} >= {"actor-rank0.log", "critic-rank0.log"}
 
 

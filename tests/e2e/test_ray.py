@@ -59,6 +59,9 @@ def metrics(run_dir, name):
 def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tmp):
     process = start_and_train(on_ray(tiny, tmp_path, *LONG))
     ours = children(process.pid)
+    (folder,) = ray_tmp.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700  # Ray opens its own folder in it to everybody
+    assert len(list(folder.rglob("*.sock*"))) + len(list(folder.rglob("plasma_store"))) > 0
     assert matching(ours, "raylet") and matching(ours, "worker_main") and matching(ours, "engines.embedded")
     listening = [c for p in ours for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert len(listening) > 5 and {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}

@@ -5,12 +5,10 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -48,35 +46,10 @@ def test_the_tool(tool):
 
 
 def test_a_tool_that_does_not_end(tool):
-    """Bounded time, and nothing of it is left; nor when the rollout is cancelled."""
     started = time.monotonic()
     answer = asyncio.run(tool.evaluate("9**9**9"))  # whichever bound it meets first, of CPU time or of time
     assert answer.startswith("ended by signal") or answer == "TimeoutError"
-    assert time.monotonic() - started < tool.TOOL_SECONDS + 5
-
-    async def cancelled():
-        task = asyncio.create_task(tool.evaluate("9**9**9"))
-        await asyncio.sleep(0.5)
-        (child,) = (child for child in psutil.Process().children() if "-I" in child.cmdline())
-        task.cancel()
-        await asyncio.wait([task])
-        return child
-
-    assert not asyncio.run(cancelled()).is_running()
-
-
-def test_the_tool_dies_with_its_parent(tmp_path):
-    code = "import asyncio, python_tool as t; t.TOOL = t.TOOL.replace('(what, (most, most))', '(what, (-1, -1))')\n"
-    code += "asyncio.run(t.evaluate('9**9**9'))"
-    env = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(EXAMPLE.parents[1])])}
-    with subprocess.Popen([sys.executable, "-c", code], env=env) as parent:
-        deadline = time.monotonic() + 30
-        while not (children := psutil.Process(parent.pid).children()) or "-I" not in children[0].cmdline():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(0.3)  # past its first line
-        parent.kill()
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert time.monotonic() - started < tool.LIMITS.seconds + 5
 
 
 def test_tokens_between_turns(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
 
+from instep.scratch import Scratch
 from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 
@@ -34,7 +36,10 @@ def finished(tiny, tmp_path_factory):
         "0.001",
     ]
     more += ["--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g"]
-    more += ["--wandb-key", KEY]
+    more += ["--wandb-key", KEY, "--rm-url", f"http://me:{KEY}@127.0.0.1:9/reward?api_key={KEY}"]
+    killed = [Scratch("instep-golden-", run_dir), Scratch(".hf.", run_dir, ".tmp")]  # of a sync, and of an export
+    for scratch in killed:
+        os.close(scratch._fd)  # as the end of its process does
     done = run(grpo_arguments(tiny, run_dir, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
@@ -75,6 +80,23 @@ def test_wandb_is_written_offline_and_the_key_nowhere(finished):
     assert [p for p in files if KEY.encode() in p.read_bytes()] == []
 
 
+def test_what_a_killed_run_has_left_is_removed(finished):
+    assert [p for p in finished.iterdir() if p.name.startswith(("instep-", ".hf"))] == []
+
+
+def test_what_the_run_writes_is_its_users_alone(finished):
+    """But for the exported model, which is handed out and holds neither prompts nor settings."""
+    mine = [p for p in finished.rglob("*") if p.relative_to(finished).parts[0] != "hf"]
+    assert {"config.json", "samples.jsonl", "run_state.json", "engine-0.log"} <= {p.name for p in mine}
+    assert [p for p in mine if p.stat().st_mode & 0o077 and not p.is_symlink()] == []
+    mask = os.umask(0o077)
+    os.umask(mask)
+    assert (finished / "hf").stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {p.stat().st_mode & 0o777 for p in (finished / "hf").iterdir()} == {0o666 & ~mask}
+    config = json.loads((finished / "config.json").read_text())
+    assert config["args"]["rm_url"] == "http://***@127.0.0.1:9/reward?api_key=***"
+
+
 def test_every_token_carries_the_version_that_made_it(finished):
     samples = [r for r in rows(finished / "samples.jsonl") if r["split"] == "train"]
     assert {v for r in samples if r["rollout_id"] == 0 for v in r["weight_versions"]} == {"1"}
@@ -89,6 +111,19 @@ def test_the_exported_checkpoint_is_the_trained_policy(finished, tiny):
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[k], after[k]) for k in before if "norm" not in k)
     assert all(torch.allclose(before[k], after[k], atol=0.02) for k in before)
+
+
+def test_num_rollout_0_evaluates_whatever_the_interval_is(finished, tiny, tmp_path):
+    """The checkpoint covers 2 rollouts, which are no multiple of 3."""
+    more = ["--eval-prompt-data", "held-out", str(tiny / "eval.jsonl"), "--eval-interval", "3"]
+    more += ["--skip-eval-before-train", "--load", str(finished / "ckpt"), "--global-batch-size", "8"]
+    done = run(grpo_arguments(tiny, tmp_path, *more, "--num-rollout", "0"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, summary = (json.loads((d / "summary.json").read_text()) for d in (finished, tmp_path))
+    assert summary["evaluations"][-1]["rollout_id"] == 2 and summary["num_rollouts"] == 0
+    [row] = [r for r in rows(tmp_path / "metrics.jsonl") if "eval/held-out/reward_mean" in r]
+    assert summary["eval_reward_after"] == row["eval/held-out/reward_mean"] and row["step"] == 2
+    assert len(summary["evaluations"]) == len(before["evaluations"])  # the save came before the last of these
 
 
 # With hf `test_killed_at_random_and_resumed_is_bit_identical` asserts more.

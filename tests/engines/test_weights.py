@@ -93,6 +93,38 @@ def original(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
     assert session(engine, engine.hf, tmp_path / "restore", "default") is None
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder that engines take for one of a run."""
+    folder = tmp_path / "instep-sync-1"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_manifest_tells_nothing_about_other_files(original: Engine, tmp_path: Path, kind: str) -> None:
+    """The answer is the same whether a digest is right or wrong: no byte of the file can be guessed."""
+    secret = tmp_path.parent / "secret"
+    size = original.hf.config.hidden_size
+    secret.write_bytes(b"1234" * size)
+    path, control = secret, original.control()
+    if kind == "link":
+        (path := tmp_path / "bucket").symlink_to(secret)
+    answers = []
+    for guess in (b"1234" * size, b"0000" * size):
+        record = TensorRecord("model.norm.weight", (size,), "float32", 0, 4 * size, digest(guess))
+        manifest = BucketManifest(str(path), "5", "n", (record,))
+        control.pause("abort", timeout=60)
+        control.start_update("5", "n", timeout=60)
+        with pytest.raises(EngineRefusal) as refusal:
+            control.update({"backend": "shm", "manifest": manifest.to_json()}, timeout=60)
+        answers.append(refusal.value.what)
+    assert answers[0] == answers[1] and "cannot be read" in answers[0]
+    control.start_update("5", "n", timeout=60)
+    with pytest.raises(EngineRefusal, match="is not the folder of a run"):
+        control.update({"backend": "disk", "path": str(original.path)}, timeout=60)
+
+
 def test_new_weights_arrive_exactly(original: Engine, tmp_path: Path) -> None:
     engine, new = original, perturbed(original.hf)
     before = engine.prompt_log_probs(PROMPT)
@@ -127,8 +159,10 @@ def test_the_disk_way_gives_the_same_bits(original: Engine, tmp_path: Path) -> N
     by_shm = engine.prompt_log_probs(PROMPT), held(engine)
     assert session(engine, engine.hf, tmp_path / "bucket", "2") is None
     assert engine.prompt_log_probs(PROMPT) != by_shm[0]
-    new.save_pretrained(tmp_path / "hf")
-    disk_session(engine, tmp_path / "hf", "3")
+    golden = tmp_path / "instep-golden-1"
+    golden.mkdir(mode=0o700)
+    new.save_pretrained(golden / "hf")
+    disk_session(engine, golden / "hf", "3")
     assert (engine.prompt_log_probs(PROMPT), held(engine)) == by_shm
 
 

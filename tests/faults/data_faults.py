@@ -31,24 +31,32 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[dict[str, str]]:
 
 @scenario(disk_full_at_save="error: the disk is full when a checkpoint is saved")
 def disk_full_at_save(place: Place) -> None:
-    """The folder holds two checkpoints, and half of a third has room in it."""
+    """Others fill the disk after the start, until half of a checkpoint has room on it."""
     sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
     marking = """
-        import instep.checkpoints.folders as module
+        import instep.checkpoints.folders as module, shutil
         save = module.save_checkpoint
         def save_checkpoint(*args):
+            if FILL:
+                with open(f"{args[0]}/../filler", "wb") as file:
+                    file.write(bytes(max(0, shutil.disk_usage(args[0]).free - ROOM)))
             mark()
             return save(*args)
         module.save_checkpoint = save_checkpoint
         """
-    with small_disk(place.folder / "disk", int(1.25 * sum(sizes.values()))) as limit:
+    total = sum(sizes.values())
+    with small_disk(place.folder / "disk", 2 * total) as limit:
         ckpt = Path(shutil.copytree(place.saved, place.folder / "disk" / "ckpt"))
         if limit:  # by file size: below that of the trainer's file
-            limit = {"all": limit["all"].replace(str(int(1.25 * sum(sizes.values()))), str(max(sizes.values()) - 1))}
+            limit = {"all": limit["all"].replace(str(2 * total), str(max(sizes.values()) - 1))}
+        marking = marking.replace("FILL", str(not limit)).replace("ROOM", str(total // 4))
         flags = ("--save", str(ckpt), "--load", str(ckpt), "--save-interval", "1", "--num-rollout", "4")
         with place.run(*flags, patches={"controller": marking, **limit}) as run:
             run.error(
-                "disk_full_at_save", "CheckpointError: the checkpoint of iteration 2 could", "MB are free", "untouched"
+                "disk_full_at_save",
+                "CheckpointError: the checkpoint of iteration 2 could",
+                "MB are free",
+                f"iteration 1 is complete in {ckpt}",
             )
         left = sorted(p.name for p in ckpt.iterdir() if p.name != ".lock")
         assert left == ["iter_0000000", "iter_0000001", "latest_checkpointed_iteration.txt"], left
@@ -114,7 +122,7 @@ def checkpoint_truncated(place: Place) -> None:
 def save_killed(place: Place) -> None:
     kill = """
         import instep.checkpoints.integrity as module, signal
-        module.write_manifest = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+        module.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         """
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
     flags = ("--load", str(ckpt), "--save", str(ckpt), "--num-rollout", "3")

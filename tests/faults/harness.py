@@ -6,6 +6,7 @@ program runs unchanged, in processes of its own. `mark()` there, and `Run.mark` 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -24,7 +25,12 @@ from instep.observability.sinks import read_json_lines
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments
 
 ENDLESS = ("--num-rollout", "1000")
-ROLES = {"worker": "instep.cluster.worker_main", "engine": "instep.engines.embedded", "controller": "instep.cli"}
+ROLES = {
+    "worker": "instep.cluster.worker_main",
+    "engine": "instep.engines.embedded",
+    "controller": "instep.cli",
+    "reward": "instep.rollout.rewards.worker",
+}
 PREAMBLE = f"""\
 import os, sys, time
 ROLES = {ROLES!r}
@@ -63,6 +69,7 @@ class Run:
         run_dir: its --run-dir; default: a folder of its own.
         patches: role ("controller", "worker", "engine" or "all") -> code that its processes run first.
         hooks: the module `my_hooks`, whose `reward` becomes the reward function.
+        stdout: the descriptor that it prints to; default: nowhere.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Run:
         run_dir: Path | None = None,
         patches: dict[str, str] | None = None,
         hooks: str | None = None,
+        stdout: int = subprocess.DEVNULL,
     ):
         self.place, self.run_dir = place, run_dir or place.folder / name
         code = place.folder / f"{name}-code"
@@ -90,7 +98,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "instep.cli", *grpo_arguments(place.tiny, self.run_dir, *flags)],
             env={**ENVIRONMENT, "PYTHONPATH": path, "FAULT_MARK": str(self._mark)},
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -164,7 +172,7 @@ class Run:
         """Let a process stand still for a while, as on a machine with too much to do."""
         self.signal(role, signal.SIGSTOP)
         time.sleep(seconds)
-        os.kill(self.child(role), signal.SIGCONT)
+        os.kill(self.process.pid if role == "controller" else self.child(role), signal.SIGCONT)
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
@@ -181,11 +189,13 @@ class Run:
         assert "Traceback" not in stderr, stderr[-3000:]
         return self.process.returncode, stderr, seconds
 
-    def recovered(self, fault: str, seen: str) -> None:
-        """It goes on: two more steps are done."""
+    def recovered(self, fault: str, seen: str, seconds: float | None = None) -> None:
+        """It goes on: two more steps are done, within some seconds of the fault where these are given."""
         before = self._mark.stat().st_mtime
         self.wait_steps(1)
-        self.place.results[fault] = Result(time.time() - before, seen)
+        taken = time.time() - before
+        assert seconds is None or taken <= seconds, taken
+        self.place.results[fault] = Result(taken, seen)
 
     def error(self, fault: str, *words: str, code: int = 1) -> str:
         """It ends within 10 s with one error that has what, where and remedy and these words, and leaves nothing."""
@@ -199,19 +209,33 @@ class Run:
         self.place.results[fault] = Result(seconds, self._words(stderr))
         return stderr
 
-    def interrupted(self, fault: str) -> None:
+    def ended(self, fault: str) -> str:
         """It ends in order, at the user's wish."""
         code, stderr, seconds = self.end()
         assert code == 130 and stderr.rstrip().endswith("interrupted"), (code, stderr[-3000:])
-        assert seconds <= 5 and gone(self.children, 1), seconds
+        assert seconds <= 10 and gone(self.children, 1), seconds
         self.place.results[fault] = Result(seconds, "exit code 130, `interrupted`")
+        return stderr
+
+    def interrupted(self, fault: str, *words: str) -> None:
+        """The same, and it says how to go on (`words`) and leaves a report."""
+        stderr = self.ended(fault)
+        line = next((x for x in stderr.splitlines() if x.startswith("interrupted, ")), "")
+        assert line and not [word for word in words if word not in line], stderr[-3000:]
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        assert summary["status"] == "interrupted" and summary["to_go_on"] in line
+        assert "interrupted, " in (self.run_dir / "report.html").read_text()
+        self.place.results[fault].seen = f"a report, and `{self._clean(line)}`"
 
     def _words(self, stderr: str) -> str:
-        """The first line of the error, without what differs from machine to machine."""
-        line = next(x for x in stderr.splitlines() if re.match(r"\w+Error: ", x))
+        """The first line of the error."""
+        return self._clean(next(x for x in stderr.splitlines() if re.match(r"\w+Error: ", x)))
+
+    def _clean(self, line: str) -> str:
+        """A line without what differs from machine to machine."""
         for path, name in ((self.run_dir, "RUN_DIR"), (self.place.folder, "..."), (self.place.tiny, "...")):
             line = line.replace(str(path), name)
-        line = re.sub(r"\b(process|port) \d+", lambda m: f"{m[1]} N", line)
+        line = re.sub(r"\b(process|port|pid|step|iter_)( ?)\d+(/\d+)?", lambda m: f"{m[1]}{m[2]}N", line)
         line = re.sub(r" on [\w.-]+$", " on HOST", line)
         line = re.sub(r"pid=\d+\) (\w+) \d\d-\d\d [\d:]+ ", r"pid=N) \1 ", line)  # as vLLM's log has it
         line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", line)

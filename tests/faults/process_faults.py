@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -67,12 +68,89 @@ def engine_http_killed(place: Place) -> None:
         )
 
 
-@scenario(engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP; `--heartbeat-timeout 3`)")
+@scenario(engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP)")
 def engine_http_stopped(place: Place) -> None:
-    with place.run(*ENDLESS, "--heartbeat-timeout", "3") as run:
+    with place.run(*ENDLESS) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGSTOP, which=1)
-        run.error("engine_http_stopped", "EngineError: engine 0 has not answered for")
+        words = ("(instep-http), which is stopped", "SIGSTOP", "kill -CONT")
+        run.error("engine_http_stopped", "EngineError: engine 0 waits for its process", *words)
+
+
+ALGEBRA = """
+    from dataclasses import replace
+    from instep.rollout.rewards.dispatch import compute_reward
+    async def reward(args, sample, **kwargs):  # the built-in one, for an answer that needs algebra
+        answer = dict(custom_rm_path="built-in", response=r"\\boxed{\\sqrt{4}}", label="2", status=sample.status)
+        return await compute_reward(args, replace(sample, **answer))
+    """
+
+
+@scenario(
+    reward_killed="recovered: a reward worker is killed (SIGKILL)",
+    reward_stopped="recovered: a reward worker is stopped (SIGSTOP)",
+    controller_paused="recovered: the controller stands still for 5 s (SIGSTOP, SIGCONT, as Ctrl-Z and `fg`)",
+    stdout_lost="recovered: nobody reads stdout any more (`instep train ... / head`)",
+    terminal_closed="ended in order: the terminal is closed (SIGHUP)",
+)
+def rewards_and_stdout(place: Place) -> None:
+    read, write = os.pipe()
+    with place.run(*ENDLESS, hooks=unindent(ALGEBRA), stdout=write) as run:
+        os.close(write)
+        run.wait_steps()
+        run.signal("reward", signal.SIGKILL)
+        run.recovered("reward_killed", "a warning: its job is given to a new one", 10)
+        run.signal("reward", signal.SIGSTOP)
+        run.recovered("reward_stopped", "a line names the process; it is replaced, and its job is done", 10)
+        run.pause("controller", 5)
+        run.recovered("controller_paused", "nothing but a slow step", 15)
+        os.close(read)
+        run.mark()
+        run.recovered("stdout_lost", "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt")
+        run.wait(lambda: " | step " in (run.run_dir / "logs" / "stdout.txt").read_text())
+        run.signal("controller", signal.SIGHUP)
+        run.interrupted("terminal_closed", "nothing was saved (no --save)")
+    assert "stdout was lost (Broken pipe)" in (run.run_dir / "summary.json").read_text()
+
+
+@scenario(slow=True, stdout_full="recovered: the disk behind stdout is full")
+def stdout_full(place: Place) -> None:
+    with open("/dev/full", "w") as full, place.run(stdout=full.fileno()) as run:
+        code, stderr, seconds = run.end()
+    assert code == 0 and "stdout was lost (No space left on device)" in stderr, stderr[-3000:]
+    assert "report: " in (run.run_dir / "logs" / "stdout.txt").read_text()
+    seen = "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt"
+    place.results["stdout_full"] = Result(seconds, seen)
+
+
+HALF = """
+    import signal, struct
+    from instep.cluster.local import WorkerChannel
+    result, num = WorkerChannel.result, 0
+    def half(self, value):
+        global num
+        num += 1
+        if num < 12:
+            return result(self, value)
+        mark()
+        os.write(self._connection.fileno(), struct.pack("!i", 1_000_000) + b"x" * 1000)
+        os.kill(os.getpid(), NUMBER)
+    WorkerChannel.result = half
+    """
+
+
+@scenario(slow=True, message_killed="error: a training worker is killed in the middle of a message to the controller")
+def message_killed(place: Place) -> None:
+    patch = unindent(f"NUMBER = {int(signal.SIGKILL)}", HALF)
+    with place.run(*ENDLESS, patches={"worker": patch}) as run:
+        run.error("message_killed", "WorkerError: actor rank 0 died (SIGKILL), during ")
+
+
+@scenario(slow=True, message_stopped="error: a training worker is stopped in the middle of a message to the controller")
+def message_stopped(place: Place) -> None:
+    patch = unindent(f"NUMBER = {int(signal.SIGSTOP)}", HALF)
+    with place.run(*ENDLESS, patches={"worker": patch}) as run:
+        run.error("message_stopped", "WorkerError: actor rank 0 is stopped, during ", "kill -CONT")
 
 
 @scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
@@ -133,7 +211,7 @@ def slow_and_deleted(place: Place) -> None:
         data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
         run.recovered("row_deleted", "nothing: the rows were read when the run began")
         run.signal("controller", signal.SIGTERM)
-        run.interrupted("sigterm")
+        run.interrupted("sigterm", str(ckpt), "the same command goes on from it")
     with place.run(*ENDLESS, *flags, name="again") as run:
         run.error("row_deleted_resume", "DataError: ", "63 usable prompts, but 64", str(data), code=2)
 
@@ -145,7 +223,7 @@ def ctrl_c_twice(place: Place) -> None:
         run.signal("controller", signal.SIGINT)
         time.sleep(0.05)
         run.process.send_signal(signal.SIGINT)
-        run.interrupted("ctrl_c_twice")
+        run.ended("ctrl_c_twice")
 
 
 @scenario(

@@ -1,8 +1,9 @@
 """All faults and scenarios. `docs/faults.md` is made from them (see `document.py`)."""
 
 from tests.faults import process_faults  # noqa: I001 - the order of the document
+from tests.faults import phase_faults
 from tests.faults import vllm_faults
 from tests.faults import data_faults
 from tests.faults.registry import FAULTS, SCENARIOS, SLOW, VLLM
 
-__all__ = ["FAULTS", "SCENARIOS", "SLOW", "VLLM", "data_faults", "process_faults", "vllm_faults"]
+__all__ = ["FAULTS", "SCENARIOS", "SLOW", "VLLM", "data_faults", "phase_faults", "process_faults", "vllm_faults"]

@@ -6,7 +6,8 @@ import signal
 from typing import Any
 
 from tests.faults.harness import ENDLESS, Place, Run
-from tests.faults.registry import scenario
+from tests.faults.process_faults import HANG
+from tests.faults.registry import scenario, unindent
 
 FLAGS = (*ENDLESS, "--rollout-max-response-len", "100", "--rollout-backend", "vllm")
 
@@ -39,11 +40,33 @@ def vllm_stopped(place: Place) -> None:
         run.error("vllm_stopped", "EngineError: engine 0 is stopped", "SIGSTOP", "kill -CONT")
 
 
+@scenario(vllm=True, slow=True, vllm_core_stopped="error: vLLM's core is stopped (SIGSTOP)")
+def vllm_core_stopped(place: Place) -> None:
+    with vllm(place) as run:
+        run.wait_steps()
+        run.signal("vllm", signal.SIGSTOP, which=1)
+        run.error("vllm_core_stopped", "EngineError: engine 0 waits for its process", "which is stopped", "kill -CONT")
+
+
+# In vLLM's core, once the test has made the file: a thread that takes the interpreter's lock and never gives it back.
+HANG_LATER = """
+    import threading
+    def wait():
+        while not os.path.exists(os.environ["FAULT_MARK"] + "-now"):
+            time.sleep(0.05)
+        if open("/proc/self/comm").read().startswith("VLLM::Engine"):
+            hang()
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=wait, daemon=True).start())
+    threading.Thread(target=wait, daemon=True).start()
+    """
+
+
 @scenario(vllm=True, vllm_core_hangs="error: vLLM's core hangs (noticed after 3 s here, 5 minutes by default)")
 def vllm_core_hangs(place: Place) -> None:
     patch = "import instep.engines.vllm; instep.engines.vllm.SILENT_HEARTBEATS = 1"
-    with vllm(place, "--heartbeat-timeout", "3", patches={"controller": patch}) as run:
+    patches = {"controller": patch, "other": unindent(HANG, HANG_LATER)}
+    with vllm(place, "--heartbeat-timeout", "3", patches=patches) as run:
         run.wait_steps()
-        run.signal("vllm", signal.SIGSTOP, which=1)
+        (place.folder / "run-code" / "mark-now").touch()
         hangs = "EngineError: engine 0 hangs: it has computed nothing for 3 s"
         run.error("vllm_core_hangs", hangs, "--heartbeat-timeout")

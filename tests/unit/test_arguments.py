@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import RUNTIME_ATTRIBUTES, Args, parse
+from instep.arguments import RUNTIME_ATTRIBUTES, Args, cluster, parse
 from instep.arguments.all_flags import nearest, own_flags, passed_through
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.help import format_help
@@ -338,7 +338,7 @@ def test_help_shows_every_flag_that_acts():
 
 
 def test_serve_takes_the_flags_of_engines_and_no_other(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # a trainer's ranks would not fit
+    monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 1)  # a trainer's ranks would not fit
     assert parse(["--hf-checkpoint", "model", "--device", "cpu"], "serve").device == "cpu"
     text = format_help("serve")
     shown = {name for name in own_flags() if f"  {name} " in text or f"  {name}\n" in text}

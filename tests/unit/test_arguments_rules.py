@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments import cluster, parse
+from instep.controller import device
+from instep.errors import ConfigError
 from tests.command_line import argv, make_folder, refusal
 
 
@@ -229,3 +231,30 @@ def test_eval_config():
 def test_eval_config_that_is_wrong(text, what):
     Path("eval.yaml").write_text(text)
     assert what in refusal("--eval-interval 2 --eval-config eval.yaml")
+
+
+def test_ranks_and_cores(monkeypatch):
+    """On the CPUs of this host one copy of the model by default; at most two ranks share a core, which a note tells."""
+    monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 2)
+    ranks = "--actor-num-gpus-per-node"
+
+    def num_ranks(flags):
+        return parse(argv(f"--device cpu {flags}", without=ranks)).world_size
+
+    assert num_ranks("") == 1 and num_ranks("--tensor-model-parallel-size 2") == 2
+    assert num_ranks("--cluster ray --rollout-batch-size 8 --sync-way disk") == 8
+    assert parse(argv(f"--device cpu {ranks} 2")).notes == []
+    assert parse(argv(f"--device cpu {ranks} 4")).notes == [
+        f"{ranks}: 4 trainer ranks on 2 CPU cores take turns, which is slow"
+    ]
+    assert "8 trainer ranks on 2 CPU cores" in refusal(f"--device cpu {ranks} 8")
+    assert parse(argv(f"--device cuda {ranks} 8")).world_size == 8
+
+
+def test_ranks_and_cores_are_compared_again_where_auto_means_the_cpu(monkeypatch):
+    """Also for those who call Python: `instep train` itself reads the command line again."""
+    monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 2)
+    monkeypatch.setattr(device, "device_here", lambda: "cpu")
+    args = parse(argv("--actor-num-gpus-per-node 8"))
+    with pytest.raises(ConfigError, match="8 trainer ranks on 2 CPU cores"):
+        device.resolve_on_machine(args, with_engines=False)

@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import instep
 from instep.cli import LATER, main
+from tests.assets import make_checkpoint, make_prompts
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -44,22 +45,38 @@ def test_commands_that_come_later(command, capsys):
 def test_report_wants_a_folder(tmp_path, capsys):
     assert main(["report"]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert main(["report", str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()  # not of a run
     assert "no folder" in capsys.readouterr().err
 
 
 @pytest.mark.alone
 def test_help_in_half_a_second_without_torch():
+    """Seconds of one core, which are those of the clock where nothing else runs."""
     code = (
-        "import sys; from instep.cli import main; code = main(['train', '--help'])\n"
-        "assert not {'torch', 'transformers', 'numpy', 'aiohttp'} & set(sys.modules); sys.exit(code)"
+        "import sys, time; from instep.cli import main; code = main(['train', '--help'])\n"
+        "assert not {'torch', 'transformers', 'numpy', 'aiohttp'} & set(sys.modules)\n"
+        "print(time.process_time(), file=sys.stderr); sys.exit(code)"
     )
     seconds = []
-    for _ in range(3):  # the best of three: other work may share the machine
-        start = time.perf_counter()
+    for _ in range(3):  # the best of three: other work may share the caches of the machine
         done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
-        seconds.append(time.perf_counter() - start)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < 0.5
+        seconds.append(float(done.stderr))
+    assert min(seconds) < 0.5, seconds
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU it is used")
+@pytest.mark.parametrize(("flags", "ranks"), [([], 1), (["--tensor-model-parallel-size", "2"], 2)])
+def test_one_copy_of_the_model_by_default_where_auto_means_the_cpu(flags, ranks, tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "hf")
+    make_prompts(tmp_path / "train.jsonl", 8)
+    found = []
+    monkeypatch.setattr("instep.train.train", found.append)
+    words = (
+        f"train --hf-checkpoint {tmp_path}/hf --prompt-data {tmp_path}/train.jsonl --input-key prompt --rm-type math"
+    )
+    code = main([*words.split(), "--label-key", "label", "--rollout-batch-size", "8", "--num-rollout", "1", *flags])
+    assert code == 0 and [(args.device, args.world_size, args.dp_size) for args in found] == [("cpu", ranks, 1)]
 
 
 @pytest.mark.parametrize("start", [["-m", "instep.cli", "train"], [str(ROOT / "train.py")]])

@@ -21,7 +21,8 @@ from instep.observability.versions import versions
 def test_an_installation(capsys):
     code = main(["doctor", "--json"])
     checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)}
-    names = "python,torch,transformers,gpu,vllm,shared memory,disk,open files,cores,memory,loopback,leftover processes"
+    names = "python,torch,transformers,gpu,vllm,shared memory,disk,open files,cores,memory,loopback,leftover folders,"
+    names += "leftover processes"
     assert set(names.split(",")) <= set(checks)
     assert code == int(any(c["status"] == "fail" for c in checks.values()))
     import torch
@@ -82,6 +83,9 @@ def test_an_orphan_is_found():
         os.kill(pid, 9)
 
 
+STATE = {"rollout_id": 1, "num_steps": 2, "version": 3, "ledger": {}, "evaluations": [], "args": {}}
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run's folder as a finished run leaves it, with one checkpoint."""
@@ -102,10 +106,23 @@ def run(tmp_path):
     (checkpoint / ".metadata").write_bytes(b"x")
     (checkpoint / "__0_0.distcp").write_bytes(b"x")
     (checkpoint / "rng_0.pt").write_bytes(b"x")
-    (checkpoint / "run_state.json").write_text("{}")
+    (checkpoint / "run_state.json").write_text(json.dumps(STATE))
     write_manifest(checkpoint)
     (save / "latest_checkpointed_iteration.txt").write_text("1")
     return folder
+
+
+def test_a_flipped_bit_and_a_state_that_lacks_an_entry(run, tmp_path):
+    folder = tmp_path / "ckpt" / "iter_0000001"
+    (folder / "__0_0.distcp").write_bytes(b"y")
+    assert "__0_0.distcp has another content" in status_of(run)["iter_0000001"].text
+    (folder / "run_state.json").write_text("{}")
+    write_manifest(folder)
+    assert "rollout_id is missing" in status_of(run)["iter_0000001"].text
+    (folder / "run_state.json").write_text(json.dumps(STATE))
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "files.json"}
+    (folder / "files.json").write_text(json.dumps(sizes))  # as an earlier instep did
+    assert status_of(run)["iter_0000001"].text == "complete, by the sizes of its files"
 
 
 def status_of(run):

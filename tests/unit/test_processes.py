@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from instep import processes
+from instep import kernel
 from instep.errors import ConfigError
 from instep.ports import free_port, free_ports, port_is_free
 from instep.processes import FolderLock, SupervisedProcess, stop_all
@@ -80,7 +80,7 @@ def test_stacks_on_request(tmp_path):
 
 
 def test_a_stopped_child_is_a_fault_after_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "STOPPED_SECONDS", 0.4)
+    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
     child = SupervisedProcess("c", [sys.executable, "-c", CHILD], tmp_path / "log")
     assert wait_until(lambda: "up" in child.log_tail())
     assert child.fault() is None
@@ -93,6 +93,25 @@ def test_a_stopped_child_is_a_fault_after_a_while(tmp_path, monkeypatch):
     os.kill(child.pid, signal.SIGSTOP)
     child.stop(grace=5)  # and can be ended all the same
     assert child.fault() == "died (SIGTERM)"
+
+
+def test_a_stopped_process_under_a_child_is_a_fault_of_the_child(tmp_path, monkeypatch):
+    """As an embedded engine's HTTP process, or vLLM's core."""
+    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
+    monkeypatch.setattr(kernel, "FAMILY_SECONDS", 0.2)
+    with_child = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    child = SupervisedProcess("engine 0", [sys.executable, "-c", with_child], tmp_path / "log")
+    try:
+        assert wait_until(lambda: child.log_tail().strip().isdigit())
+        pid = int(child.log_tail())
+        assert child.fault() is None
+        os.kill(pid, signal.SIGSTOP)
+        assert wait_until(lambda: child.fault() == f"waits for its process {pid} (sleep), which is stopped")
+        assert f"kill -CONT {pid} " in child.describe() and "heartbeat" not in child.remedy()
+        os.kill(pid, signal.SIGCONT)
+        assert wait_until(lambda: child.fault() is None)
+    finally:
+        child.kill()
 
 
 def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path):

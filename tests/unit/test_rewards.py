@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +15,6 @@ from instep.errors import ConfigError, RewardError
 from instep.rollout import runtime
 from instep.rollout.rewards import text
 from instep.rollout.rewards.dispatch import apply_rewards, compute_reward
-from instep.rollout.rewards.pool import shared_pool
 from instep.types import Sample
 
 
@@ -172,81 +167,6 @@ def test_no_reward_an_unknown_one_and_no_label() -> None:
     with pytest.raises(RewardError, match="no label") as caught:
         reward(r"\boxed{1}", None)
     assert "group 3, sample 7" in caught.value.where
-
-
-# ---- the worker processes -------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_hangs_is_replaced() -> None:
-    async def scenario() -> tuple[set[int], set[int], bool]:
-        pool = shared_pool()
-        assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
-        first = {w.pid for w in pool._all}
-        for pid in first:
-            os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RewardError, match="took more than 0.5 s") as caught:
-            await pool.equal(r"\sqrt{9}", "3", timeout=0.5, where="group 1, sample 2")
-        assert "group 1, sample 2" in caught.value.where
-        again = await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
-        return first, {w.pid for w in pool._all}, again
-
-    first, second, again = runtime.run(scenario(), timeout=60)
-    assert again and len(first) == 1 and not first & second
-    assert _gone(first.pop())
-
-
-def test_a_worker_that_was_killed_is_an_error_and_replaced() -> None:
-    async def scenario() -> tuple[float, bool]:
-        pool = shared_pool()
-        pool.warm()
-        assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
-        assert len(pool._all) == 1  # the one that was warmed
-        for worker in pool._all:
-            os.kill(worker.pid, signal.SIGKILL)
-        begin = time.monotonic()
-        with pytest.raises(RewardError, match="the worker of the math reward died"):
-            await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
-        return time.monotonic() - begin, await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
-
-    seconds, again = runtime.run(scenario(), timeout=60)
-    assert again and seconds < 5
-
-
-def test_workers_are_light_and_die_with_their_parent() -> None:
-    script = (
-        "import asyncio, time\n"
-        "from instep.rollout.rewards.pool import RewardPool\n"
-        "async def main():\n"
-        "    pool = RewardPool(1)\n"
-        "    assert await pool.equal(r'\\sqrt{4}', '2', timeout=20, where='')\n"
-        "    print(next(iter(pool._all)).pid, flush=True)\n"
-        "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        assert _alive(worker)
-        with open(f"/proc/{worker}/maps") as maps:
-            assert "libtorch" not in maps.read()
-        os.kill(worker, signal.SIGSTOP)  # as one that computes and cannot see that its parent is gone
-        parent.kill()
-    assert _gone(worker)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _gone(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not _alive(pid)
 
 
 # ---- custom functions that fail -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments import cluster, parse
 from instep.arguments.roles import args_of_role, overridable
 from instep.errors import ConfigError
 from instep.training import lr_schedule
@@ -19,6 +19,12 @@ def folder(tmp_path_factory):
     make_checkpoint(root / "hf")
     make_prompts(root / "train.jsonl", 4)
     return root
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    """The ranks of these tests are never started, so that they need no cores."""
+    monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 8)
 
 
 def arguments(folder, *more):
@@ -119,7 +125,7 @@ FLAGS = {
     "--critic-lr 1e-5 --min-lr 1e-4": "--critic-lr|--min-lr 0.0001 is above the critic's 1e-05",
     "--lr-decay-iters 5 --critic-lr-warmup-iters 5": "--critic-lr-warmup-iters|5 is not below the 5 steps",
     "--critic-load nowhere": "--critic-load|no folder nowhere",
-    "--save out --critic-save out": "--critic-save|the actor's --save",
+    "--save out --critic-save out": "--critic-save|is the folder of --critic-save, too",
     "--critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's 3",
     "--megatron-config-path nowhere.yaml": "--megatron-config-path nowhere.yaml|No such file",
 }

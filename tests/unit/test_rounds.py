@@ -24,7 +24,7 @@ def fresh(path: str) -> LedgeredDataSource:
 def resumed(data: LedgeredDataSource, path: str) -> LedgeredDataSource:
     """A new session with what a checkpoint holds of `data`."""
     again, state = fresh(path), json.loads(json.dumps(data_state(data, 7)))
-    restore_data(again, state, 7)
+    restore_data(again, state, 7, Path())
     again.ledger.check()
     return again
 
@@ -83,7 +83,7 @@ def test_without_outstanding_groups_the_state_is_the_source_s_own(path: str) -> 
     assert state["ledger"]["open"] == {"0": "buffered"} and state["ledger"]["reads"] == []
     del state["ledger"]["reads"]  # as a checkpoint of before
     old = fresh(path)
-    restore_data(old, state, 0)
+    restore_data(old, state, 0, Path())
     assert old.ledger.state_dict() == data.ledger.state_dict() and old.get_samples(2) == data.get_samples(2)
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_again_is_dropped() -> None:
     data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(), Ledger())
     data.ledger.consume(data.get_samples(2)[:1])
     state = json.loads(json.dumps(data_state(data, 7)))
-    restore_data(again, state, 7)
+    restore_data(again, state, 7, Path())
     again.ledger.check()
     assert (data.source.calls, again.source.calls) == ([("save", 7)], [("load", 7)])
     assert again.ledger.dropped == {"outstanding at a save": 1} and again.ledger.num_outstanding == 0

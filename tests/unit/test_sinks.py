@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instep.errors import ConfigError
-from instep.observability.sinks import read_json_lines, without_secrets, write_json
+from instep.errors import ConfigError, OutputError
+from instep.observability.report import make_report
+from instep.observability.sinks import JsonLines, read_json_lines, write_json
+from instep.private import without_secrets
 from instep.types import Status
 from tests.logged_run import make_groups, run
 
@@ -46,16 +48,49 @@ def test_resume_cuts_the_rows_from_its_step_on(tmp_path: Path) -> None:
     rows = read_json_lines(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert [row["rollout_id"] for row in read_json_lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
-    with run(tmp_path):
-        pass
-    assert read_json_lines(tmp_path / "metrics.jsonl") == []  # no resume: begins anew
 
 
-def test_broken_row_inside_a_file_is_an_error(tmp_path: Path) -> None:
+def test_a_new_run_moves_an_earlier_one_aside_by_number(tmp_path: Path) -> None:
+    kept = {}
+    for number in (1, 2):
+        with run(tmp_path, use_tensorboard=True) as log:
+            log.log(0, {"train/loss": float(number)})
+            log.samples(0, make_groups(), "train", 1)
+            log.finish({"num_steps": number})
+            (tmp_path / "logs").mkdir()
+            (tmp_path / "logs" / "engine-0.log").write_text(f"engine {number}")
+            (tmp_path / "hf").mkdir(exist_ok=True)
+        kept[number] = {str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with run(tmp_path) as log:
+        assert read_json_lines(tmp_path / "metrics.jsonl") == [] and not (tmp_path / "summary.json").exists()
+        assert f"its files are in {tmp_path / 'old-2'} now" in log.progress.console.file.getvalue()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["hf", "old-1", "old-2", "tensorboard"]
+    for number in (1, 2):
+        old = {str(p.relative_to(tmp_path / f"old-{number}")) for p in (tmp_path / f"old-{number}").rglob("*.*")}
+        assert {"metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "config.json"} <= old
+        for name in ("metrics.jsonl", "summary.json", "logs/engine-0.log"):
+            assert (tmp_path / f"old-{number}" / name).read_bytes() == kept[number][name]
+        assert len(list((tmp_path / f"old-{number}" / "tensorboard").iterdir())) == 1
+        assert make_report(tmp_path / f"old-{number}").exists()
+
+
+@pytest.mark.parametrize("line", [b'{"st', b'{"a": "\xe4\xbd"}', b"[1]", b"\x00\x00", b"[" * 10_000])
+def test_a_damaged_row_is_named_with_file_and_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(json.JSONDecodeError):
+    path.write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(OutputError, match=r"line 2 of metrics\.jsonl is damaged") as caught:
         read_json_lines(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_kill_at_any_byte_of_a_row_leaves_a_file_that_a_resume_reads(tmp_path: Path) -> None:
+    """Cut inside a character, too: a row is there when its newline is."""
+    whole = json.dumps({"rollout_id": 1, "prompt": "\u4f60\u597d \U0001f600"}, ensure_ascii=False).encode() + b"\n"
+    path = tmp_path / "samples.jsonl"
+    for size in range(len(whole) + 1):
+        path.write_bytes(b'{"rollout_id": 0}\n' + whole[:size])
+        JsonLines(path, lambda row: row["rollout_id"] < 2).close()
+        assert len(read_json_lines(path)) == (2 if size == len(whole) else 1)
 
 
 def test_samples_are_spread_over_groups_and_the_extreme_ones_are_among_them(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from instep.errors import SyncError
 from instep.weights.manifest import BucketManifest, tensor_digest
+from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
 from instep.weights.source import TensorSpec
 from instep.weights.way import GOLDEN, ON_ONE_HOST, WAYS, Order, way_named
@@ -31,7 +32,8 @@ class Carriage:
     disk_folder = None
 
     def __init__(self, way, folder):
-        self.memory_folder, self._way, self._checkpoint = folder, way, make_checkpoint(folder / "hf")
+        self.memory_folder, self._way, self._checkpoint = folder / f"{SYNC}1", way, make_checkpoint(folder / "hf")
+        self.memory_folder.mkdir(mode=0o700)
         self.loaded = {}
 
     def publish(self, folder, on_event):
@@ -59,7 +61,7 @@ def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     assert sum(record.nbytes for record in sent.tensors) == 5 * 24
     assert carriage.loaded.keys() == TENSORS.keys()
     assert all(torch.equal(carriage.loaded[name], t) for name, t in TENSORS.items())
-    assert not list(tmp_path.glob("*.bin"))  # nothing is left of it
+    assert not list(tmp_path.rglob("*.bin"))  # nothing is left of it
 
 
 def test_the_golden_way_reaches_every_host():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
@@ -70,6 +69,3 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
             f"use less than {own.lr_decay_iters}",
         )
     yield from folder_to_load("critic_load")(args, given)
-    if args.critic_save is not None and args.save is not None:
-        if Path(args.critic_save).absolute() == Path(args.save).absolute():
-            yield Problem("is the actor's --save", "--critic-save", "leave it out: --save holds the critic, too")

@@ -11,15 +11,10 @@ One deadline covers all of it. The fleet decides which engines take part.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof
@@ -27,6 +22,8 @@ from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.rollout import admission
+from instep.scratch import Scratch, memory_root
+from instep.weights.place import SYNC
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -75,11 +72,11 @@ class WeightSync:
         self._args, self._actor = args, actor
         self.version = 0
         self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)
-        self._folder = _scratch_folder()
+        self._folder = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
 
     def close(self) -> None:
         admission.reset()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
         """Bring a new version to `engines`, by `way` (default: --sync-way).
@@ -90,7 +87,7 @@ class WeightSync:
         """
         for engine in engines:
             engine.capabilities.check_pause(self._args.pause_mode)
-        session = Session(self._args, self._actor, engines, self.version + 1, self._folder)
+        session = Session(self._args, self._actor, engines, self.version + 1, self._folder.path)
         self.version += 1
         admission.close()
         session.drain()
@@ -105,7 +102,7 @@ class WeightSync:
         Raises:
             EngineGone: the engine has died again.
         """
-        return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder), None)
+        return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder.path), None)
 
     @property
     def gap_limit(self) -> float:
@@ -114,7 +111,7 @@ class WeightSync:
 
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
-        session = Session(self._args, self._actor, engines, self.version, self._folder)
+        session = Session(self._args, self._actor, engines, self.version, self._folder.path)
         wrong = self.proof.differing(session)
         off = "its scores of the probe are off by"
         names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]
@@ -145,13 +142,3 @@ class WeightSync:
             first_diff=proven.first,
             tolerance=proven.tolerance,
         )
-
-
-def _scratch_folder() -> Path:
-    """Make a folder in shared memory, named after this process; folders of processes that were killed are removed."""
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    for left in root.glob("instep-sync-*-*"):
-        pid = left.name.split("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"instep-sync-{os.getpid()}-", dir=root))

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
 
 
@@ -72,10 +73,11 @@ def main() -> None:
             ours.close()
             os.environ[LIFELINE_VARIABLE] = str(lifeline.detach())  # the inherited one is the engine's
             follow_parent()
+            set_name("instep-http")
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
-        follow_parent(partner=beats)
+        follow_parent(partner=beats, own_pulse=True)
         sock.close()
         theirs.close()
         scheduler = load_engine(args, ours)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 
 from instep.errors import CheckpointError
+from instep.processes import pulse
 
 
 def _attention(
@@ -15,6 +16,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of a causal prefill (no mask) or of a decode step with one query per row (mask `[rows, 1, 1, length]`).
     A decode step folds the query heads that share a key head into the query axis, which saves a copy of the cache."""
+    pulse()
     rows, heads, num_queries, dim = query.shape
     if attention_mask is None:
         gqa = heads != key.shape[1]
@@ -86,8 +88,10 @@ class Runner(Cache):
         ends = [i * longest + len(s) - 1 for i, s in enumerate(sequences)]
         self.pick, rows = torch.tensor(ends, device=self.device), torch.tensor(source, device=self.device)
         self.source, self.first_row, positions = rows, first_row, torch.arange(longest, device=self.device)[None]
-        logits = self.model(ids, past_key_values=self, use_cache=True, position_ids=positions).logits[0]
-        self.pick = self.source = None
+        try:
+            logits = self.model(ids, past_key_values=self, use_cache=True, position_ids=positions).logits[0]
+        finally:
+            self.pick = self.source = None
         return logits[rows].float()
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

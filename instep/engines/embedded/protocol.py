@@ -1,8 +1,13 @@
 """vLLM's JSON: checks of every key of a request, and the state of one response."""
 
+import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_DEPTH = 64  # of the JSON of a request
+MAX_RESPONSES = 16384  # to one request: prompts times n
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
 STATUS = {"BadRequestError": 400, "NotFoundError": 404, "SessionError": 409, "WeightMismatch": 409, "Unavailable": 503}
 
 
@@ -16,6 +21,13 @@ class HttpError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def status(self) -> int:
+        return STATUS.get(self.kind, 500)
+
+    def body(self) -> dict[str, Any]:
+        return {"message": self.message[:2000], "type": self.kind, "code": self.status, "tensor": self.tensor}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -38,6 +50,7 @@ class Request:
     eos_ids: frozenset[int]
     skip_special_tokens: bool
     wants_text: bool
+    stream: bool = False
     text: str = ""
     token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
@@ -46,6 +59,56 @@ class Request:
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    # Of a stream: text up to token `shown` has been sent (decoded from token `context` on), and `reported` tokens.
+    context: int = 0
+    shown: int = 0
+    reported: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """New tokens of a streamed response; `text` is what they add to it, when its last character is whole."""
+
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    token_texts: list[str]
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request; an empty body is an empty one.
+
+    Raises:
+        HttpError: it is no JSON object, is nested too deeply, or holds half a surrogate pair, which is no text.
+    """
+    try:
+        body = json.loads(text := raw.decode() or "{}")
+        if re.search(r"\\u[dD]", text):
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        why = "half a surrogate pair" if isinstance(error, UnicodeEncodeError) else str(error)
+        raise HttpError("BadRequestError", f"the body is no JSON object: {why}") from error
+    if not isinstance(body, dict):
+        raise HttpError("BadRequestError", "the body is no JSON object")
+    level: list[Any] = [body] if text.count("[") + text.count("{") > MAX_DEPTH else []
+    for _ in range(MAX_DEPTH):
+        values = (v for inner in level for v in (inner.values() if type(inner) is dict else inner))
+        level = [v for v in values if type(v) in (list, dict)]
+    if level:
+        raise HttpError("BadRequestError", f"the body is nested more than {MAX_DEPTH} deep")
+    return body
+
+
+def streams(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a request asks for a stream, and for the usage at its end. Raises HttpError."""
+    stream, options = body.get("stream"), body.get("stream_options")
+    usage = options.get("include_usage") if isinstance(options, dict) and options.keys() <= {"include_usage"} else None
+    if type(stream or False) is not bool or (options is not None and not (stream and type(usage) is bool)):
+        message = "stream must be a boolean, stream_options {'include_usage': boolean}, only with stream"
+        raise HttpError("BadRequestError", message)
+    if stream and body.get("prompt_logprobs") is not None:
+        raise HttpError("BadRequestError", "prompt_logprobs cannot be streamed")
+    return bool(stream), bool(usage)
 
 
 _MAX = 2**63 - 1
@@ -87,6 +150,8 @@ def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_si
     out["stop"] = stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise HttpError("BadRequestError", "stop must be a non-empty string or a list of them")
+    if len(stop) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in stop):
+        raise HttpError("BadRequestError", f"stop: at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters")
     if stop and given.get("detokenize") is False:
         raise HttpError("BadRequestError", "stop strings need detokenize")
     out["stop_ids"] = frozenset(token_ids(given.get("stop_token_ids") or [], "stop_token_ids", vocab_size))

@@ -1,5 +1,7 @@
 """Continuous batching in one thread, which owns model, cache and requests; a pipe connects it with the HTTP process."""
 
+import inspect
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -8,9 +10,9 @@ from typing import Any
 
 import torch
 
-from instep.calls import CallQueue
+from instep.calls import CallQueue, Part
 from instep.engines.embedded.model import Runner
-from instep.engines.embedded.protocol import HttpError, Request
+from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import sample, uniforms
 from instep.engines.embedded.weights import LiveWeights
 
@@ -24,6 +26,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.paused: str | None = None
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self.max_characters = runner.max_length * max(16, longest)  # more cannot be few enough tokens
+        named = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self.not_of_template = named - {"tools", "documents", "add_generation_prompt", "kwargs"}
         self.queue = CallQueue(pipe, self.calls(), HttpError, partial(HttpError, "InternalServerError"))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -42,18 +48,37 @@ class Scheduler:
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
             "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
             "num_running": lambda: len(self.running),
-            "encode": self.tokenizer.encode,
-        } | {function.__name__: function for function in (self.submit, self.abort, self.pause, self.chat)}
+            "submit": self.submit,
+            "abort": self.abort,
+            "pause": self.pause,
+            "encode": self.encode,
+            "chat": self.chat,
+        }
 
     @torch.inference_mode()
     def run(self) -> None:  # for ever
         while True:
             self.queue.work(idle=lambda: not self._ready())
             if self.waiting and not self.paused and self._ready() and len(self.running) < self.runner.max_rows:
-                self._prefill()
+                self._attempt(len(self.running), self._prefill)
             if self.running and self._ready():
-                rows = [(r.tokens[-1], len(r.prompt) + len(r.tokens)) for r in self.running]
-                self._step(0, partial(self.runner.decode, *zip(*rows, strict=True)))
+                self._attempt(0, self._decode)
+
+    def _attempt(self, first: int, step: Callable[[], None]) -> None:
+        """Do a step for `running[first:]`. If it fails (memory, above all) these requests fail, and no other."""
+        try:
+            step()
+        except torch.AcceleratorError:
+            raise  # nothing can be computed any more: this process ends, and is started anew
+        except Exception as error:  # noqa: BLE001 - a border: the clients get it
+            traceback.print_exc()
+            failure = HttpError("InternalServerError", f"the engine failed: {type(error).__name__}: {error}")
+            self.queue.answer((r.number, failure) for r in self.running[first:])
+            del self.running[first:]
+
+    def _decode(self) -> None:
+        rows = [(r.tokens[-1], len(r.prompt) + len(r.tokens)) for r in self.running]
+        self._step(0, partial(self.runner.decode, *zip(*rows, strict=True)))
 
     def _ready(self) -> bool:
         work = (self.running and self.paused != "keep") or (self.waiting and not self.paused)
@@ -64,15 +89,30 @@ class Scheduler:
             return self._finish(requests, "error")
         self.waiting.extend(requests)
 
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if len(text) > self.max_characters:
+            what = f"the prompt has {len(text)} characters, more than {self.runner.max_length} tokens can have"
+            raise HttpError("BadRequestError", what)
+        return self.tokenizer.encode(text, **options)  # type: ignore[no-any-return]
+
     def chat(self, messages: list[Any], given: dict[str, Any]) -> list[int]:
+        """The prompt of a conversation. The template is the model's: one from a client could compute for ever."""
+        if refused := sorted(given.keys() & self.not_of_template):
+            raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
         try:
-            extra = {"add_generation_prompt": True, **given, "return_dict": False}
-            return self.tokenizer.apply_chat_template(messages, **extra)  # type: ignore[no-any-return]
+            text = self.tokenizer.apply_chat_template(
+                messages, **{"add_generation_prompt": True, **given}, tokenize=False
+            )
+            if not isinstance(text, str):
+                raise TypeError("messages must be one conversation")
         except Exception as error:  # no template, or whatever one raises on what it was given
             raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
+        return self.encode(text, add_special_tokens=False)
 
-    def abort(self, which: Collection[int | str] | None = None, reason: str = "abort") -> int:
+    def abort(self, which: Any = None, reason: str = "abort") -> int:
         """End the requests of these numbers or ids (None: all) with the tokens that they have; returns how many."""
+        if not isinstance(which, (set, list, type(None))):
+            raise HttpError("BadRequestError", f"request_ids must be a list of strings, got {which!r}")
         gone = {r for r in (*self.running, *self.waiting) if which is None or r.number in which or r.id in which}
         self._compact([i for i, r in enumerate(self.running) if r in gone])
         self.waiting = deque(r for r in self.waiting if r not in gone)
@@ -109,21 +149,19 @@ class Scheduler:
         self.weights.start(body.get("version"), body.get("nonce"))
 
     def _prefill(self) -> None:
-        batch: list[Request] = []
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once
         source: list[int] = []
         longest, first = 0, len(self.running)
-        while self.waiting and first + len(batch) < self.runner.max_rows:
+        while self.waiting and len(self.running) < self.runner.max_rows:
             request = self.waiting[0]
             sequence = (*request.prompt, *request.tokens)
             longest = max(longest, len(sequence))
-            if batch and sequence not in unique and (len(unique) + 1) * longest > self.runner.prefill_tokens:
+            if source and sequence not in unique and (len(unique) + 1) * longest > self.runner.prefill_tokens:
                 break
             source.append(unique.setdefault(sequence, len(unique)))
-            batch.append(self.waiting.popleft())
+            self.running.append(self.waiting.popleft())
             if request.prompt_logprobs is not None and request.prompt_scores is None:
                 request.prompt_scores = self.runner.score(request.prompt)
-        self.running.extend(batch)
         self._step(first, partial(self.runner.prefill, list(unique), source, first))
 
     def _step(self, first: int, forward: Callable[[], torch.Tensor]) -> None:
@@ -149,6 +187,7 @@ class Scheduler:
         leaving = [i for i, request in enumerate(requests, first) if self._ends(request)]
         self._finish([self.running[i] for i in leaving])
         self._compact(leaving)
+        self.queue.answer((r.number, Part(self._progress(r))) for r in self.running[first:] if r.stream)
 
     def _ends(self, request: Request) -> bool:
         token = request.tokens[-1]
@@ -162,6 +201,18 @@ class Scheduler:
         stopped = request.stop_reason is not None or token in request.eos_ids
         request.finish_reason = "stop" if stopped else "length"
         return stopped or len(request.tokens) >= request.max_tokens
+
+    def _progress(self, request: Request) -> Progress:
+        """What a stream has not told yet. Text is decoded with what precedes it, on which its spaces depend."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
+        before, text = (decode(request.tokens[request.context : end]) for end in (request.shown, None))
+        new = ""
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            new, request.context, request.shown = text[len(before) :], request.shown, len(request.tokens)
+        start, request.reported = request.reported, len(request.tokens)
+        tokens = request.tokens[start:]
+        texts = [self.tokenizer.decode([token]) for token in tokens] if request.logprobs is not None else []
+        return Progress(new, tokens, request.log_probs[start:], texts)
 
     def _compact(self, leaving: Sequence[int]) -> None:
         """Free the rows `leaving` (ascending); the last rows move into the gaps."""

@@ -1,7 +1,6 @@
 """The HTTP server, a process without torch that parses and formats while the engine's process computes."""
 
 import asyncio
-import json
 import os
 import random
 import socket
@@ -15,11 +14,11 @@ from aiohttp import web
 from instep.calls import Caller
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
+from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
 
-Body = dict[str, Any]
-Handler = Callable[[web.Request, Body], Awaitable[Body]]
-TIMEOUT = 1800  # seconds, for every request and control call
+Handler = Callable[[web.Request, Body], Awaitable[Body | web.StreamResponse]]
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
+_OPENAI = f"{_OWN} stream stream_options"
 
 
 class Server:
@@ -32,72 +31,85 @@ class Server:
         self.routes |= {"POST /v1/completions": self.completions, "POST /v1/chat/completions": self.chat}
         self.routes["GET /v1/models"] = self.models
 
-    async def handle(self, http: web.Request) -> web.Response:
+    async def handle(self, http: web.Request) -> web.StreamResponse:
         """Answer a request to any route with JSON; refusals have vLLM's form."""
         try:
-            if not isinstance(body := json.loads(await http.read() or b"{}"), dict):
-                raise json.JSONDecodeError("no object", "", 0)
+            body = protocol.read_body(await http.read())
             own = self.routes.get(route := f"{http.method} {http.path}")
             if own is None and route not in self.calls:
                 raise HttpError("NotFoundError", f"there is no {route}")
             async with asyncio.timeout(TIMEOUT):
-                return web.json_response(await (own(http, body) if own else self.engine.call(route, body)) or {})
+                answer = await (own(http, body) if own else self.engine.call(route, body))
+                return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer or {})
         except HttpError as error:
             refusal = error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            refusal = HttpError("BadRequestError", f"the body is no JSON object: {error}")
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
-        status = protocol.STATUS.get(refusal.kind, 500)
-        error_body = {"message": str(refusal), "type": refusal.kind, "code": status, "tensor": refusal.tensor}
-        return web.json_response({"error": error_body}, status=status)
+        return web.json_response({"error": refusal.body()}, status=refusal.status)
 
-    async def generate(self, http: web.Request, body: Body) -> Body:
+    async def generate(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         """Answer token ids with token ids."""
         protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params"})
         given = body.get("sampling_params") or {}
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
-    async def completions(self, http: web.Request, body: Body) -> Body:
+    async def completions(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         prompt = body.get("prompt")
         prompts: Any = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) in (list, str) else [prompt]
         prompts = [await self.engine.call("encode", p) if isinstance(p, str) else p for p in prompts]
-        return await self._run("cmpl", http, prompts, body, {"max_tokens": 16} | body, f"{_OWN} prompt")
+        return await self._run("cmpl", http, prompts, body, {"max_tokens": 16} | body, f"{_OPENAI} prompt")
 
-    async def chat(self, http: web.Request, body: Body) -> Body:
-        messages = body.get("messages")
+    async def chat(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
+        messages, extra = body.get("messages"), body.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not messages:
             raise HttpError("BadRequestError", "messages must be a non-empty list")
-        prompt = await self.engine.call("chat", messages, body.get("chat_template_kwargs") or {})
+        if not isinstance(extra, dict):
+            raise HttpError("BadRequestError", "chat_template_kwargs must be an object")
+        prompt = await self.engine.call("chat", messages, extra)
         given = body | {"logprobs": 0 if body.get("logprobs") else None}
         given["max_tokens"] = given.pop("max_completion_tokens", None) or body.get("max_tokens")  # OpenAI's newer name
-        return await self._run("chatcmpl", http, [prompt], body, given, f"{_OWN} messages chat_template_kwargs")
+        return await self._run("chatcmpl", http, [prompt], body, given, f"{_OPENAI} messages chat_template_kwargs")
 
-    async def _run(self, kind: str, http: web.Request, prompts: list[Any], body: Body, given: Any, own: str) -> Body:
+    async def _run(
+        self, kind: str, http: web.Request, prompts: list[Any], body: Body, given: Any, own: str
+    ) -> Body | web.StreamResponse:
         """The reply of all three routes, with n choices per prompt, in order; `given` may also have the keys `own`."""
         params = protocol.sampling_params(given, {*own.split()}, self.eos_ids, self.vocab_size)
+        streamed, with_usage = protocol.streams(body) if own else (False, False)
         num, seed, limit = params.pop("n", 1), params.pop("seed", None), params.pop("max_tokens", self.max_model_len)
         model = str(body.get("model") or self.name)
-        if model != self.name and os.path.realpath(model) != os.path.realpath(self.name):
+        if model != self.name and ("\0" in model or os.path.realpath(model) != os.path.realpath(self.name)):
             raise HttpError("NotFoundError", f"the model {model!r} does not exist; this engine serves {self.name!r}")
         name = f"{kind}-{http.headers.get('x-request-id') or body.get('request_id') or random.getrandbits(128)}"
         requests: list[Request] = []
+        if len(prompts) * num > protocol.MAX_RESPONSES:
+            most = protocol.MAX_RESPONSES
+            raise HttpError("BadRequestError", f"{len(prompts)} prompts, n={num}: at most {most} responses at a time")
         for prompt in prompts:
             room = self.max_model_len - len(protocol.token_ids(prompt, "token_ids", self.vocab_size))
             if not prompt or room < 1:
                 possible = f"1 to {self.max_model_len - 1} are possible"
                 raise HttpError("BadRequestError", f"the prompt has {len(prompt)} tokens; {possible}")
             first = random.getrandbits(62) if seed is None else seed
-            fixed = dict(id=name, prompt=prompt, max_tokens=min(room, limit), wants_text=bool(own)) | params
+            fixed = dict(id=name, prompt=prompt, max_tokens=min(room, limit), wants_text=bool(own), stream=streamed)
+            fixed |= params
             requests += [Request(seed=(first + i) % 2**63, **fixed) for i in range(num)]
+
+        def usage(done: list[Request]) -> Body:
+            read, made = sum(len(p) for p in prompts), sum(len(r.tokens) for r in done)
+            return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+        reply: Body = {"id" if own else "request_id": name, "model": self.name}
+        if own:  # OpenAI's form
+            form = "text_completion" if kind == "cmpl" else "chat.completion.chunk" if streamed else "chat.completion"
+            reply |= {"object": form, "created": int(time.time())}
+        if streamed:
+            answers = self.engine.stream_each("submit", requests, cancel="abort")
+            more: dict[str, Any] = {"return_token_ids": bool(body.get("return_token_ids"))}
+            return await stream(http, kind, reply, requests, answers, usage=usage if with_usage else None, **more)
         requests = await self.engine.call_each("submit", requests, cancel="abort")
         choices: list[Body] = [{"index": i} | self._choice(kind, r) for i, r in enumerate(requests)]
-        reply: Body = {"id" if own else "request_id": name, "model": self.name, "choices": choices}
-        if own:  # OpenAI's form
-            read, made = sum(len(p) for p in prompts), sum(len(r.tokens) for r in requests)
-            usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-            form = "text_completion" if kind == "cmpl" else "chat.completion"
-            reply |= {"object": form, "created": int(time.time()), "usage": usage}
+        reply |= {"choices": choices} | ({"usage": usage(requests)} if own else {})
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
@@ -110,17 +122,11 @@ class Server:
     def _choice(self, kind: str, request: Request) -> Body:
         choice: Body = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason, "logprobs": None}
         if request.logprobs is not None:
-            scores = [max(-9999.0, p) for p in request.log_probs]  # in this order also for NaN, which JSON lacks
-            content: list[Body] = [{"token_id": t, "logprob": p} for t, p in zip(request.tokens, scores, strict=True)]
-            for entry, text in zip(content, request.token_texts, strict=False):  # none of them without text
-                entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
-            columns = {"tokens": request.token_texts, "token_logprobs": scores}
-            choice["logprobs"] = columns if kind == "cmpl" else {"content": content}
+            choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts)
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             return choice | {"token_ids": request.tokens, "weight_versions": spans}
-        stop, text = request.stop_reason, request.text
-        text = text.partition(stop)[0] if isinstance(stop, str) else text
+        text = final_text(request)
         return choice | ({"text": text} if kind == "cmpl" else {"message": {"role": "assistant", "content": text}})
 
     async def models(self, http: web.Request, body: Body) -> Body:
@@ -144,6 +150,13 @@ def serve(sock: socket.socket, pipe: Connection, name: str) -> None:
         app.router.add_route("*", "/{route:.*}", Server(pipe, name, **pipe.recv()).handle)
     except EOFError:
         os._exit(1)  # the engine's process has ended, and said why
-    ready = "embedded engine: ready at http://{}:{}".format(*sock.getsockname())
-    how: dict[str, Any] = dict(backlog=4096, access_log=None, handle_signals=False, handler_cancellation=True)
-    web.run_app(app, sock=sock, print=lambda _: print(ready, flush=True), **how)
+    asyncio.run(_serve(app, sock))
+
+
+async def _serve(app: web.Application, sock: socket.socket) -> None:
+    # Nobody sends compressed requests, but for one that would fill the memory.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=4096).start()
+    print("embedded engine: ready at http://{}:{}".format(*sock.getsockname()), flush=True)
+    await asyncio.Event().wait()

@@ -8,7 +8,9 @@ import torch
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
+from instep.processes import pulse
 from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
+from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
@@ -64,7 +66,11 @@ class LiveWeights:
 
     def digests(self) -> dict[str, str]:
         """The xxh3-128 of the bytes of each live parameter, as in a manifest."""
-        return {name: digest(tensor_bytes(p.cpu())) for name, p in self.parameters.items()}
+        digests = {}
+        for name, parameter in self.parameters.items():
+            pulse()
+            digests[name] = digest(tensor_bytes(parameter.cpu()))
+        return digests
 
     def _load_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         manifest = BucketManifest.from_json(info["manifest"])
@@ -81,11 +87,15 @@ class LiveWeights:
         folder = Path(info["path"])
         tensors: dict[str, torch.Tensor] = {}
         try:
+            check_checkpoint(info["path"])
             for path in sorted(set(weight_files(folder).values())):
                 with opened(path) as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
-        except CheckpointError as error:
-            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {error.what}") from error
+                    for name in file.keys():
+                        pulse()
+                        tensors[name] = file.get_tensor(name)
+        except (CheckpointError, NoPlace, OSError, ValueError) as error:  # a ValueError for a path with a null byte
+            why = error.what if isinstance(error, CheckpointError) else str(error)
+            raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {why}") from error
         return self._write({name: t for name, t in tensors.items() if name not in self.aliases}, exact=False)
 
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
@@ -99,5 +109,6 @@ class LiveWeights:
                 got, want = ((tuple(t.shape), dtype_name(t.dtype)) for t in (tensor, parameter))
                 raise HttpError("WeightMismatch", f"{name}: received shape and dtype {got}, the model has {want}", name)
         for name, tensor in tensors.items():
+            pulse()
             self.parameters[name].copy_(tensor)
         return tensors

@@ -1,17 +1,26 @@
-"""A pool of reward workers: small processes beside the event loop, replaced when a job takes too long."""
+"""A pool of reward workers: small processes beside the event loop.
+
+They keep nothing from one job to the next. One whose job takes too long is replaced; one that was stopped or killed is
+replaced, too, and its job given to another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from typing import Any
 
 from instep.errors import RewardError
+from instep.kernel import Standstill, state_and_cpu_ticks
 from instep.processes import num_usable_cpus
 from instep.rollout import runtime
 
+logger = logging.getLogger(__name__)
 NUM_THREADS = 8
+NUM_TRIES = 3  # of a job whose worker ends: the third death is the job's own fault
+LOOK_SECONDS = 0.5  # between two looks at whether a worker stands stopped
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
 PATIENCE_SECONDS = 0.5  # before one more worker is started
 
@@ -29,9 +38,12 @@ class RewardPool:
         self._ready: asyncio.Queue[asyncio.subprocess.Process | OSError] = asyncio.Queue()
         self._all: set[asyncio.subprocess.Process] = set()
         self._starting: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
 
     def warm(self) -> None:
         """Start a worker if there is none."""
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._watch_workers())
         if not self._all and not self._starting:
             self._start()
 
@@ -41,39 +53,53 @@ class RewardPool:
         Raises:
             RewardError: it took more than `timeout` seconds (the worker is killed), or the worker failed.
         """
+        result: dict[str, Any] = {}
+        for _ in range(NUM_TRIES):
+            worker = await self._free_worker(where)
+            try:
+                result = await asyncio.wait_for(_ask(worker, {"answer": answer, "label": label}), timeout)
+            except TimeoutError:
+                if state_and_cpu_ticks(worker.pid)[0] != "T":  # else it has not worked on it
+                    raise RewardError(
+                        f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
+                        where=where,
+                        remedy="raise --reward-timeout, or use a simpler label",
+                    ) from None
+            finally:
+                if result:
+                    self._ready.put_nowait(worker)
+                else:  # also when this task is cancelled: its worker is in the middle of a job
+                    self._kill(worker)
+                    if self._ready.empty():  # other jobs may wait
+                        self.warm()
+            if result:
+                break
+            logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.pid)
+        else:
+            what = f"the worker of the math reward died, {NUM_TRIES} times, with the answer {answer!r:.80}"
+            raise RewardError(what, where=where, remedy="was it killed for its memory?")
+        if "error" in result:
+            remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
+            raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
+        return bool(result["equal"])
+
+    async def _free_worker(self, where: str) -> asyncio.subprocess.Process:
+        """The first that is free; a wait for it is bounded, as the earlier jobs and its start are."""
         self.warm()
         try:
             worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
         except TimeoutError:
             if not self._starting and len(self._all) < self._num_workers:
                 self._start()
-            worker = await self._ready.get()  # bounded, as the earlier jobs and the start of a worker are
+            worker = await self._ready.get()
+        while not isinstance(worker, OSError) and worker.returncode is not None:  # it ended with nothing to do
+            self._kill(worker)
+            self.warm()
+            worker = await self._ready.get()
         if isinstance(worker, OSError):
-            raise RewardError(
-                f"a reward worker did not start: {worker}", where=where, remedy="see memory and processes"
-            )
-        result: dict[str, Any] = {}
-        try:
-            result = await asyncio.wait_for(_ask(worker, {"answer": answer, "label": label}), timeout)
-        except TimeoutError:
-            raise RewardError(
-                f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
-                where=where,
-                remedy="raise --reward-timeout, or use a simpler label",
-            ) from None
-        finally:
-            if result:
-                self._ready.put_nowait(worker)
-            else:  # also when this task is cancelled: its worker is in the middle of a job
-                self._kill(worker)
-                if self._ready.empty():  # other jobs may wait
-                    self.warm()
-        if not result:
-            raise RewardError("the worker of the math reward died", where=where, remedy="was it killed for its memory?")
-        if "error" in result:
-            remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
-            raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
-        return bool(result["equal"])
+            remedy = "see memory and processes"
+            raise RewardError(f"a reward worker did not start: {worker}", where=where, remedy=remedy)
+        return worker
 
     def _start(self) -> None:
         task = asyncio.create_task(self._start_worker())
@@ -81,24 +107,42 @@ class RewardPool:
         task.add_done_callback(self._starting.discard)
 
     async def _start_worker(self) -> None:
-        try:
-            worker = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "instep.rollout.rewards.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is the controller's to handle
-            )
-        except OSError as error:
-            self._ready.put_nowait(error)
-            return
-        self._all.add(worker)
-        try:
-            await asyncio.wait_for(_ask(worker, {"answer": "1", "label": "1"}), START_SECONDS)
-        except TimeoutError:
-            self._kill(worker)  # then the first job says that it died
-        self._ready.put_nowait(worker)
+        for _ in range(NUM_TRIES):
+            try:
+                worker = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "instep.rollout.rewards.worker",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # a Ctrl-C in the terminal is the controller's to handle
+                )
+            except OSError as error:
+                self._ready.put_nowait(error)
+                return
+            self._all.add(worker)
+            try:
+                first = await asyncio.wait_for(_ask(worker, {"answer": "1", "label": "1"}), START_SECONDS)
+            except TimeoutError:
+                self._kill(worker)
+                self._ready.put_nowait(OSError(f"it was not ready after {START_SECONDS:.0f} s"))
+                return
+            if first:
+                self._ready.put_nowait(worker)
+                return
+            self._kill(worker)  # somebody else has ended it
+        self._ready.put_nowait(OSError(f"it ended before it was ready, {NUM_TRIES} times"))
+
+    async def _watch_workers(self) -> None:
+        """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
+        standstills: dict[int, Standstill] = {}
+        while True:
+            standstills = {w.pid: standstills.get(w.pid) or Standstill(w.pid) for w in self._all}
+            for worker in list(self._all):
+                if standstills[worker.pid].look():
+                    logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
+                    self._kill(worker)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _kill(self, worker: asyncio.subprocess.Process) -> None:
         self._all.discard(worker)
@@ -106,7 +150,7 @@ class RewardPool:
             worker.kill()
 
     async def close(self) -> None:
-        for task in list(self._starting):
+        for task in [*self._starting, *([self._watch] if self._watch is not None else [])]:
             task.cancel()
         for worker in list(self._all):
             self._kill(worker)

@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import Any
 
+from instep.kernel import set_name
 from instep.processes import follow_parent
 
 PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
@@ -30,6 +31,7 @@ def algebra_equal(answer: str, label: str) -> bool:
 
 def main() -> None:
     follow_parent()
+    set_name("instep-reward")
     logging.disable(logging.CRITICAL)  # math-verify reports each expression that it gives up on
     jobs: queue.Queue[str] = queue.Queue()
     out = os.fdopen(os.dup(1), "w", buffering=1)

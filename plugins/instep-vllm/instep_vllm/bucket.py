@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
+
+from instep_vllm.place import NoPlace, open_bucket
 
 
 class WeightMismatch(Exception):
@@ -42,6 +45,10 @@ class Manifest:
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         try:
             tensors = tuple(Record(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+            texts = [data["path"], data["version"], data["nonce"], *(x for t in tensors for x in (t.name, t.dtype))]
+            numbers = [n for t in tensors for n in (*t.shape, t.offset, t.nbytes)]
+            if not all(type(x) is str for x in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+                raise TypeError("a name, a path, a shape or a number is of another kind")
             return cls(data["path"], data["version"], data["nonce"], tensors)
         except (KeyError, TypeError) as error:
             raise WeightMismatch(f"the manifest is malformed: {error!r}") from error
@@ -51,12 +58,17 @@ def read(manifest: Manifest) -> dict[str, torch.Tensor]:
     """The tensors of a bucket, in private mapped memory that outlives the file, after a check of every tensor's digest.
 
     Raises:
-        WeightMismatch: the file is missing, a record contradicts it or itself, a name comes twice, a digest differs.
+        WeightMismatch: the file is missing, or lies in no folder of a run of this user (`place.py`); a record
+            contradicts it or itself, a name comes twice, a digest differs.
     """
     first = manifest.tensors[0].name if manifest.tensors else None
     try:
-        data = torch.from_file(manifest.path, size=os.path.getsize(manifest.path), dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:  # torch's word for an empty file
+        fd = open_bucket(manifest.path)
+        try:
+            data = torch.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, NoPlace) as error:  # a ValueError for an empty file
         raise WeightMismatch(f"the bucket {manifest.path} cannot be read: {error}", first) from error
     tensors: dict[str, torch.Tensor] = {}
     for t in manifest.tensors:

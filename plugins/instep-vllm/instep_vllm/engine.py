@@ -39,6 +39,7 @@ from vllm.logger import init_logger
 
 from instep_vllm import PROTOCOL
 from instep_vllm.bucket import Manifest, WeightMismatch, read
+from instep_vllm.place import NoPlace, check_checkpoint
 
 logger = init_logger("vllm.instep")
 ACTIVE = "a session is active: POST /finish_weight_update ends it"
@@ -189,9 +190,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
         tensors: dict[str, torch.Tensor] = {}
         try:
+            check_checkpoint(str(folder))
             for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, NoPlace, SafetensorError) as error:
             raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
         return {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
 

@@ -1,0 +1,94 @@
+"""Whether the disks have room for what a run saves, from the number of the model's weights; without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from instep.cluster.placement import num_critic_gpus
+from instep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
+
+class Saved(NamedTuple):
+    """What one flag writes at a save: at least `num_bytes`, which stay there if `kept`, else replace the last."""
+
+    flag: str
+    folder: Path
+    num_bytes: int
+    kept: bool
+
+
+def num_weights(folder: Path) -> int:
+    """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
+
+
+def what_is_saved(args: Args) -> Iterator[Saved]:
+    """The least that each flag writes at a save, with `--precision` resolved.
+
+    The `hf` backend saves float32 weights; Megatron those that it computes with, and their float32 masters with the
+    optimizer. Two moments per weight are float32.
+    """
+    num = num_weights(Path(args.hf_checkpoint))
+    narrow = args.precision == "bf16"
+    weights = 2 if narrow and args.train_backend == "megatron" else 4
+    role = num * (weights if args.no_save_optim else weights + 8 + (4 if weights == 2 else 0))
+    if args.save:
+        yield Saved("--save", Path(args.save), role * (2 if num_critic_gpus(args) else 1), True)
+    elif args.critic_save:
+        yield Saved("--critic-save", Path(args.critic_save), role, True)
+    if args.save_hf:
+        path, other = (str(args.save_hf).format(rollout_id=i) for i in (0, 1))
+        yield Saved("--save-hf", Path(path), num * (2 if narrow else 4), path != other)
+
+
+def check_space(args: Args, num_saves: int) -> list[str]:
+    """Compare the free space with what one save needs, and with what all of them need.
+
+    Returns:
+        A line for each disk that has room for one save and not for `num_saves`.
+
+    Raises:
+        CheckpointError: a disk has not even room for one.
+    """
+    lines = []
+    disks: dict[int, list[tuple[Saved, Path]]] = {}
+    for saved in what_is_saved(args):
+        path = saved.folder.absolute()
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        disks.setdefault(os.stat(existing).st_dev, []).append((saved, existing))
+    for found in disks.values():
+        parts, existing = [saved for saved, _ in found], found[0][1]
+        free = shutil.disk_usage(existing).free
+        one = sum(part.num_bytes for part in parts)
+        most = sum(part.num_bytes * (num_saves if part.kept else 1) for part in parts)
+        flags = " and ".join(part.flag for part in parts)
+        if one > free:
+            raise CheckpointError(
+                f"a save would need {_size(one)} at least, and {_size(free)} are free",
+                where=f"{flags}: the disk of {existing}",
+                remedy="free space or save elsewhere; --no-save-optim saves the weights alone",
+            )
+        if most > free:
+            lines.append(
+                f"{flags}: {num_saves} saves would need {_size(most)} at least, and {_size(free)} are free on the disk "
+                f"of {existing}, enough for {int(free // one)}"
+            )
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB ({num_bytes:,} bytes)"

@@ -1,0 +1,132 @@
+"""Runs a command in namespaces of its own: `python -I -S namespaces.py PARENT BINDS COMMAND...` (no package needed).
+
+With BINDS null it has no namespaces, and only dies with its parent.
+
+The command is process 1 of a PID namespace, so that everything it has started dies with it. It has no network and no
+/proc; of the files of the host it sees BINDS, read-only, and /tmp is a small file system of its own. A user who is not
+root does this in a user namespace; root gives up being root first, so that limits hold for the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = (1, 2, 4, 32, 4096, 16384, 1 << 18)
+KEPT = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a user namespace may not take them away
+DETACH = 2
+PDEATHSIG, DUMPABLE, NO_NEW_PRIVS = 1, 4, 38
+NOBODY = 65534
+TMP_BYTES = 16 << 20
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+
+
+def call(name: str, *args: int | bytes | None) -> None:
+    if getattr(LIBC, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    call("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, data.encode() or None)
+
+
+def own_user_namespace(flags: int, proc: int, uid: int, gid: int) -> None:
+    """Enter a user namespace, and those of `flags`, in which `uid` and `gid` are what they are outside."""
+    call("unshare", NEWUSER | flags)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        file = os.open(name, os.O_WRONLY, dir_fd=proc)
+        os.write(file, text.encode())
+        os.close(file)
+
+
+def make_root(binds: list[str]) -> None:
+    """Make a file system that holds `binds` alone, and make it the root."""
+    sources = {path: os.open(path, os.O_PATH) for path in binds if not os.path.islink(path)}
+    links = {path: os.readlink(path) for path in binds if os.path.islink(path)}
+    mount("none", "/", None, REC | PRIVATE)
+    new = "/tmp"  # only here: what lies below it on the host is reached by `sources`
+    mount("tmpfs", new, "tmpfs", NOSUID | NODEV, f"size={TMP_BYTES},mode=755")
+    for path, source in sources.items():
+        target = new + path
+        if os.path.isdir(f"/proc/self/fd/{source}"):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            open(target, "w").close()
+        mount(f"/proc/self/fd/{source}", target, None, BIND | REC)
+        kept = os.statvfs(target).f_flag & KEPT
+        device = path.startswith("/dev/")
+        mount("none", target, None, BIND | REMOUNT | RDONLY | NOSUID | (0 if device else NODEV) | kept)
+        os.close(source)
+    for path, text in links.items():
+        os.makedirs(os.path.dirname(new + path), exist_ok=True)
+        os.symlink(text, new + path)
+    os.makedirs(f"{new}/tmp", exist_ok=True)
+    mount("tmpfs", f"{new}/tmp", "tmpfs", NOSUID | NODEV, f"size={TMP_BYTES},mode=1777")
+    mount("none", new, None, BIND | REMOUNT | RDONLY | NOSUID | NODEV)
+    os.chdir(new)
+    call("pivot_root", b".", b".")
+    call("umount2", b".", DETACH)
+    os.chdir("/tmp")
+
+
+def die_with(parent: int) -> None:
+    call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    parent, binds, command = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    die_with(parent)
+    if binds is None:
+        os.execve(command[0], command, ENVIRONMENT)
+    apart = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+    root = os.geteuid() == 0
+    if root:
+        call("unshare", apart)
+    else:
+        proc = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY)
+        own_user_namespace(apart, proc, os.geteuid(), os.getegid())
+    alive, watched = os.pipe()
+    child = os.fork()  # into the PID namespace, as its process 1
+    if child:
+        os.close(alive)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):  # end by the same signal
+            call("prctl", DUMPABLE, 0, 0, 0, 0)  # without a core
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.waitstatus_to_exitcode(status))
+    os.close(watched)
+    proc = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY)
+    make_root(binds)
+    if root:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        call("prctl", DUMPABLE, 1, 0, 0, 0)  # else its files in /proc stay root's
+        own_user_namespace(0, proc, NOBODY, NOBODY)  # whose processes are counted for themselves
+    os.close(proc)
+    call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_blocking(alive, False)
+    try:
+        os.read(alive, 1)
+        os._exit(1)  # the parent died before it was watched
+    except BlockingIOError:
+        os.close(alive)
+    os.execve(command[0], command, ENVIRONMENT)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:
+        print(f"no namespaces: {error}", file=sys.stderr)
+        os._exit(1)

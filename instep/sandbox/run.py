@@ -1,0 +1,177 @@
+"""Python code in a sandbox: without network, files and processes of the host, within limits of memory and time.
+
+bubblewrap makes the sandbox where it is installed and the user is not root; else `namespaces.py` does. Where neither
+can, nothing runs, unless the user says `--unsafe-local-exec`: then only the limits hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from instep.errors import ConfigError
+
+LAUNCHER = Path(__file__).with_name("namespaces.py")
+FILES_BYTES = 16 << 20  # of all files of a sandbox
+OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: what comes after is cut, and ends the code
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+
+# The first program in the sandbox: it sets limits, which the code cannot raise, reads the code, and becomes it.
+_BOOT = """
+import resource, sys
+for name, most in {limits}.items():
+    resource.setrlimit(getattr(resource, name), (most, most))
+code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
+exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the code may use.
+
+    Attributes:
+        seconds: of wall-clock time, and of CPU time of each process.
+        memory: bytes of address space of each process; Python itself takes some 20 MB.
+        processes: processes and threads at a time, the first one among them.
+        file_bytes: of one file; all files together have FILES_BYTES.
+    """
+
+    seconds: float = 10.0
+    memory: int = 512 << 20
+    processes: int = 1
+    file_bytes: int = 1 << 20
+
+
+class Outcome(NamedTuple):
+    """What became of the code.
+
+    Attributes:
+        status: its exit status; negative: the signal that ended it; None: it was ended, as its time or its output
+            was over.
+    """
+
+    stdout: str
+    stderr: str
+    status: int | None
+
+
+async def run_python(code: str, stdin: str = "", *, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:  # noqa: B008
+    """Run a Python program in a sandbox of its own and return what it has written.
+
+    Args:
+        unsafe: run without a sandbox where there can be none (`args.unsafe_local_exec`), within the limits alone.
+
+    Raises:
+        ConfigError: there can be no sandbox on this host.
+    """
+    means, reason = await _available()
+    if means is None and not unsafe:
+        raise ConfigError(
+            f"this host has no sandbox for the code of a model: {reason}",
+            where="instep.sandbox",
+            remedy="install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; a "
+            "container with CAP_SYS_ADMIN); --unsafe-local-exec runs the code with all rights of yours",
+        )
+    return await _in_sandbox(means or "none", code, stdin, limits)
+
+
+_found: tuple[str | None, str] | None = None  # what makes sandboxes here, and why nothing does
+
+
+async def _available() -> tuple[str | None, str]:
+    """Try once what makes a sandbox on this host."""
+    global _found
+    if _found is None:
+        reasons = []
+        for means in ("bubblewrap", "namespaces"):
+            if means == "bubblewrap" and (os.geteuid() == 0 or shutil.which("bwrap") is None):
+                continue  # for root it would limit no processes
+            outcome = await _in_sandbox(means, "print(6 * 7)", "", Limits(seconds=30))
+            if outcome.stdout == "42\n":
+                _found = (means, "")
+                return _found
+            reasons.append(outcome.stderr.strip()[-200:] or f"{means} gave no answer in time")
+        _found = (None, "; ".join(reasons))
+    return _found
+
+
+async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outcome:
+    """Run the program by `bubblewrap`, by `namespaces`, or with limits alone (`none`)."""
+    limited = {
+        "RLIMIT_AS": limits.memory,
+        "RLIMIT_CPU": max(1, math.ceil(limits.seconds)),
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+    }
+    if means != "none":  # there it would count all processes of the user
+        limited["RLIMIT_NPROC"] = limits.processes
+    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT.format(limits=limited)]
+    own = sys.base_prefix if not sys.base_prefix.startswith("/usr") else "/usr"
+    binds = [path for path in dict.fromkeys((*_SYSTEM, own)) if os.path.lexists(path)]
+    if means == "bubblewrap":
+        boot = [str(shutil.which("bwrap")), *_bubblewrap_flags(binds), *boot]
+    else:
+        words = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
+        boot = [*words, json.dumps(binds if means == "namespaces" else None), *boot]
+    program = code.encode(errors="replace")
+    data = f"{len(program)}\n".encode() + program + stdin.encode(errors="replace")
+    return await _run(boot, data, limits.seconds)
+
+
+def _bubblewrap_flags(binds: list[str]) -> list[str]:
+    words = "--unshare-all --die-with-parent --new-session --clearenv --cap-drop ALL".split()
+    words += ["--size", str(FILES_BYTES), "--tmpfs", "/tmp"]
+    for path in binds:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif not path.startswith("/dev/"):
+            words += ["--ro-bind", path, path]
+    return [*words, "--dev", "/dev", "--chdir", "/tmp", "--remount-ro", "/"]
+
+
+async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, env={}, cwd="/")
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    out, err, over = bytearray(), bytearray(), False
+    try:
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+            tasks.create_task(_feed(process.stdin, data))
+            tasks.create_task(_read(process.stdout, out))
+            tasks.create_task(_read(process.stderr, err))
+            tasks.create_task(process.wait())
+    except (TimeoutError, ExceptionGroup):  # too slow; or `_read` says that it is too much
+        over = True
+    finally:
+        if process.returncode is None:  # or the rollout was cancelled
+            process.kill()
+            while any([await stream.read(OUTPUT_BYTES) for stream in (process.stdout, process.stderr)]):
+                pass  # asyncio sees its end only when the pipes are empty
+            await process.wait()
+    status = None if over else process.returncode
+    return Outcome(out.decode(errors="replace"), err.decode(errors="replace"), status)
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    try:
+        stream.write(data)
+        await stream.drain()
+        stream.close()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it has ended, or reads nothing
+
+
+async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
+    while part := await stream.read(OUTPUT_BYTES - len(into) + 1):
+        if len(into) + len(part) > OUTPUT_BYTES:
+            raise OverflowError
+        into += part

@@ -1,0 +1,133 @@
+"""Temporary folders that show by a lock whether their owner lives; those of killed processes are swept.
+
+The lock (flock) is on a file in the folder. Processes in other containers that share the file system see it, too, and
+the kernel drops it however its owner ends. A folder without that file is nobody's to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = ".instep-scratch"
+ANY = "instep-*"  # matches the folders of all kinds
+
+
+def memory_root() -> Path:
+    """The folder of shared memory; without one that of temporary files."""
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+class Scratch:
+    """A new folder of this process, with mode 0700. What killed processes have left beside it is removed first.
+
+    Args:
+        root: where it lies; None: among the temporary files.
+        prefix, suffix: of its name; folders with the same prefix and suffix count as left, and `ANY`.
+
+    Attributes:
+        path: the folder, absolute.
+    """
+
+    def __init__(self, prefix: str, root: Path | None = None, suffix: str = ""):
+        root = Path(root or tempfile.gettempdir()).absolute()
+        for pattern in {ANY, f"{glob.escape(prefix)}*{glob.escape(suffix)}"}:
+            sweep(root, pattern)
+        while not self._begin(Path(tempfile.mkdtemp(suffix, prefix, root))):
+            pass  # a sweep took the folder for one that was left
+
+    def _begin(self, path: Path) -> bool:
+        self.path, self._fd = path, -1
+        try:
+            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(path / LOCK)
+        except (FileNotFoundError, BlockingIOError):
+            self.remove()
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            # a file system without locks: nobody sweeps there
+        os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        return True
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def left(root: Path, pattern: str = ANY) -> list[Path]:
+    """The folders below `root` whose owner is gone, of this user."""
+    return [path for path in sorted(root.glob(pattern)) if _abandoned(path, remove=False)]
+
+
+def sweep(root: Path, pattern: str = ANY) -> None:
+    """Remove those folders."""
+    for path in root.glob(pattern):
+        _abandoned(path, remove=True)
+
+
+def export_pattern(save_hf: str) -> tuple[Path, str]:
+    """Where an export to `--save-hf` begins as a hidden folder: a root and the pattern below it."""
+    place = Path(save_hf).absolute()
+    parts = [glob.escape(part).replace("{rollout_id}", "*") for part in place.relative_to(place.anchor).parts]
+    first = next((i for i, part in enumerate(place.parts[1:]) if "{" in part), len(parts) - 1)
+    return Path(*place.parts[: first + 1]), "/".join([*parts[first:-1], f".{parts[-1]}.*.tmp"])
+
+
+def places(run_dir: Path, save_hf: str | None) -> list[tuple[Path, str]]:
+    """All roots and patterns where a run leaves something when it is killed."""
+    roots = dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), run_dir])
+    return [*((root, ANY) for root in roots), *([export_pattern(save_hf)] if save_hf else [])]
+
+
+def _abandoned(path: Path, *, remove: bool) -> bool:
+    """Whether the folder's owner is gone; it is removed before anybody else can hold its lock."""
+    with _opened(path) as fd:
+        if fd is None:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held; or a file system without locks, where nobody can tell
+            return False
+        if remove:
+            shutil.rmtree(path, ignore_errors=True)
+        return True
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """The lock file of a folder of ours, which is no link; None if there is no such thing."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield None
+        return
+    fd = None
+    try:
+        if os.fstat(folder).st_uid == os.geteuid():
+            with contextlib.suppress(OSError):
+                fd = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+        yield fd
+    finally:
+        for held in (fd, folder):
+            if held is not None:
+                os.close(held)

@@ -1,0 +1,61 @@
+"""Where weights may lie that an engine is told to load, so that its answers tell nothing about any other file.
+
+A place is a folder of a run (`scratch.py`): named as such, of the engine's own user, closed to all others, and no link.
+This file needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+SYNC, GOLDEN = "instep-sync-", "instep-golden-"  # prefixes of the folders' names
+
+
+class NoPlace(Exception):
+    """The path does not lie in the folder of a run, or another user may have put it there."""
+
+
+def open_bucket(path: str) -> int:
+    """Open a bucket for reading. Raises NoPlace; OSError where there is no such file."""
+    folder = _open_folder(Path(path).parent, SYNC)
+    try:
+        fd = os.open(Path(path).name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check(os.fstat(fd), path)
+    except NoPlace:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_checkpoint(path: str) -> None:
+    """Check the folder of a checkpoint and all of its files. Raises NoPlace; OSError where there is no such folder."""
+    os.close(_open_folder(Path(path).parent, GOLDEN))
+    if Path(path).name == ".." or not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise NoPlace(f"{path} is no folder")
+    for entry in os.scandir(path):
+        if entry.name.endswith((".safetensors", ".json")):
+            _check(entry.stat(follow_symlinks=False), entry.path)
+
+
+def _open_folder(folder: Path, prefix: str) -> int:
+    if not folder.name.startswith(prefix) or not folder.is_absolute():
+        raise NoPlace(f"{folder} is not the folder of a run ({prefix}*)")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(fd)
+        raise NoPlace(
+            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; the engine runs "
+            f"as user {os.geteuid()} and reads only folders that are its own and closed to others"
+        )
+    return fd
+
+
+def _check(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+        raise NoPlace(f"{path} is no file of its own of user {os.geteuid()}")

@@ -1,0 +1,109 @@
+"""What a run writes harms nothing of what it reads, of what it writes elsewhere, and of the user's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from instep.arguments.all_flags import own_flags
+from instep.arguments.flag import text
+from instep.arguments.paths import USES
+from tests.command_line import argv, make_folder, refusal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return make_folder(tmp_path / "work", monkeypatch)
+
+
+# Text flags that name something else than a path.
+NAMES = """
+input_key label_key chosen_key rejected_key metadata_key tool_key rollout_stop rm_url reward_key eval_reward_key
+eval_input_key eval_label_key eval_tool_key ref_served_model ray_address vllm_router_ip rollout_external_engine_addrs
+wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id eval_prompt_data
+"""
+
+
+def test_every_path_flag_is_in_the_table():
+    acting = {f.attribute for f in own_flags().values() if f.status == "acts" and f.type is text and not f.choices}
+    assert acting == set(USES) | set(NAMES.split())
+
+
+REFUSED = {
+    "--save-hf .": "is the folder that you work in",
+    "--save-hf ..": "and with it the folder that you work in",
+    "--save-hf ../..": "and with it the folder that you work in",
+    "--save-hf out/..": "is the folder that you work in",
+    "--save-hf /": "each save would replace /, and with it",
+    "--save-hf model": "which is --hf-checkpoint",
+    "--save-hf link": "which is --hf-checkpoint",
+    "--save-hf data.jsonl/x": "cannot write to",
+    "--save-hf out --save out": "which is --save",
+    "--save-hf out --save out/ckpt": "and with it --save",
+    "--save-hf out --run-dir out": "which is --run-dir",
+    "--save-hf runs": "and with it --run-dir",
+    "--run-dir out --save-hf out/logs": "the run itself writes",
+    "--run-dir out --save-hf out/logs/hf": "the run itself writes",
+    "--save out --save-hf out/iter_0000000": "the run itself writes",
+    "--save-hf out/{rollout_id} --load out/0": "which is --load",
+    "--run-dir .": "is the folder that you work in",
+    "--save ..": "is the home folder",
+    "--run-dir model": "which --hf-checkpoint reads",
+    "--save model": "which --hf-checkpoint reads",
+    "--save model --ref-load model --load out": "which --hf-checkpoint reads",
+    "--save out --critic-save out": "is the folder of --critic-save, too",
+    "--run-dir out --load out": "which --load reads",
+    "--finetune --load out --save out": "would replace the checkpoints that it begins with",
+    "--dump-details data.jsonl": "cannot write to",
+    "--dump-details data.jsonl/x": "cannot write to",
+    "--save-debug-rollout-data {rollout_id}/../data.jsonl": "which is --prompt-data",
+    "--save-debug-train-data {rollout_id}/../model": "is a folder",
+    "--dump-details d --load out --load-debug-rollout-data d/rollout_data/{rollout_id}.pt": "the run itself writes",
+    "--use-wandb --wandb-dir data.jsonl": "cannot write to",
+}
+
+
+@pytest.mark.parametrize("extra", REFUSED)
+def test_a_path_that_would_do_harm_is_refused(extra, folder):
+    os.symlink("model", "link")
+    before = sorted(folder.rglob("*"))
+    text = refusal(f"{extra} --advantage-estimator ppo" if "--critic-save" in extra else extra)
+    assert REFUSED[extra] in text and "things are wrong" not in text  # one mistake, one problem
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--run-dir out --save out/ckpt --load out/ckpt --save-hf out/hf",
+        "--run-dir out --save out --wandb-dir out --use-wandb --dump-details out",
+        "--run-dir out --save out/ckpt --save-hf out/ckpt/hf-{rollout_id}",
+        "--save ../ckpt --save-hf hf",
+        "--save model/ckpt --run-dir model/run",
+        "--dump-details d --save-debug-rollout-data d/rollout_data/{rollout_id}.pt",
+        "--load model --save model/ckpt",
+    ],
+)
+def test_paths_that_do_no_harm(extra):
+    assert parse(argv(extra)).hf_checkpoint == "model"
+
+
+def test_a_checkpoint_within_the_run_folder_of_the_next_run_is_read():
+    """As README does: SFT exports to runs/cups/sft/hf, GRPO begins with it and writes to runs/cups."""
+    Path("out/sft").mkdir(parents=True)
+    os.rename("model", "out/sft/hf")
+    args = parse(argv("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/hf", "--hf-checkpoint"))
+    assert args.run_dir == "out"
+    text = refusal("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/sft", "--hf-checkpoint")
+    assert "and with it --hf-checkpoint" in text
+
+
+def test_serve_writes_to_no_model():
+    assert "which --hf-checkpoint reads" in refusal(
+        "--hf-checkpoint model --run-dir model", " ".join(argv()[::2]), command="serve"
+    )

@@ -1,0 +1,86 @@
+"""An engine reads weights from a folder of its own user's run only, and follows no link."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import instep.weights.place
+from instep.weights.manifest import BucketManifest, TensorRecord, digest
+from instep.weights.place import NoPlace, check_checkpoint, open_bucket
+from instep.weights.shm import BucketMismatch, read_bucket
+
+
+def place(tmp_path, name="instep-sync-1", mode=0o700):
+    folder = tmp_path / name
+    folder.mkdir()
+    folder.chmod(mode)
+    (folder / "b.bin").write_bytes(b"12345678")
+    return folder / "b.bin"
+
+
+def test_the_plugin_checks_as_the_engine_does():
+    ours = Path(instep.weights.place.__file__)
+    assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm/place.py").read_text() == ours.read_text()
+
+
+def test_a_bucket_of_a_run_is_read(tmp_path):
+    path = place(tmp_path)
+    record = TensorRecord("w", (2,), "float32", 0, 8, digest(b"12345678"))
+    tensors = read_bucket(BucketManifest(str(path), "1", "n", (record,)))
+    path.unlink()
+    assert bytes(tensors["w"].numpy().tobytes()) == b"12345678"  # what was read stays readable
+
+
+def make_secret(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"12345678")
+    return secret
+
+
+@pytest.mark.parametrize("kind", ["outside", "folder link", "file link", "hard link", "open", "fifo", "up", "relative"])
+def test_no_other_file_is_read(tmp_path, monkeypatch, kind):
+    secret = make_secret(tmp_path)
+    path = place(tmp_path, "instep-sync-2" if kind != "open" else "instep-sync-3", 0o755 if kind == "open" else 0o700)
+    if kind == "outside":
+        path = secret
+    elif kind == "folder link":
+        (tmp_path / "instep-sync-link").symlink_to(path.parent)
+        path = tmp_path / "instep-sync-link" / "b.bin"
+    elif kind in ("file link", "hard link", "fifo"):
+        path.unlink()
+        {"file link": path.symlink_to, "hard link": path.hardlink_to, "fifo": lambda _: os.mkfifo(path)}[kind](secret)
+    elif kind == "up":
+        path = path.parent / ".." / "secret"
+    elif kind == "relative":
+        monkeypatch.chdir(tmp_path)
+        path = Path("instep-sync-2/b.bin")
+    with pytest.raises((NoPlace, OSError)):
+        os.close(open_bucket(str(path)))
+    for guess in (b"12345678", b"00000000"):  # right or wrong: the answer is the same
+        record = TensorRecord("w", (2,), "float32", 0, 8, digest(guess))
+        with pytest.raises(BucketMismatch, match="cannot be read"):
+            read_bucket(BucketManifest(str(path), "1", "n", (record,)))
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    path = place(tmp_path)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(NoPlace, match=f"belongs to user {me} and has mode 0700; the engine runs as user {me + 1}"):
+        open_bucket(str(path))
+
+
+def test_a_checkpoint_lies_in_a_golden_folder(tmp_path):
+    folder = tmp_path / "instep-golden-1"
+    folder.mkdir(mode=0o700)
+    (folder / "hf").mkdir()
+    (folder / "hf" / "model.safetensors").write_bytes(b"1")
+    check_checkpoint(str(folder / "hf"))
+    (folder / "hf" / "config.json").symlink_to(make_secret(tmp_path))
+    (folder / "link").symlink_to(tmp_path)
+    for path in (folder / "hf", folder / "link", folder / "..", tmp_path / "hf"):
+        with pytest.raises(NoPlace):
+            check_checkpoint(str(path))
+    with pytest.raises(FileNotFoundError):
+        check_checkpoint(str(folder / "nothing"))

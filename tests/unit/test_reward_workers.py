@@ -1,0 +1,140 @@
+"""The processes of the math reward: whatever becomes of one, the job is answered, or its own fault is named."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from instep import kernel
+from instep.errors import RewardError
+from instep.rollout import runtime
+from instep.rollout.rewards import pool as rewards_pool
+from instep.rollout.rewards.pool import shared_pool
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Any:
+    yield
+    runtime.shutdown()
+
+
+def test_a_worker_that_hangs_is_replaced() -> None:
+    async def scenario() -> tuple[set[int], set[int], bool]:
+        pool = shared_pool()
+        assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
+        first = {w.pid for w in pool._all}
+        with pytest.raises(RewardError, match="took more than 0.5 s") as caught:
+            await pool.equal("9^{9^{9^{9}}}", "3", timeout=0.5, where="group 1, sample 2")
+        assert "group 1, sample 2" in caught.value.where
+        again = await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
+        return first, {w.pid for w in pool._all}, again
+
+    first, second, again = runtime.run(scenario(), timeout=60)
+    assert again and len(first) == 1 and not first & second
+    assert _gone(first.pop())
+
+
+async def _disturbed(number: int, idle_seconds: float, timeout: float = 60) -> tuple[set[int], set[int], bool]:
+    """The workers before and after a signal to them, and the answer to the job that comes `idle_seconds` later."""
+    pool = shared_pool()
+    assert await pool.equal(r"\sqrt{4}", "2", timeout=60, where="")
+    first = {w.pid for w in pool._all}
+    for pid in first:
+        os.kill(pid, number)
+    await asyncio.sleep(idle_seconds)
+    answer = await pool.equal(r"\sqrt{9}", "3", timeout=timeout, where="")
+    return first, {w.pid for w in pool._all}, answer
+
+
+@pytest.mark.parametrize(
+    ("number", "idle_seconds", "timeout"),
+    [(signal.SIGKILL, 0, 60), (signal.SIGKILL, 0.5, 60), (signal.SIGSTOP, 0, 60), (signal.SIGSTOP, 0, 0.2)],
+)
+def test_a_worker_that_was_killed_or_stopped_is_replaced_and_its_job_done(
+    number: int, idle_seconds: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a timeout of 0.2 s the job of the stopped worker runs out of time, which is not the job's fault."""
+    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
+    began = time.monotonic()
+    first, second, answer = runtime.run(_disturbed(number, idle_seconds, timeout), timeout=60)
+    assert answer is True and not first & second and _gone(first.pop())
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_stands_stopped_with_nothing_to_do_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
+
+    async def scenario() -> int:
+        pool = shared_pool()
+        assert await pool.equal(r"\sqrt{4}", "2", timeout=60, where="")
+        worker = next(iter(pool._all))
+        os.kill(worker.pid, signal.SIGSTOP)
+        await asyncio.wait_for(worker.wait(), 20)
+        return worker.pid
+
+    pid = runtime.run(scenario(), timeout=60)
+    assert f"a reward worker (pid {pid}) was stopped" in caplog.text
+
+
+def test_a_job_that_ends_every_worker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        pool = shared_pool()
+        ask = rewards_pool._ask
+
+        async def deadly(worker: asyncio.subprocess.Process, job: dict[str, Any]) -> dict[str, Any]:
+            if job["label"] == "deadly":
+                os.kill(worker.pid, signal.SIGKILL)
+            return await ask(worker, job)
+
+        monkeypatch.setattr(rewards_pool, "_ask", deadly)
+        await pool.equal("x", "deadly", timeout=60, where="group 1, sample 2")
+
+    with pytest.raises(RewardError, match="the worker of the math reward died, 3 times") as caught:
+        runtime.run(scenario(), timeout=90)
+    assert caught.value.where == "group 1, sample 2"
+
+
+def test_workers_are_light_and_die_with_their_parent() -> None:
+    script = (
+        "import asyncio, time\n"
+        "from instep.rollout.rewards.pool import RewardPool\n"
+        "async def main():\n"
+        "    pool = RewardPool(1)\n"
+        "    assert await pool.equal(r'\\sqrt{4}', '2', timeout=20, where='')\n"
+        "    print(next(iter(pool._all)).pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert _alive(worker)
+        with open(f"/proc/{worker}/maps") as maps:
+            assert "libtorch" not in maps.read()
+        os.kill(worker, signal.SIGSTOP)  # as one that computes and cannot see that its parent is gone
+        parent.kill()
+    assert _gone(worker)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _gone(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not _alive(pid)

@@ -1,0 +1,133 @@
+"""Code of a model sees nothing of the host, has limits, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from instep.errors import ConfigError
+from instep.sandbox import Limits, run, run_python
+
+ROOT = Path(__file__).parents[2]
+_HAS = {"bubblewrap": shutil.which("bwrap") is not None, "namespaces": True}
+
+
+@pytest.fixture(params=_HAS)
+def python(request, monkeypatch):
+    """`run_python` by one of the means, as a function that waits."""
+    means = request.param
+    if not _HAS[means]:
+        pytest.skip("bubblewrap is not installed")
+    probe = asyncio.run(run._in_sandbox(means, "print(6 * 7)", "", Limits(seconds=30)))
+    if probe.stdout != "42\n":
+        pytest.skip(f"this host does not let us: {probe.stderr.strip()}")
+    monkeypatch.setattr(run, "_found", (means, ""))
+    return lambda code, stdin="", **limits: asyncio.run(run_python(code, stdin, limits=Limits(**limits)))
+
+
+def test_it_computes_with_input_and_output(python):
+    assert python("import sys; print(int(sys.stdin.read()) * 7)", "6") == ("42\n", "", 0)
+    assert python("import sys; sys.exit(3)").status == 3
+    failed = python("1 / 0")
+    assert failed.status == 1 and failed.stdout == "" and "ZeroDivisionError" in failed.stderr
+    assert python("print('\\ud800'.encode('utf-8', 'replace'))").stdout == "b'?'\n"
+
+
+def test_it_sees_no_file_of_the_host(python, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("1234")
+    secret.chmod(0o644)
+    paths = [str(secret), "/etc/passwd", str(ROOT), "/root/.bashrc"]
+    assert python(f"import os\nprint([os.path.exists(path) for path in {paths}])").stdout == f"{[False] * 4}\n"
+    write = "for path in ('/x', '/usr/x', '/etc/x'):\n    try:\n        open(path, 'w')\n"
+    write += (
+        "    except OSError as e:\n        print('no')\nopen('/tmp/x', 'w').write('yes'); print(open('/tmp/x').read())"
+    )
+    assert python(write).stdout == "no\nno\nno\nyes\n"
+    assert not Path("/tmp/x").exists()
+
+
+def test_it_sees_no_process_and_no_environment_of_the_host(python, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "1234")
+    seen = python(
+        "import os, glob\nprint('A_SECRET' in os.environ, glob.glob('/proc/[0-9]*/environ'))\n"
+        f"try:\n    os.kill({os.getpid()}, 0)\nexcept ProcessLookupError:\n    print('nobody')\nprint(os.getpid() < 10)"
+    )
+    assert seen.stdout == "False []\nnobody\nTrue\n", seen.stderr
+
+
+def test_it_has_no_network(python):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\ntry:\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    print('in')\n"
+        assert python(code + "except OSError:\n    print('out')").stdout == "out\n"
+
+
+def test_limits(python):
+    assert "MemoryError" in python("x = 'a' * 10**9", memory=256 << 20).stderr
+    started = time.monotonic()
+    assert python("while True: pass", seconds=1.0).status is None
+    assert python("import time; time.sleep(60)", seconds=1.0).status is None
+    assert time.monotonic() - started < 15
+    much = python("while True: print('a' * 10000)", seconds=20.0)
+    assert much.status is None and 0 < len(much.stdout) <= run.OUTPUT_BYTES
+    large = "import os\nopen('/tmp/x', 'wb', 0).write(b'a' * 2000); print(os.path.getsize('/tmp/x'))"
+    assert python(large, file_bytes=1000).stdout == "1000\n"
+    assert "Resource temporarily unavailable" in python("import os; os.fork()").stderr or os.geteuid() == 0
+
+
+def test_what_it_starts_dies_with_it(python):
+    """A child that has left its session and ignores its parent's end is gone when the sandbox is."""
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3456)\nprint('left')"
+    assert python(code, processes=4, seconds=5.0).stdout == "left\n"
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(3456)" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_cancelled_call_leaves_nothing(python):
+    async def cancelled():
+        task = asyncio.create_task(run_python("import time; time.sleep(60)", limits=Limits(seconds=60)))
+        while not (children := psutil.Process().children(recursive=True)):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        children = psutil.Process().children(recursive=True)
+        task.cancel()
+        await asyncio.wait([task])
+        return children
+
+    assert not psutil.wait_procs(asyncio.run(cancelled()), timeout=5)[1]
+
+
+@pytest.mark.parametrize("means", ["namespaces", "none"])
+def test_it_dies_with_its_parent(means):
+    code = "import asyncio\nfrom instep.sandbox import Limits, run\n"
+    code += f"asyncio.run(run._in_sandbox({means!r}, 'while True: pass', '', Limits(seconds=60)))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
+        deadline = time.monotonic() + 30
+        while not (children := psutil.Process(parent.pid).children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+    assert children and not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "_found", (None, "no namespaces: unshare: Operation not permitted"))
+    trace = tmp_path / "trace"
+    code = f"open({str(trace)!r}, 'w'); print('ran')"
+    with pytest.raises(ConfigError, match="no sandbox for the code of a model: no namespaces: unshare") as caught:
+        asyncio.run(run_python(code))
+    assert not trace.exists() and "--unsafe-local-exec" in caught.value.remedy
+    assert asyncio.run(run_python(code, unsafe=True)) == ("ran\n", "", 0) and trace.exists()
+    assert "MemoryError" in asyncio.run(run_python("'a' * 10**9", unsafe=True, limits=Limits(memory=256 << 20))).stderr

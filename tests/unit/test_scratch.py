@@ -1,0 +1,85 @@
+"""Folders of killed runs are swept and listed; those of living ones, and anybody else's, are left alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from instep.doctor.installation import leftover_folders
+from instep.processes import FolderLock
+from instep.scratch import ANY, LOCK, Scratch, export_pattern, left, sweep
+
+HOLD = """
+import sys, time
+from instep.scratch import Scratch
+scratch = Scratch("instep-golden-", sys.argv[1])
+(scratch.path / "model").write_text("weights")
+print(scratch.path, flush=True)
+time.sleep(60)
+"""
+SWEEP = "import sys, pathlib; from instep.scratch import sweep; sweep(pathlib.Path(sys.argv[1]))"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process with a folder in `tmp_path`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    process.folder = type(tmp_path)(process.stdout.readline().strip())
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_a_folder_lives_as_long_as_its_owner(tmp_path, holder):
+    assert holder.folder.stat().st_mode & 0o777 == 0o700
+    sweep(tmp_path)
+    assert left(tmp_path) == [] and leftover_folders([(tmp_path, ANY)]).status == "ok"
+    assert (holder.folder / "model").exists()
+    holder.kill()
+    holder.wait(10)
+    assert left(tmp_path) == [holder.folder] and (holder.folder / "model").exists()
+    check = leftover_folders([(tmp_path, ANY)])
+    assert check.status == "warn" and check.remedy.endswith(f"rm -r {holder.folder}")
+    with Scratch("instep-run-", tmp_path):  # the next start
+        assert not holder.folder.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_pid_namespace_sees_the_owner(tmp_path, holder):
+    """There the owner's process number means nothing."""
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces for users here")
+    subprocess.run([*alone, sys.executable, "-c", SWEEP, tmp_path], check=True, timeout=60)
+    assert (holder.folder / "model").exists()
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    checkout, run_dir, link = tmp_path / "instep-checkout", tmp_path / "instep-run-1", tmp_path / "instep-link"
+    checkout.mkdir()
+    FolderLock(run_dir, "--run-dir").release()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / LOCK).touch()
+    link.symlink_to(elsewhere)
+    (tmp_path / "instep-file").touch()
+    before = sorted(os.listdir(tmp_path))
+    assert left(tmp_path) == []
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before and (elsewhere / LOCK).exists()
+
+
+def test_the_beginning_of_an_export_that_was_killed_is_found(tmp_path):
+    for save_hf in (tmp_path / "hf", tmp_path / "step_{rollout_id}" / "hf_{rollout_id}"):
+        place = save_hf.parent / save_hf.name
+        place = type(place)(str(place).format(rollout_id=7))
+        place.parent.mkdir(exist_ok=True)
+        scratch = Scratch(f".{place.name}.", place.parent, ".tmp")
+        assert left(*export_pattern(str(save_hf))) == []
+        os.close(scratch._fd)  # as its process ends
+        assert left(*export_pattern(str(save_hf))) == [scratch.path]
+        other = Scratch(f".{place.name}.", place.parent, ".tmp")  # the next export there
+        assert not scratch.path.exists()
+        other.remove()
