@@ -187,7 +187,7 @@ class RunLogger:
         write_json(self.run_dir / "summary.json", summary)
         if interrupted:
             self.progress.stop()
-            print(f"interrupted after {self.progress.steps_text()}; {interrupted}", file=sys.stderr)
+            print(f"interrupted, {self.progress.steps_text()}; {interrupted}", file=sys.stderr)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
         if not interrupted:
@@ -246,7 +246,7 @@ def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = 
     table.add_column(justify="right", style="bold")
     for name, value in summary.items():
         if name == "alarms":
-            table.add_row(name, describe(value))
+            table.add_row(name, describe(value).replace(", ", "\n"))
         elif not isinstance(value, (Mapping, list, tuple)):
             table.add_row(name, readable(name, value))
     return table

@@ -222,7 +222,7 @@ class Run:
     def interrupted(self, fault: str, *words: str) -> None:
         """The same, and it says how to go on (`words`) and leaves a report."""
         stderr = self.ended(fault)
-        line = next((x for x in stderr.splitlines() if x.startswith("interrupted after step ")), "")
+        line = next((x for x in stderr.splitlines() if x.startswith("interrupted, ")), "")
         assert line and not [word for word in words if word not in line], stderr[-3000:]
         summary = json.loads((self.run_dir / "summary.json").read_text())
         assert summary["status"] == "interrupted" and summary["to_go_on"] in line

@@ -107,7 +107,7 @@ def rewards_and_stdout(place: Place) -> None:
         os.close(read)
         run.mark()
         run.recovered("stdout_lost", "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt")
-        run.wait(lambda: " | step " in (run.run_dir / "logs" / "stdout.txt").read_text())
+        run.wait(lambda: " | rollout 0 (" in (run.run_dir / "logs" / "stdout.txt").read_text())
         run.signal("controller", signal.SIGHUP)
         run.interrupted("terminal_closed", "nothing was saved (no --save)")
     assert "stdout was lost (Broken pipe)" in (run.run_dir / "summary.json").read_text()

@@ -112,7 +112,7 @@ def rollout_function(make: Callable[..., Any]) -> None:
 
 
 def eval_function(make: Callable[..., Any]) -> None:
-    hook = Hook("--eval-function-path", make("--eval-function-path", ME).eval_function_path)
+    hook = Hook("--eval-function-path", make("--eval-function-path", ME, "--eval-interval", "1").eval_function_path)
     as_eval_output(hook.call(None, 0, None, evaluation=True), hook)
 
 
