@@ -54,7 +54,6 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     execution_id: str | None = None  # one run of a generate function; fan-out siblings share it
-    attempt: int = 0
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
@@ -65,7 +64,8 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
-    sampling_params: dict[str, Any] = field(default_factory=dict)  # as sent to the engine
+    sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
+    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # each other distribution that was sampled from
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
 
+# With these the loss divides the trainer's probabilities by the engine's.
+_COMPARING = ("use_tis", "use_rs", "use_rollout_logprobs")
+
+
 @dataclass
 class Rollout:
     """What `Controller.generate` returns.
@@ -145,6 +149,7 @@ class TrainingRound:
             reward_key=args.reward_key,
             needs_reward=self._has_rewards,
             default_temperature=args.rollout_temperature,
+            compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
         )
         samples = [sample for group in groups for sample in flatten(group)]
         if version and "rollout_log_probs" in batch.token_columns:

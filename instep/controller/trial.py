@@ -222,7 +222,7 @@ def _make_up_response(args: Settings, sample: Sample) -> None:
     sample.append_response_tokens(ids, [-1.0] * len(ids), weight_versions=[VersionSpan("trial", 0, len(ids))])
     sample.response, sample.status = text, Status.COMPLETED
     sample.sampling_params = {"temperature": args.rollout_temperature}
-    sample.execution_id = f"{sample.group_index}.{sample.index}.0"
+    sample.execution_id = f"{sample.group_index}.{sample.index}"
 
 
 def _row(sample: Sample) -> str:
