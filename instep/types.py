@@ -252,7 +252,7 @@ class TokenBatch:
         response_lengths: int64 `[num_samples]`; a response ends its sample, and is at least one token shorter than it.
         token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
-            `advantages`, `returns`.
+            `advantages`, `returns`, `older` (1: sampled from other weights than the rollout's).
         sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
     """
 

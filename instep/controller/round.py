@@ -16,7 +16,7 @@ from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
-from instep.data.batch import build_batch
+from instep.data.batch import build_batch, older_tokens
 from instep.data.schedule import steps_of_samples
 from instep.processes import watched
 from instep.rollout.outputs import flatten
@@ -162,6 +162,8 @@ class TrainingRound:
             step_of_sample,
             batch.sample_columns["execution_id"],
         )
+        if version and self._has_rewards and bool((older := older_tokens(batch, str(version))).any()):
+            batch.token_columns["older"] = older
         per_token = args.calculate_per_token_loss
         constant = args.constant_loss_length
         batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token, constant_length=constant)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from instep.arguments import RUNTIME_ATTRIBUTES
+from instep.arguments.rollout import DEFAULT_ROLLOUT
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.hooks import load_function
 from instep.rollout import runtime
@@ -42,7 +43,6 @@ T = TypeVar("T")
 NUM_PROMPTS = 4
 NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
 GENERATE_SECONDS = 300.0
-DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 _HOOKS = (
     "custom_rm_path",
     "custom_generate_function_path",

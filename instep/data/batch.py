@@ -80,6 +80,24 @@ def build_batch(
     )
 
 
+def older_tokens(batch: TokenBatch, version: str) -> torch.Tensor:
+    """Which response tokens were sampled from other weights than `version`, with the engine's log-prob known: 1 or 0.
+
+    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new.
+
+    Returns:
+        float32 `[num_response_tokens]`.
+    """
+    out = torch.zeros(int(batch.response_lengths.sum()))
+    starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
+    for start, spans in zip(starts, batch.sample_columns["weight_versions"], strict=True):
+        for span in spans:
+            if span.version != version:
+                out[start + span.start : start + span.end] = 1
+    known = batch.token_columns.get("rollout_log_probs")
+    return out * (0 if known is None else ~known.isnan())
+
+
 def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
     """The samples with their execution ids; siblings in a list of their own without one get a common id."""
     out: list[tuple[Sample, str]] = []

@@ -95,6 +95,7 @@ def test_clip_bounds(argv: list[str], extra: str, bounds: tuple[float, float]):
 def test_corrections(argv: list[str]):
     line = "--use-tis --tis-level geometric --tis-mode mask --tis-lower-bound 0.99 --tis-clip 1.01 --use-rs --rs-level "
     line += "sequence --rs-veto-threshold 1e-4 --advantage-estimator sapo --sapo-tau-neg 1.1 --use-opsm --opsm-delta .1"
+    line += " --num-steps-per-rollout 2"
     args = parse(argv + line.split(), "train")
     assert (args.tis_clip_low, args.tis_clip) == (args.tis_lower_bound, args.tis_upper_bound) == (0.99, 1.01)
     assert (args.rs_lower_bound, args.rs_upper_bound) == (0.99, 1.01)

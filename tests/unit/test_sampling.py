@@ -66,7 +66,8 @@ async def engine() -> AsyncIterator[int]:
 
 
 def view(checkpoint: Path, *flags: str, port: int = 1) -> Any:
-    words = f"--actor-num-gpus-per-node 1 --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2 --hf-checkpoint {checkpoint}".split()
+    words = "--actor-num-gpus-per-node 1 --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2".split()
+    words += ["--hf-checkpoint", str(checkpoint)]
     words += f"--prompt-data {checkpoint}/rows.jsonl --rm-type random --rollout-max-response-len 12".split()
     runtime_attributes = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": port, "rollout_engine_kind": "vllm"}
     return parse([*words, *flags]).view({**runtime_attributes, "rollout_engine_urls": []})

@@ -135,6 +135,7 @@ def policy_loss(
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
+    older: Tensor | None = None,
     entropy: Tensor | None = None,
     correct: Correct | None = None,
     reduce: Reduce | None = None,
@@ -143,14 +144,16 @@ def policy_loss(
 
     pg is the form that `config.form` names, c the product of its corrections: weights (`use_tis`), rejection (`use_rs`)
     and off-policy sequence masking (`use_opsm`), which do not change the denominators in w. The ratio's base is
-    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Values at
-    tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
-    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and
+    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1); for tokens
+    that are `older` than the rollout's weights it is `rollout_log_probs`, unless `use_tis` corrects for these. Values
+    at tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
+    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN and which are not `older`, and
     `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`.
 
     Args:
         log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
         response_lengths: `[num_samples]`.
+        older: 1.0 or 0.0; see `data.batch.older_tokens`.
         correct: takes the place of `use_tis` and `use_rs`.
         reduce: takes the place of sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
 
@@ -168,6 +171,8 @@ def policy_loss(
     current, advantages, mask = only(log_probs), only(advantages), trained.to(log_probs.dtype)
     scored = current.detach() if old_log_probs is None else only(old_log_probs)
     old = only(_needed(rollout_log_probs, "rollout_log_probs")) if config.use_rollout_logprobs else scored
+    if older is not None and not (config.use_rollout_logprobs or config.use_tis or correct is not None):
+        old = torch.where(older > 0, only(_needed(rollout_log_probs, "rollout_log_probs")), old)
     policy = FORMS[config.form](current, old, advantages, mask, response_lengths, config)
     token_loss, keep = policy.loss, mask
     sums = {"log_prob": mean(current.detach()), "pg_clipfrac": mean(policy.clipped), "ppo_kl": mean(policy.ppo_kl)}
@@ -196,7 +201,8 @@ def policy_loss(
     sums |= {"loss": loss.detach(), "loss_weight": loss_weights.sum()}
     if rollout_log_probs is None:
         return LossTerms(loss, sums, {})
-    gaps, largest = _gap(scored, rollout_log_probs, loss_weights)
+    fresh = rollout_log_probs if older is None else rollout_log_probs.masked_fill(older > 0, torch.nan)
+    gaps, largest = _gap(scored, fresh, loss_weights)
     return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
 
 
