@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.cispo import cispo_loss
-from instep.algorithms.losses.gspo import gspo_loss
+from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
 from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
 from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
 from instep.algorithms.losses.importance.rejection import rejection_mask
@@ -33,6 +33,7 @@ class PolicyLossConfig:
     eps_clip: float = 0.2
     eps_clip_high: float | None = None  # None: as eps_clip
     eps_clip_c: float | None = None
+    gspo_gradient: str = "token"
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     use_kl_loss: bool = False
@@ -57,6 +58,7 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for name, known in (
             ("form", FORMS),
+            ("gspo_gradient", GRADIENTS),
             ("kl_loss_type", KL_TYPES),
             ("tis_level", LEVELS),
             ("rs_level", LEVELS),
@@ -95,7 +97,7 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], Poli
 FORMS: dict[str, Form] = {
     "ppo_clip": lambda now, old, a, mask, lengths, c: ppo_clip_loss(now, old, a, **c.bounds, eps_clip_c=c.eps_clip_c),
     "gspo": lambda now, old, a, mask, lengths, c: gspo_loss(
-        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c
+        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c, gradient=c.gspo_gradient
     ),
     "cispo": lambda now, old, a, mask, lengths, c: cispo_loss(now, old, a, **c.bounds),
     "sapo": lambda now, old, a, mask, lengths, c: sapo_loss(

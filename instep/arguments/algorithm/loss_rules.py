@@ -61,6 +61,13 @@ RULES: tuple[Combination, ...] = (
         f"leave it out, or use {listed(_SMOOTH_GATE)}",
     ),
     Combination(
+        names_where(lambda estimator, loss: loss.name != "gspo"),
+        "--gspo-gradient",
+        given("--gspo-gradient"),
+        "has no effect without the ratio of a response",
+        "leave it out, or use gspo",
+    ),
+    Combination(
         (),
         "--constant-loss-length with --calculate-per-token-loss",
         lambda a, given: a.constant_loss_length is not None and a.calculate_per_token_loss,
