@@ -61,11 +61,11 @@ RULES: tuple[Combination, ...] = (
         f"leave it out, or use {listed(_SMOOTH_GATE)}",
     ),
     Combination(
-        names_where(lambda estimator, loss: loss.name != "gspo"),
+        names_where(lambda estimator, loss: not loss.of_response),
         "--gspo-gradient",
         given("--gspo-gradient"),
         "has no effect without the ratio of a response",
-        "leave it out, or use gspo",
+        f"leave it out, or use {listed(names_where(lambda estimator, loss: loss.of_response))}",
     ),
     Combination(
         (),
