@@ -148,7 +148,7 @@ class TrainingRound:
             groups,
             reward_key=args.reward_key,
             needs_reward=self._has_rewards,
-            default_temperature=args.rollout_temperature,
+            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
         )
         samples = [sample for group in groups for sample in flatten(group)]
