@@ -23,8 +23,8 @@ _ONLY_RL = (
     "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path use_opd "
     "custom_pg_loss_reducer_function_path"
 )
-# Of the flags of rollouts, these act here, too; the others are read by a rollout function of the user's at most.
-_ACTS = {"rollout_function_path", "rollout_max_prompt_len", "custom_rollout_log_function_path"}
+# Of the flags of rollouts and engines these act here, too; others are read by a rollout function of the user's at most.
+_ACTS = {"rollout_function_path", "rollout_max_prompt_len", "custom_rollout_log_function_path", "vllm_max_model_len"}
 _ENGINES = {"rollout_num_gpus", "rollout_num_gpus_per_engine", "colocate"}
 _LENGTHS = {"rollout_max_context_len", "rollout_max_response_len"}
 
@@ -61,7 +61,7 @@ def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         if flag.attribute in given:
             yield Problem("there is no engine to evaluate with", flag.name, "use it with `instep train`")
     for flag in (*ENGINE.flags, *CLUSTER.flags):
-        if flag.attribute in given and (flag in ENGINE.flags or flag.attribute in _ENGINES):
+        if flag.attribute in given & _ENGINES or (flag in ENGINE.flags and flag.attribute in given - _ACTS):
             yield Problem("there is no engine", flag.name, "leave it out")
 
 

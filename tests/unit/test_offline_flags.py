@@ -21,6 +21,7 @@ from instep.rollout.sft_rollout import generate_rollout
 from tests.command_line import argv, make_folder
 
 ACT = {"--rollout-function-path", "--rollout-max-prompt-len", "--custom-rollout-log-function-path"}
+ACT |= {"--vllm-max-model-len"}  # long contexts may have rotary positions of their own
 FLAGS = [flag for group in (ROLLOUT, REWARD, EVAL, ENGINE) for flag in group.flags if flag.status == "acts"]
 
 

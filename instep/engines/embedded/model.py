@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 
 from instep.errors import CheckpointError
+from instep.models.rope import fix_rope
 from instep.processes import pulse
 
 
@@ -47,6 +48,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     )
     if info["missing_keys"]:
         raise CheckpointError(f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}", where=path)
+    fix_rope(model, max_model_len)
     return model.to(device).eval().requires_grad_(False)
 
 
