@@ -27,6 +27,30 @@ _SMALL = {
 }
 _TINY = {name: value for value, names in _SMALL.items() for name in names.split()}
 LENGTHS = (6, 9)
+_MORE: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+
+# What `hf` trains packed as transformers has it, to 1e-5 of log-probs and gradients; docs/models.md shows the list.
+RIGHT = (
+    "afmoe apertus arcee aria_text biogpt bitnet ctrl cwm diffllama dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo "
+    "gemma gemma3_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe helium jetmoe llama "
+    "minimax_m2 mistral mixtral olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe "
+    "seed_oss smollm3 solar_open starcoder2"
+).split()
+# What it refuses, by a part of the message.
+REFUSED = {
+    "depend on tokens after it": "bloom codegen cpmant xglm",
+    "those that it has alone": "bert-generation falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
+    "qwen3_5_text qwen3_next rwkv",
+    "its attention cannot be exchanged": "falcon gptj gpt_neo",
+    "do not hand the packed segments on": "nemotron stablelm",
+    "is not plain causal attention": "doge gemma2 gpt_oss vaultgemma",
+    "more than its output embedding": "big_bird cohere cohere2 cohere2_moe modernbert-decoder nanochat recurrent_gemma",
+    "transformers cannot run it in this way": "axk1 axk2 deepseek_v2 deepseek_v3 llama4_text mpt",
+}
+REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
@@ -35,8 +59,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     given = base.to_dict()
     known = {name for name in _TINY if name in given or name in base.attribute_map}
     known -= {name for name in ("head_dim", "rotary_dim") if given.get(name) is None}
-    more = {"gpt_neo": {"attention_types": [[["global"], 2]]}}.get(model_type, {})
-    return type(base)(**{name: _TINY[name] for name in known}, **more)
+    return type(base)(**{name: _TINY[name] for name in known}, **_MORE.get(model_type, {}))
 
 
 @dataclass

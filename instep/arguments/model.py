@@ -23,7 +23,7 @@ MODEL = FlagGroup(
             "--train-backend",
             default="megatron",
             choices=("megatron", "hf", "fsdp"),
-            help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
+            help="megatron: Megatron-Core; hf: the causal LMs of docs/models.md under FSDP2; fsdp: another name of hf",
             whose="VC",
         ),
         switch(

@@ -24,7 +24,7 @@ _asked: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.Contex
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
     """Those of `params` (with vLLM's names) that shape the distribution, without values that change nothing."""
     given = {name: params.get(name) for name in _NEUTRAL if params.get(name) not in (None, [], {}, _NEUTRAL[name])}
-    if given.get("top_k", 1) < 1:
+    if "top_k" in given and given["top_k"] < 1:
         del given["top_k"]
     temperature = params.get("temperature")
     return {"temperature": 1.0 if temperature is None else temperature, **given}

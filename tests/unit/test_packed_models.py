@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,33 +12,27 @@ from transformers import OPTConfig
 
 from instep.errors import ConfigError
 from instep.training.hf.model import Policy
-from tests.architectures import compare
+from tests.architectures import REASONS, REFUSED, RIGHT, compare
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "opt"])
+@pytest.mark.parametrize("model_type", RIGHT)
 def test_right(model_type: str):
     difference = compare(model_type)
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
 
 
-REFUSED = {
-    "bloom": "depend on tokens after it",
-    "codegen": "depend on tokens after it",
-    "xglm": "depend on tokens after it",
-    "falcon": "its attention cannot be exchanged",
-    "gptj": "its attention cannot be exchanged",
-    "gpt_neo": "its attention cannot be exchanged",
-    "mpt": "transformers cannot run it in this way",
-    "llama4_text": "transformers cannot run it in this way",
-    "mamba": "those that it has alone",
-}
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.parametrize("model_type", REASONS)
 def test_refused(model_type: str):
-    with pytest.raises(ConfigError, match=REFUSED[model_type]) as error:
+    with pytest.raises(ConfigError, match=REASONS[model_type]) as error:
         compare(model_type)
     assert "cannot be trained packed" in error.value.what and error.value.remedy
+
+
+def test_the_document_lists_them():
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    listed, _, refused = text.partition("<!-- refused -->")
+    assert re.findall(r"`([a-z0-9_-]+)`", listed.partition("<!-- right -->")[2]) == list(RIGHT)
+    assert re.findall(r"^\| `(.+)` \|", refused, re.MULTILINE) == ["`, `".join(n.split()) for n in REFUSED.values()]
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Any decoder-only `AutoModelForCausalLM` as a policy over packed sequences."""
+"""A decoder-only `AutoModelForCausalLM` as a policy over packed sequences; docs/models.md lists what was tried."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """An attention of transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
     windowed = sliding_window is not None and sliding_window < packed_max_seqlen
-    if packed_cu_seqlens is None or softcap is not None or s_aux is not None or windowed:
-        reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}"
+    if packed_cu_seqlens is None:
+        _refuse(type(module).__name__, "its layers do not hand the packed segments on to their attention")
+    if softcap is not None or s_aux is not None or windowed or attention_mask is not None:
+        reason = f"softcap {softcap}, sinks {s_aux is not None}, sliding window {sliding_window}, "
+        reason += f"a mask of its own {attention_mask is not None}"
         _refuse(type(module).__name__, f"its attention is not plain causal attention over packed segments ({reason})")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     cu_seqlens, max_seqlen = packed_cu_seqlens, packed_max_seqlen
