@@ -74,10 +74,8 @@ class LocalCluster:
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
         first_gpu = 0
         for role, size in sizes.items():
-            rendezvous, role_args = (
-                str(scratch / f"rendezvous-{role}"),
-                args_of_role(args, role).replace(vllm_max_model_len=longest(args)),
-            )
+            rendezvous = str(scratch / f"rendezvous-{role}")
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
             self.setup_requests[role] = [
                 (role_args, rank, size, rendezvous, self._threads_per_rank, role, first_gpu + rank)
                 for rank in range(size)

@@ -120,16 +120,8 @@ class RayCluster:
             workers.append(process)
             relays.append(relay)
             url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
-            requests.append(
-                (
-                    args_of_role(args, role).replace(vllm_max_model_len=longest(args)),
-                    rank,
-                    len(slots),
-                    url,
-                    threads,
-                    role,
-                )
-            )
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
+            requests.append((role_args, rank, len(slots), url, threads, role))
         self.setup_requests[role] = requests
         return RayWorkerGroup(role, workers, relays)
 

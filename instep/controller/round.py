@@ -162,7 +162,7 @@ class TrainingRound:
             step_of_sample,
             batch.sample_columns["execution_id"],
         )
-        if version and self._has_rewards and bool((older := older_tokens(batch, str(version))).any()):
+        if version and self._has_rewards and bool((older := older_tokens(batch, version)).any()):
             batch.token_columns["older"] = older
         per_token = args.calculate_per_token_loss
         constant = args.constant_loss_length

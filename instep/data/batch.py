@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.data.sampling import distribution_of
+from instep.data.sampling import distribution_of, truncated_by
 from instep.errors import RolloutError
 from instep.types import Group, Sample, TokenBatch, name_of, reward_of
 
@@ -80,8 +80,13 @@ def build_batch(
     )
 
 
-def older_tokens(batch: TokenBatch, version: str) -> torch.Tensor:
-    """Which response tokens were sampled from other weights than `version`, with the engine's log-prob known: 1 or 0.
+def is_older(name: str, version: int) -> bool:
+    """Whether an earlier sync brought the weights `name`; a name that no sync has given is somebody else's."""
+    return name.isdigit() and int(name) < version
+
+
+def older_tokens(batch: TokenBatch, version: int) -> torch.Tensor:
+    """Which response tokens older weights than `version` have made, with the engine's log-prob known: 1 or 0.
 
     A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new.
 
@@ -92,7 +97,7 @@ def older_tokens(batch: TokenBatch, version: str) -> torch.Tensor:
     starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
     for start, spans in zip(starts, batch.sample_columns["weight_versions"], strict=True):
         for span in spans:
-            if span.version != version:
+            if is_older(span.version, version):
                 out[start + span.start : start + span.end] = 1
     known = batch.token_columns.get("rollout_log_probs")
     return out * (0 if known is None else ~known.isnan())
@@ -181,7 +186,7 @@ def _temperature(sample: Sample, default: float, compares: str) -> float:
             "a sample is scored at one temperature: use one for all its trained turns, append the others with "
             "trainable=False, or set sample.sampling_params and sampling_turns to what each sample was drawn with",
         )
-    truncated = {name: x for turn in turns for name, x in turn.items() if name != "temperature"}
+    truncated = truncated_by(sample)
     if truncated and compares and sample.rollout_log_probs is not None:
         raise _error(
             sample,

@@ -30,6 +30,12 @@ def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0 if temperature is None else temperature, **given}
 
 
+def truncated_by(sample: Sample) -> dict[str, Any]:
+    """What, beside a temperature, changed the distribution that some of the sample's tokens were drawn from."""
+    turns = sample.sampling_turns or [distribution_of(sample.sampling_params)]
+    return {name: value for turn in turns for name, value in turn.items() if name != "temperature"}
+
+
 def record_turn(sample: Sample, params: dict[str, Any]) -> None:
     """Keep in `sample` what a request for its next tokens asks for; `params` have vLLM's names."""
     sample.sampling_params = dict(params)

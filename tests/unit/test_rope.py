@@ -119,7 +119,7 @@ def test_the_embedded_engine_has_the_same(case: str, tmp_path: Path):
     make, limit = CASES[case]
     model = plain(make())
     model.save_pretrained(tmp_path)
-    runner = Runner(load_model(str(tmp_path), torch.float32, torch.device("cpu"), limit or ORIGINAL), 2, LONGEST)
+    runner = Runner(load_model(str(tmp_path), torch.float32, torch.device("cpu"), limit or ORIGINAL, False), 2, LONGEST)
     policy = policy_of(model, make(), limit)
     for tokens in (SHORT, LONG, SHORT):
         assert runner.score(tokens.tolist()) == pytest.approx(packed(policy, tokens)[0].tolist(), abs=2e-5)

@@ -37,7 +37,7 @@ class Workers:
             self.scored += names
             return lambda: [{name: torch.full((int(batch.response_lengths.sum()),), -2.0) for name in names}]
         self.batch = batch
-        return lambda: [([{"skipped_steps": 0.0}] * len(parts), {})]
+        return lambda: [([{"skipped_steps": 0.0}] * len(parts), {}, None)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def rollout(sampling_params: dict[str, Any] | None = None) -> list[Group]:
     return groups
 
 
-def trained(args: Any, groups: list[Group], version: str | None = "7") -> Workers:
+def trained(args: Any, groups: list[Group], version: int = 7) -> Workers:
     workers = Workers()
     layout = [SimpleNamespace(dp_rank=0, dp_size=1)]
     actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 10))  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_importance_weights_correct_for_older_weights_themselves(root: Path) -> 
 
 
 def test_nothing_is_older_in_a_replay_or_without_known_log_probs(root: Path) -> None:
-    replayed = trained(arguments(root), rollout(), version=None).batch
+    replayed = trained(arguments(root), rollout(), version=0).batch
     groups = rollout()
     groups[0][0].rollout_log_probs = None
     unknown = trained(arguments(root), groups).batch
