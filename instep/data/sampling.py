@@ -23,7 +23,9 @@ _asked: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.Contex
 
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
     """Those of `params` (with vLLM's names) that shape the distribution, without values that change nothing."""
-    given = {name: params.get(name) for name in _NEUTRAL if params.get(name) not in (None, [], {}, _NEUTRAL[name])}
+    given: dict[str, Any] = {
+        name: params.get(name) for name in _NEUTRAL if params.get(name) not in (None, [], {}, _NEUTRAL[name])
+    }
     if "top_k" in given and given["top_k"] < 1:
         del given["top_k"]
     temperature = params.get("temperature")
