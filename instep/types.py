@@ -56,7 +56,6 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     execution_id: str | None = None  # one run of a generate function; fan-out siblings share it
-    attempt: int = 0
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
@@ -67,7 +66,8 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
-    sampling_params: dict[str, Any] = field(default_factory=dict)  # as sent to the engine
+    sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
+    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # each other distribution that was sampled from
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched
@@ -294,7 +294,7 @@ class TokenBatch:
         response_lengths: int64 `[num_samples]`; a response ends its sample, and is at least one token shorter than it.
         token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
-            `advantages`, `returns`.
+            `advantages`, `returns`, `older` (1: sampled from other weights than the rollout's).
         sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
     """
 

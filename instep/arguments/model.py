@@ -26,8 +26,7 @@ MODEL = FlagGroup(
             "--train-backend",
             default="megatron",
             choices=("megatron", "hf", "fsdp"),
-            help="megatron: Megatron-Core; hf: transformers under FSDP2 (dense models; Qwen3, Qwen2 and Llama are "
-            "tested); fsdp: another name of hf",
+            help="megatron: Megatron-Core; hf: the causal LMs of docs/models.md under FSDP2; fsdp: another name of hf",
             whose="VC",
         ),
         switch(

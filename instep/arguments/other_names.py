@@ -97,7 +97,12 @@ TRL = (
     Row("loss_type grpo", "", "", "the default here: mean over samples of each sample's mean"),
     Row("loss_type cispo", "", "--advantage-estimator cispo --calculate-per-token-loss", "epsilon_high 5 is 4 here"),
     Row("loss_type sapo", "", "--advantage-estimator sapo --sapo-tau-pos --sapo-tau-neg"),
-    Row("importance_sampling_level sequence", "token", "--advantage-estimator gspo", "3e-4 and 4e-4 unless given"),
+    Row(
+        "importance_sampling_level sequence",
+        "token",
+        "--advantage-estimator gspo --gspo-gradient sequence",
+        "3e-4 and 4e-4 unless given",
+    ),
     Row(
         "loss_type dr_grpo",
         "",

@@ -8,6 +8,7 @@ from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import COUNT, INDEX, INT, Flag, FlagGroup, Number, hook, later, switch
 from instep.arguments.model import known_config
 
+DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 ROLLOUT = FlagGroup(
     "Rollout",
     (
@@ -33,7 +34,7 @@ ROLLOUT = FlagGroup(
         Flag(
             "--rollout-function-path",
             hook,
-            "instep.rollout.vllm_rollout.generate_rollout",
+            DEFAULT_ROLLOUT,
             "f(args, rollout_id, data_source, evaluation=False): a whole rollout",
             whose="VSC",
         ),

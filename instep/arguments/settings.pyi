@@ -98,6 +98,7 @@ class Settings:
     group_query_attention: bool
     group_rm: bool
     grpo_std_normalization: bool
+    gspo_gradient: Literal["token", "sequence"]
     heartbeat_timeout: float
     hf_checkpoint: str
     hidden_dropout: float

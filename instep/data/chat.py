@@ -98,7 +98,8 @@ def tokenize_conversation(
             raise DataError(
                 f"the chat template hides where message {turn} (assistant) begins and ends",
                 where=where,
-                remedy="train on the last turn only (step_loss_mask 0 for the others), or use a simpler template",
+                remedy="set step_loss_mask 0 for it (for all turns but the last), or use a template in which no turn "
+                "depends on what follows and a tool's answer stands in a turn of its own",
             )
         for part, trained in ((text[end:start], 0), (text[start:next_end], 1)):
             ids = tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
@@ -133,20 +134,39 @@ def _turn_span(
 
     The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
     it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
-    the place of the mark is the turn.
+    the place of the mark is the turn. A turn that a tool's answer stands in is hidden, too: it is not the model's.
     """
     start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
     end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
     if start is not None and end is not None:
         return start, end
-    marked = [*messages[:turn], {"role": "assistant", "content": _MARK}, *messages[turn + 1 :]]
-    before, mark, after = text_of(marked, generation_prompt=False).partition(_MARK)
-    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+    place = _place_of(messages, turn, {"role": "assistant", "content": _MARK}, text, text_of)
+    if place is None:
         return None
     if end is None:
-        marker = next((t for t in special_tokens(tokenizer) if after.startswith(t)), "")
-        end = len(text) - len(after) + len(marker)
-    return len(before) if start is None else start, end
+        marker = next((t for t in special_tokens(tokenizer) if text.startswith(t, place[1])), "")
+        end = place[1] + len(marker)
+    start = place[0] if start is None else start
+    for i, message in enumerate(messages[turn + 1 :], turn + 1):  # some templates write a tool's answer into the turn
+        if message["role"] not in ("system", "user", "assistant"):
+            answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
+            if answer is None or (answer[0] < end and answer[1] > start):
+                return None
+    return start, end
+
+
+def _place_of(
+    messages: list[Message], index: int, marked: Message, text: str, text_of: Callable[..., str]
+) -> tuple[int, int] | None:
+    """The part of `text` whose place the mark takes when message `index` becomes `marked`; None: it cannot be told."""
+    try:
+        changed = text_of([*messages[:index], marked, *messages[index + 1 :]], generation_prompt=False)
+    except DataError:  # some templates want the tool calls
+        return None
+    before, mark, after = changed.partition(_MARK)
+    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+        return None
+    return len(before), len(text) - len(after)
 
 
 def _prefix_length(

@@ -8,8 +8,9 @@ from typing import Any
 
 import aiohttp
 
+from instep.data.sampling import note_request
 from instep.errors import EngineError, NoAnswerError
-from instep.rollout import runtime
+from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
@@ -32,6 +33,8 @@ async def post(
     Raises:
         EngineError: with the URL and the answer's own message.
     """
+    if admission.is_guarded(url):
+        note_request(payload.get("sampling_params", payload if "temperature" in payload else None))
     return await _ask("POST", url, max_retries, timeout, headers, json=payload)
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from instep.data.sampling import record_turn
 from instep.engines.wire import Completion
 from instep.errors import EngineError, RolloutError
 from instep.hooks import Hook
@@ -52,6 +53,7 @@ async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
+    record_turn(sample, params)
     out = await _complete(args, sample, params)
     sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
     sample.status = out.status

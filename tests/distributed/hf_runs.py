@@ -18,6 +18,7 @@ ARGS = SimpleNamespace(
     weight_decay=0.1,
     clip_grad=0.5,
     recompute_granularity=None,
+    vllm_max_model_len=None,
     no_save_optim=False,
 )
 LRS = [1e-3, 2e-3, 5e-4]

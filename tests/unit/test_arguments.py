@@ -104,14 +104,14 @@ def test_sft_shares_the_parser():
     )
     assert args.global_batch_size == 4 and args.run_dir == "runs/sft"
     assert args.rollout_function_path == "instep.rollout.sft_rollout.generate_rollout"
-    text = refusal("--n-samples-per-prompt 4 --eval-interval 2 --apply-chat-template --use-tis", command="sft")
+    text = refusal("--n-samples-per-prompt 4 --eval-interval 2 --apply-chat-template --use-tis", "--rm-type", "sft")
     for flag in ("--n-samples-per-prompt", "--eval-interval", "--apply-chat-template", "--use-tis"):
         assert f" {flag}: " in text
     more = "--critic-lr 1 --sapo-tau-pos 2 --eps-clip 2 --gamma 0.9 --disable-rewards-normalization"
-    text = refusal(more, command="sft")  # what acts on rewards and policies only, whatever the estimator
+    text = refusal(more, "--rm-type", "sft")  # what acts on rewards and policies only, whatever the estimator
     assert text.count("has no meaning for `instep sft`") == 5 and "5 things are wrong" in text
     assert "--disable-rewards-normalization" in text
-    assert "but sft trains sft_loss" in refusal("--loss-type policy_loss", command="sft")
+    assert "but sft trains sft_loss" in refusal("--loss-type policy_loss", "--rm-type", "sft")
 
 
 # ---- what is wrong on the command line itself ------------------------------------------------------------------------

@@ -213,10 +213,11 @@ def test_checking_a_file_imports_neither_torch_nor_transformers(tmp_path: Path):
     code = (
         "import sys; from instep.data.dataset import check_file, load_dataset\n"
         "from instep.data.rows import RowFormat; rows = RowFormat('prompt')\n"
-        f"assert check_file({path!r}, rows) == 2 == len(load_dataset({path!r}, rows))\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        f"print(check_file({path!r}, rows), len(load_dataset({path!r}, rows)))\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2 2\nset()\n"), done.stderr
 
 
 # --- the data source ----------------------------------------------------------------------------------------------

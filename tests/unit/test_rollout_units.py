@@ -106,6 +106,7 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0), done(1, 1)]], "mixed"),
         ([[done(None, 0)]], "missing"),  # type: ignore[arg-type]
         ([[[done(0, 0, execution_id="a"), done(0, 0, execution_id="b")]]], "several execution ids"),
+        ([[done(0, 0, execution_id="0")], [done(1, 1, execution_id="0")]], "'0' stands in two groups"),
         ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),

@@ -67,6 +67,13 @@ ALGORITHM = FlagGroup(
         Flag(
             "--eps-clip-c", Number(float, 1, above=True), None, "dual-clip constant, above 1; off if unset", whose="C"
         ),
+        Flag(
+            "--gspo-gradient",
+            default="token",
+            choices=("token", "sequence"),
+            help="of gspo where tokens have weights of their own (--use-tis, --use-rs): through each token's log-prob "
+            "(GSPO-token, verl), or through the ratio of the response, the same for all its tokens (slime, TRL)",
+        ),
         Flag("--sapo-tau-pos", POSITIVE, 1.0, "temperature of SAPO's gate where the advantage is positive"),
         Flag("--sapo-tau-neg", POSITIVE, 1.05, "the same where it is negative"),
         Flag("--kl-coef", FLOAT, 0.0, "weight of the KL to the reference in the reward", whose="VC"),

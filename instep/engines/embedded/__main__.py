@@ -38,17 +38,19 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
-    config = check_hf_checkpoint(args.model)
+    check_hf_checkpoint(args.model)
     import torch  # only now: these take seconds
     import transformers
 
     from instep.engines.embedded.model import Runner, load_model
     from instep.engines.embedded.scheduler import Scheduler
     from instep.engines.embedded.weights import LiveWeights
+    from instep.models.rope import context_length
 
     transformers.utils.logging.disable_progress_bar()
-    limit = args.max_model_len or config["max_position_embeddings"]
     trust = args.trust_remote_code
+    hf_config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=trust)
+    limit = context_length(hf_config, args.max_model_len)
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)

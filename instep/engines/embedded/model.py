@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 
 from instep.errors import CheckpointError
+from instep.models.rope import fix_rope
 from instep.processes import pulse
 
 
@@ -55,6 +56,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
             where=path,
             remedy="copy or download the checkpoint again",
         )
+    fix_rope(model, max_model_len)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ from instep.hooks import defined_at, load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
 from instep.rollout.rewards import text
+from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.pool import shared_pool
 from instep.types import Group, Sample, name_of, reward_of
 
@@ -162,7 +163,7 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
     if name == "gpqa":
         return text.gpqa(response, sample.label, sample.metadata or {})
     if name == "dapo":
-        return text.dapo(response, sample.label)
+        return dapo(response, sample.label)
     if name == "remote_rm":
         return await _remote(args, sample, response)
     if name == "deepscaler":
