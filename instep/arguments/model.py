@@ -83,7 +83,8 @@ MODEL = FlagGroup(
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def known_config(args: Settings) -> dict[str, Any]:

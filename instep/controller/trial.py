@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
@@ -44,7 +45,6 @@ NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
 NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
 GENERATE_SECONDS = 300.0
-DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 _HOOKS = (
     "custom_rm_path",
     "custom_generate_function_path",
