@@ -18,10 +18,10 @@ from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
-    FLOAT,
-    INT,
+    FRACTION,
+    GPUS,
+    INDEX,
     MOE,
-    POSITIVE,
     Flag,
     FlagGroup,
     Number,
@@ -35,8 +35,8 @@ from instep.models.shape import FAMILIES
 PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
     (
-        Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", whose="VSM"),
-        Flag("--pipeline-model-parallel-size", COUNT, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
+        Flag("--tensor-model-parallel-size", GPUS, 1, "ranks that share each layer (TP)", whose="VSM"),
+        Flag("--pipeline-model-parallel-size", GPUS, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
         switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
         switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
         Flag(
@@ -83,9 +83,9 @@ SHAPE = FlagGroup(
         Flag("--kv-channels", COUNT, None, "width of a head", whose="VSM"),
         Flag("--vocab-size", COUNT, None, "entries of the vocabulary", whose="VSM"),
         Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", whose="VSM"),
-        Flag("--norm-epsilon", POSITIVE, None, "epsilon of the norms", whose="VSM"),
-        Flag("--rotary-base", POSITIVE, None, "base of the rotary embedding", whose="VSM"),
-        Flag("--rotary-percent", POSITIVE, None, "part of a head that is rotated", whose="M"),
+        Flag("--norm-epsilon", Number(float, 0, 1, above=True), None, "epsilon of the norms", whose="VSM"),
+        Flag("--rotary-base", Number(float, 1, 1e12), None, "base of the rotary embedding", whose="VSM"),
+        Flag("--rotary-percent", Number(float, 0, 1, above=True), None, "part of a head that is rotated", whose="M"),
         Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", whose="M"),
         switch("--use-rotary-position-embeddings", "rotary embedding", "VSM"),
         switch("--swiglu", "gated MLP with SiLU", "VSM"),
@@ -188,6 +188,20 @@ _INSTEAD = {
 NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
 
+# Of the numbers that are handed to megatron-core. The other numbers of the table are not honoured.
+_RANGES = {
+    "--cpu-offloading-num-layers": INDEX,
+    "--embedding-init-method-std": FRACTION,
+    "--init-method-std": FRACTION,
+    "--min-offloaded-tensor-size": Number(int, 0, 2**40),
+    "--num-distributed-optimizer-instances": GPUS,
+    "--optimizer-offload-fraction": FRACTION,
+    "--suggested-communication-unit-size": Number(int, 1, 2**40),
+    "--wgrad-deferral-limit": INDEX,
+}
+_INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
+
+
 def _element(value: str) -> Any:
     """A whole number, else a float, else text."""
     for kind in (int, float):
@@ -202,14 +216,14 @@ def _element(value: str) -> Any:
 def megatron_table() -> tuple[Flag, ...]:
     """All flags of Megatron's command line (names, types, defaults, choices of core_v0.16.1) with instep's status."""
     rows = json.loads((Path(__file__).parent / "megatron_table.json").read_text(encoding="ascii"))["flags"]
-    types: dict[str, Any] = {"int": INT, "float": FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
+    types: dict[str, Any] = {"int": _INT, "float": _FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
     flags = []
     for row in rows:
         status, note, instead = _verdict(row["names"][0], bool(row.get("config")) and row["type"] in types)
         flags.append(
             Flag(
                 row["names"][0],
-                types.get(row["type"], _element),
+                _RANGES.get(row["names"][0], types.get(row["type"], _element)),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
                 nargs=row.get("nargs"),

@@ -82,9 +82,11 @@ class EngineFlag:
             return text
         if self.kind in ("int", "float"):
             try:
-                int(text) if self.kind == "int" else float(text)
+                number = int(text) if self.kind == "int" else float(text)
             except ValueError:
                 raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
+            if not abs(number) < 2**63:  # more, or no number at all
+                raise ValueError("must be a number of less than 2^63")
         elif self.kind == "size" and not _SIZE.fullmatch(text):
             raise ValueError("is neither a whole number nor one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):

@@ -40,7 +40,7 @@ def flags_markdown() -> str:
         lines += [f"## {group.title}", ""]
         if acting:
             lines += ["| flag | value | default | what it does | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), f.type_label, default_text(f), f.help, _origin(f)) for f in acting] + [""]
+            lines += [_row(_names(f), _value(f), default_text(f), f.help, _origin(f)) for f in acting] + [""]
         if others:
             lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
             lines += [_row(_names(f), f.status, f.note, f.instead, _origin(f)) for f in others] + [""]
@@ -56,12 +56,16 @@ def flags_markdown() -> str:
         "| flag | value | Megatron's default | status | why | instead |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_row(_names(f), f.type_label, default_text(f), f.status, f.note, f.instead) for f in megatron]
+    lines += [_row(_names(f), _value(f), default_text(f), f.status, f.note, f.instead) for f in megatron]
     return "\n".join(lines) + "\n"
 
 
 def _names(flag: Flag) -> str:
     return " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
+
+
+def _value(flag: Flag) -> str:
+    return f"{flag.type_label}, {flag.range}" if flag.status == "acts" and flag.range else flag.type_label
 
 
 def _origin(flag: Flag) -> str:

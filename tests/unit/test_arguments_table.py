@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import math
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from instep.arguments import parse
 from instep.arguments.all_flags import GROUPS, find, own_flags, passed_through
+from instep.arguments.flag import COUNT, Number, size
 from instep.arguments.megatron import megatron_table
 from scripts.docs.args_stub import stub
 from scripts.docs.arguments import flags_markdown
@@ -148,6 +150,27 @@ def test_records_are_well_formed():
                 assert flag.default in flag.choices, flag.name
 
 
+def test_every_number_has_a_range_and_a_default_within_it():
+    """Both ends are finite, a value beyond either is refused with the range, and the document prints it."""
+    acting = {f.name: f for f in (*own_flags().values(), *passed_through().values()) if f.status == "acts"}
+    ranges = {name: COUNT if flag.type is size else flag.type for name, flag in acting.items()}
+    numbers = {name: number for name, number in ranges.items() if isinstance(number, Number)}
+    untyped = [f.name for f in acting.values() if isinstance(f.default, int | float) and not f.is_switch]
+    assert len(numbers) > 110 and set(untyped) <= set(numbers)
+    documented = flags_markdown()
+    for name, number in numbers.items():
+        assert -math.inf < number.low <= number.high < math.inf, name
+        default = acting[name].default
+        for value in () if default is None else default if isinstance(default, list) else (default,):
+            number.check(value)
+        beyond = [number.low - 1, number.high * 1.5 + 1] + [number.low] * number.above
+        for value in (str(number.kind(v)) for v in beyond):
+            with pytest.raises(ValueError, match="must be (above|at least) .* and at most|whole number"):
+                acting[name].convert(value)
+        row = next(line for line in documented.splitlines() if line.startswith(f"| `{name}`"))
+        assert number.range in row, name
+
+
 def test_instead_names_flags_that_exist():
     for flag in [*own_flags().values(), *megatron_table()]:
         for word in flag.instead.replace(",", " ").split():
@@ -209,10 +232,3 @@ def test_mypy_knows_the_attributes_of_arguments(tmp_path):
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "code.py")]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
     assert [line.split(":")[1] for line in text.splitlines() if ": error: " in line] == ["3", "4", "5"], text
-
-
-def test_built_in_rewards_are_those_of_the_rollout():
-    from instep.arguments.reward import BUILT_IN
-    from instep.rollout.rewards import dispatch
-
-    assert BUILT_IN == dispatch.RULES
