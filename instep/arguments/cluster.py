@@ -102,7 +102,8 @@ CLUSTER = FlagGroup(
             instead="--device cuda or --device cpu",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
-        *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),
+        *later(ASYNC, "C", "--update-weights-interval", neutral=("1",)),
+        *later(ASYNC, "C", "--keep-old-actor"),
         *refused(
             "the engines of every run are watched",
             "C",

@@ -66,7 +66,7 @@ DATA = FlagGroup(
             "--loss-mask-type",
             default="qwen",
             choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-            help="how sft finds the assistant's turns in the chat template",
+            help="accepted for slime's scripts, without effect: the chat template shows the assistant's turns",
             whose="C",
         ),
         *later("images and audio come later", "C", "--multimodal-keys"),
@@ -245,4 +245,10 @@ def prompt_file(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield from data_file(args.prompt_data, "--prompt-data")
 
 
-RULES = (missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)
+def mask_type(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if "loss_mask_type" in given:
+        what = "has no effect: the chat template shows the assistant's turns"
+        yield Problem(what, "--loss-mask-type", refused=False)
+
+
+RULES = (mask_type, missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)

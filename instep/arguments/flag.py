@@ -164,6 +164,7 @@ class Flag:
         append: each use adds one value to a list.
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
+        neutral: values of a flag that does not act which are accepted, because they ask for what instep does anyway.
         whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
             line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
         secret: never printed, saved or shown to hooks.
@@ -182,6 +183,7 @@ class Flag:
     status: FlagStatus = "acts"
     note: str = ""
     instead: str = ""
+    neutral: tuple[str, ...] = ()
     whose: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
@@ -234,9 +236,9 @@ def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
     return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
 
 
-def later(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:
     """Flags that are known and come later, for one common reason."""
-    return tuple(Flag(n, status="later", note=note, instead=instead, whose=whose) for n in names)
+    return tuple(Flag(n, status="later", note=note, instead=instead, neutral=neutral, whose=whose) for n in names)
 
 
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:

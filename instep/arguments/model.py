@@ -61,10 +61,10 @@ MODEL = FlagGroup(
         *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
         *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
         *later("own model builders come later", "C", "--custom-model-provider-path"),
+        *later(SYNC_WAYS, "C", "--update-weight-mode", instead="--sync-way shm or --sync-way disk", neutral=("full",)),
         *later(
             SYNC_WAYS,
             "C",
-            "--update-weight-mode",
             "--update-weight-transport",
             "--update-weight-disk-dir",
             "--update-weight-disk-keep-files",

@@ -76,6 +76,8 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
     if flag is None:
         _reject(result, unknown(name, values[0] if values else "", command))
         return
+    if " ".join(values) in flag.neutral:
+        return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
         remedy = remedy_of(flag, command)
