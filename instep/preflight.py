@@ -30,6 +30,16 @@ def check_inputs(args: Settings) -> None:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing found wrong.
     """
+    try:
+        _check_inputs(args)
+    except OSError as error:  # a name that is too long, a disk that does not answer
+        path = str(error.filename or "")[-200:]
+        raise ConfigError(
+            f"cannot be read: {error.strerror or error}", where=path, remedy="name another file"
+        ) from error
+
+
+def _check_inputs(args: Settings) -> None:
     defaults = {flag.attribute: flag.default for flag in own_flags().values()}
     own_source = args.data_source_path != defaults["data_source_path"]
     if args.prompt_data is not None and args.rollout_global_dataset and not own_source:

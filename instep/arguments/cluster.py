@@ -247,7 +247,7 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The plan of ranks and engines must be possible, and weights must reach every engine."""
-    ranks = max(args.world_size + num_critic_gpus(args), args.rollout_num_gpus, args.topology_num_gpus)
+    ranks = args.world_size + num_critic_gpus(args) + max(args.rollout_num_gpus, args.topology_num_gpus)
     if ranks > GPUS.high:  # the plan has an entry for each
         yield Problem(f"{ranks} ranks or GPUs, but at most {GPUS.high} are planned", "the cluster", "lower the numbers")
         return

@@ -103,9 +103,7 @@ def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
             what = "compares answers with labels, and no column of labels is named"
             yield Problem(what, f"{where} {rule}", f"give --{kind}label-key")
         if grader_of(rule) == "dapo" and key not in ("score", "acc"):
-            what = "its reward has the entries score and acc, and " + (
-                "neither is named" if key is None else f"no {key}"
-            )
+            what = f"the entries of its reward are score and acc, {'none is named' if key is None else f'not {key}'}"
             yield Problem(what, f"{where} {rule}", f"give --{kind}reward-key score")
 
 

@@ -157,9 +157,8 @@ def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:
     size = known_config(args).get("vocab_size")
     for token in args.rollout_stop_token_ids or ():
         if isinstance(size, int) and token >= size:
-            yield Problem(
-                f"the model has {size} tokens and no {token}", "--rollout-stop-token-ids", "name ids below it"
-            )
+            what = f"the model has {size} tokens and no {token}"
+            yield Problem(what, "--rollout-stop-token-ids", f"name ids below {size}")
 
 
 def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:

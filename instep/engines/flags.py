@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.atomic import write_text
+from instep.documents import parse_json
 from instep.errors import EngineError, writing
 
 if TYPE_CHECKING:
@@ -91,10 +92,7 @@ class EngineFlag:
             raise ValueError("is neither a whole number nor one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
-            try:
-                json.loads(plain)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"is not JSON ({error})") from None
+            parse_json(plain)
         if self.choices and text not in self.choices:
             raise ValueError(f"is none of {', '.join(self.choices)}")
         return text
