@@ -78,10 +78,15 @@ def test_no_flag_of_megatron_is_left_out_above():
     assert {f.name for group in (PARALLEL, SHAPE) for f in group.flags if f.status == "acts"} <= tried
 
 
-# Flags of --load, --save and the reference act in the controller and the workers, whatever the backend.
-def test_flags_of_the_model_are_the_same_for_both_backends():
-    of_both = {f.name for f in MODEL.flags if f.status == "acts"} - {"--train-backend"}
-    assert len(of_both) == 13, "a new flag of the model: does it act with hf, too?"
+OF_BOTH = """
+--hf-checkpoint --trust-remote-code --load --save --save-interval --ref-load --ckpt-step --save-hf --no-save-optim
+--no-load-optim --finetune --ref-ckpt-step --start-rollout-id --ckpt-format
+"""
+
+
+def test_flags_of_the_model_act_in_the_controller_and_the_workers_of_both_backends():
+    acting = {f.name for f in MODEL.flags if f.status == "acts"} - {"--train-backend"}
+    assert acting == set(OF_BOTH.split()), "does a new flag of the model act with hf, too?"
 
 
 FILES = [  # more keys of config.json, flags, what is wrong with them

@@ -240,6 +240,7 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "n_samples_per_prompt": 2,
         "buffer_filter_path": None,
         "rm_type": None,
+        "trust_remote_code": False,
         "custom_rm_path": None,
         "custom_generate_function_path": None,
         "rollout_sample_hook_path": [],
