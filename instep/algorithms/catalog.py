@@ -153,6 +153,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("ppo", "PPO", "1707.06347", _GAE, _PPO_CLIP),
     )
 }
+DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
 DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
 # The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.

@@ -60,10 +60,10 @@ MODEL = FlagGroup(
         *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
         *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
         *later("own model builders come later", "C", "--custom-model-provider-path"),
+        *later(SYNC_WAYS, "C", "--update-weight-mode", instead="--sync-way shm or --sync-way disk", neutral=("full",)),
         *later(
             SYNC_WAYS,
             "C",
-            "--update-weight-mode",
             "--update-weight-transport",
             "--update-weight-disk-dir",
             "--update-weight-disk-keep-files",
@@ -82,7 +82,8 @@ MODEL = FlagGroup(
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def known_config(args: Settings) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class Scan:
     meant: set[str] = field(default_factory=set)
 
 
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 200 else value[:200] + "...")
+
+
 def is_flag(token: str) -> bool:
     """Whether a token starts a flag; negative numbers do not."""
     return bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
@@ -58,7 +62,7 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
 
 
 def _stray(token: str) -> Problem:
-    return Problem(f"'{token}' belongs to no flag", "the command line", "quote values that contain blanks")
+    return Problem(f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks")
 
 
 def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
@@ -71,6 +75,8 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
     flag = find(name)
     if flag is None:
         _reject(result, unknown(name, values[0] if values else "", command))
+        return
+    if " ".join(values) in flag.neutral:
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
@@ -87,7 +93,7 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
 def _store(result: Scan, flag: Flag, values: list[str]) -> None:
     if flag.is_switch:
         if values:
-            raise ValueError(f"takes no value, but got '{values[0]}'")
+            raise ValueError(f"takes no value, but got {_shown(values[0])}")
         result.given[flag.attribute] = flag.constant
         return
     if not values and flag.nargs != "*":
@@ -97,7 +103,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         try:
             converted.append(flag.convert(value))
         except ValueError as error:
-            raise ValueError(f"{'its value' if flag.secret else repr(value)} {error}") from None
+            raise ValueError(f"{'its value' if flag.secret else _shown(value)} {error}") from None
     if flag.append:
         result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
     else:

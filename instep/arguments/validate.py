@@ -45,6 +45,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     *distillation.RESOLVERS,
     *data.RESOLVERS,
     *rollout.RESOLVERS,
+    *megatron.RESOLVERS,
     *evaluation.RESOLVERS,
 )
 # `instep plan` asks only where things go.

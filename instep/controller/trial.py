@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments import RUNTIME_ATTRIBUTES
-from instep.arguments.rollout import DEFAULT_ROLLOUT
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.hooks import Hook

@@ -41,7 +41,7 @@ def render(
             add_generation_prompt=generation_prompt,
             **(template_kwargs or {}),
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(
             f"the chat template refuses the messages (roles {roles}): {error}",

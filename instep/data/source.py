@@ -8,9 +8,8 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
-from instep.algorithms.catalog import DPO_ROLLOUT, SFT_ROLLOUT
 from instep.data.dataset import Dataset, load_dataset
-from instep.data.rows import RowFormat
+from instep.data.formats import row_format
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
@@ -202,14 +201,6 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
     taken = buffer[:num_groups]
     del buffer[:num_groups]
     return taken
-
-
-def row_format(args: Settings) -> RowFormat:
-    """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
-    function = args.rollout_function_path
-    pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
-    conversation = function == SFT_ROLLOUT
-    return RowFormat(args.input_key, args.label_key, args.metadata_key, args.tool_key, conversation, pair_keys)
 
 
 def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:

@@ -103,7 +103,7 @@ DATA = {
     "--prompt-data {bad}/text.parquet": "not a parquet file|{bad}/text.parquet",
     "--prompt-data {tiny}/train.jsonl@[100:200]": "no row|train.jsonl@[100:200]",
     "--prompt-data {tiny}/train.jsonl@[x:3]": "no slice|FILE@[a:b]",
-    "--prompt-data {bad}/bad_json.jsonl": "not a JSON object|column 12|bad_json.jsonl, line 3|--skip-bad-rows",
+    "--prompt-data {bad}/bad_json.jsonl": "not JSON|column 12|bad_json.jsonl, line 3|--skip-bad-rows",
     "--prompt-data {bad}/a_list.jsonl": "must be a JSON object, not list|a_list.jsonl, line 6|--skip-bad-rows",
     "--prompt-data {bad}/no_prompt.jsonl": "no 'prompt'|no_prompt.jsonl, line 4|--input-key|label, question",
     "--prompt-data {bad}/no_label.jsonl": "no 'label'|no_label.jsonl, line 5|--label-key|has prompt",
@@ -276,7 +276,7 @@ def test_skipped_rows_and_prompts_are_counted_for_the_user(bad, tiny, tmp_path):
     more = ["--prompt-data", str(bad / "mixed.jsonl"), "--skip-bad-rows", "--num-rollout", "1"]
     done = run(grpo_arguments(tiny, tmp_path, *more), timeout=90)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "mixed.jsonl: skipped 1 bad rows; the first: DataError: not a JSON object" in done.stderr
+    assert "mixed.jsonl: skipped 1 bad rows; the first: DataError: the row is not JSON" in done.stderr
     assert "mixed.jsonl, line 3" in done.stderr
     assert "mixed.jsonl: skipped 1 prompts of more than 127 tokens" in done.stderr  # its context of 128 is the limit
 

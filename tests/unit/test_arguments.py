@@ -127,7 +127,7 @@ SPELLING = [
     ("--lr nan", "--lr", "'nan' is not a finite number"),
     ("--lr -1", "--lr", "'-1' must be at least 0"),
     ("--num-steps-per-rollout 1.5", "--num-steps-per-rollout", "'1.5' is not a whole number"),
-    ("--rollout-temperature 0", "--rollout-temperature", "'0' must be above 0"),
+    ("--rollout-temperature 0", "--rollout-temperature", "'0' must be at least 0.01 and at most 100"),
     ("--rollout-top-p 1.5", "--rollout-top-p", "must be above 0 and at most 1"),
     ("--eps-clip-c 1", "--eps-clip-c", "'1' must be above 1"),
     ("--vllm-max-model-len auto", "--vllm-max-model-len", "is neither a whole number nor one like 2k"),

@@ -138,7 +138,7 @@ def test_no_chat_template_is_refused_before_the_file_is_read(tokenizer: PreTrain
 
 
 BAD_ROWS = [
-    ('{"prompt": "x", ', "not a JSON object"),
+    ('{"prompt": "x", ', "the row is not JSON: Expecting property name enclosed in double quotes at column 16"),
     ("[1, 2]", "must be a JSON object, not list"),
     ({"label": "1"}, "has no 'prompt'"),
     ({"prompt": "x"}, "has no 'label'"),
@@ -240,6 +240,10 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "rollout_seed": 42,
         "n_samples_per_prompt": 2,
         "buffer_filter_path": None,
+        "rm_type": None,
+        "custom_rm_path": None,
+        "custom_generate_function_path": None,
+        "rollout_sample_hook_path": [],
         "rollout_function_path": "instep.rollout.vllm_rollout.generate_rollout",
         "hf_checkpoint": None,
     }

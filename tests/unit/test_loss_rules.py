@@ -19,7 +19,8 @@ def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
     make_prompts(tmp_path / "train.jsonl", 8)
     line = f"--hf-checkpoint {tmp_path}/hf --prompt-data {tmp_path}/train.jsonl --rollout-batch-size 4 --num-rollout 3 "
-    line += "--rm-type math --actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
+    line += "--rm-type math --label-key label "
+    line += "--actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
     return line.split()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from instep.algorithms.catalog import listed, names_where
+from instep.algorithms.catalog import DEFAULT_ROLLOUT, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given, only_with
 from instep.arguments.concern import Settings
-from instep.arguments.rollout import DEFAULT_ROLLOUT
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
