@@ -219,11 +219,11 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
         where = flag if args.eval_config is None else f"{flag}, data set {dataset.name}"
         if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
-        for key, number in _RANGES.items():
+        for key, bounds in _RANGES.items():
             value = getattr(dataset, key)
-            if value is not None and isinstance(number, Number):
+            if value is not None and isinstance(bounds, Number):
                 try:
-                    number.check(value)
+                    bounds.check(value)
                 except ValueError as error:
                     yield Problem(f"{key}: {value} {error}", where, "use a value in its range")
         if dataset.top_k == 0:

@@ -21,7 +21,7 @@ def row_format(args: Settings) -> RowFormat:
     return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, (args.rm_type or "") if graded else None)
 
 
-def eval_row_format(args: HookSettings, dataset: EvalDataset) -> RowFormat:
+def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowFormat:
     """The format of the rows of a data set of the evaluation."""
     keys = (dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)
     function = args.eval_function_path or args.rollout_function_path
