@@ -40,10 +40,10 @@ class Listener:
     port: int = 0
     path: str = ""
 
-    def ask(self, route: str, **headers: str) -> int | None:
+    def ask(self, route: str, timeout: float = 3.0, **headers: str) -> int | None:
         """The HTTP status that answers a request without a key; None if this is no HTTP server."""
         method, path = route.split()
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=3)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout)
         try:
             connection.request(method, path, "{}" if method == "POST" else None, headers)
             return connection.getresponse().status
