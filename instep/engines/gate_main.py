@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.processes import follow_parent
@@ -17,7 +18,7 @@ from instep.processes import follow_parent
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
-_NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length"}
+_NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
 
 
 class Gate:
@@ -39,12 +40,16 @@ class Gate:
             return _error(*refusal)
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
         headers.append(("Authorization", f"Bearer {self.key}"))
-        url, body = self.to + request.path_qs, await request.read()
+        query = request.rel_url.raw_query_string
+        url = URL(self.to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
+        body = await request.read()  # decoded, if it came compressed
         try:
             async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
                 return await _pass_on(request, answer)
         except aiohttp.ClientError as error:
             return _error(503, f"no engine answers: {error}")
+        except UnicodeEncodeError:
+            return _error(400, "a header is no text")
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

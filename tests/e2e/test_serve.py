@@ -178,10 +178,10 @@ def test_random_requests(served):
     if "vllm" in served.text:
         pytest.skip("of the embedded engine")
     before = served.ask(temperature=0).choices[0].message.content
-    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION)
+    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION, headers={"Authorization": f"Bearer {served.key}"})
     assert served.ask(temperature=0).choices[0].message.content == before
-    for index in (0, 1):
-        assert "Traceback" not in (served.run_dir / "logs" / f"engine-{index}.log").read_text()
+    for name in ("engine-0", "engine-1", "gate"):
+        assert "Traceback" not in (served.run_dir / "logs" / f"{name}.log").read_text()
     assert "died" not in served.text
 
 
