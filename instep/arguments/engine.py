@@ -1,6 +1,6 @@
 """The flags of engines and of the weight sync."""
 
-from instep.arguments.flag import BATCH, GPUS, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
+from instep.arguments.flag import BATCH, GPUS, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size, switch
 from instep.engines.kind import AUTO, kind_names
 from instep.weights.way import WAYS
 
@@ -84,6 +84,12 @@ ENGINE = FlagGroup(
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
             whose="C",
+        ),
+        switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
+        Flag(
+            "--api-key-file",
+            help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
+            "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",
         ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
         *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),

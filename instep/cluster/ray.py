@@ -25,6 +25,7 @@ from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import HOST_SECONDS, POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
+from instep.engines import keys
 from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
@@ -93,7 +94,7 @@ class RayCluster:
                 name = f"{spec.name} node {rank}" if rank else spec.name
                 log, threads = self._log_dir / log_name(spec, rank), args.num_threads or host.info.num_cpus
                 env = {**self._env, **kind.environment(args, spec, at, host.info.address, threads)}
-                env |= self._devices([slot.gpu for slot in slots], slots[0].node)
+                env |= keys.server_environment(args) | self._devices([slot.gpu for slot in slots], slots[0].node)
                 words = kind.command(args, spec, at, rank)
                 host.add(name, log, parts)
                 parts[-1].pid = host.ask("start_engine", name, words, str(log), env, args.heartbeat_timeout)

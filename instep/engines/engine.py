@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from instep.engines import keys
 from instep.engines.capabilities import Capabilities
 from instep.engines.http import open_directly
 from instep.engines.kind import EngineKind, all_kinds
@@ -261,4 +262,7 @@ class EngineRefusal(EngineError):
 def external_engines(args: Settings) -> list[Engine]:
     """The engines of `--rollout-external-engine-addrs`; their kind is asked for when they are ready (`identify`)."""
     addresses = args.rollout_external_engine_addrs or ()
-    return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
+    engines = [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
+    for engine in engines:
+        keys.know(engine.url, keys.given_key(args))
+    return engines

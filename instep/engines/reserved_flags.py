@@ -38,7 +38,7 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
             _ADDRESS,
             "",
         ),
-        ("api_key", _SECRET, ""),
+        ("api_key", _SECRET, "--api-key-file"),
         ("hf_token", _SECRET, "the environment variable HF_TOKEN"),
         ("seed", "each sample has a seed of its own", "--seed"),
         ("logprobs_mode", "the trainer needs the log-probs of the distribution that was sampled from", ""),
@@ -69,7 +69,7 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ),
         ("enable_igw", "each model has a router of its own", "--vllm-config"),
         ("prometheus_host prometheus_port", "instep chooses the ports", ""),
-        ("api_key", _SECRET, ""),
+        ("api_key", _SECRET, "--api-key-file"),
     ),
 }
 

@@ -38,6 +38,7 @@ _DEFAULTS = {
     "health_failure_threshold": ["2"],
     "health_success_threshold": ["1"],
     "log_level": ["warning"],
+    "cors_allowed_origins": ["http://127.0.0.1"],  # none would mean all
 }
 
 

@@ -345,10 +345,13 @@ def test_serve_takes_the_flags_of_engines_and_no_other(monkeypatch):
     plan = make_plan(args)
     assert not plan.actor and plan.engines == ((Slot(0, 0),), (Slot(0, 1),))  # no trainer takes a place
     assert parse(["--hf-checkpoint", "model", "--vllm-block-size", "16"], "serve").rollout_backend == "vllm"
+    os.close(os.open("key", os.O_CREAT | os.O_WRONLY, 0o600))
+    Path("key").write_text("secret")
     for extra, wanted in (
         ("--lr 1e-3", "--lr"),
         ("--swiglu", "--swiglu"),
         ("--cluster ray", "--cluster"),
+        ("--no-api-key --api-key-file key", "--api-key-file and --no-api-key"),
         ("--port 9000 --vllm-router-ip 127.0.0.1 --vllm-router-port 80", "--port and --vllm-router-ip"),
     ):
         with pytest.raises(ConfigError) as caught:

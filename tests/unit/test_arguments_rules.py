@@ -105,6 +105,8 @@ CONTRADICTIONS = [
         "would be of the old ones\n  where:  --pause-mode keep with prefill and decode engines",
     ),
     ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
+    ("--api-key-file nowhere", "", "no engine, router or teacher of somebody else's is named"),
+    ("--rollout-external-engine-addrs 127.0.0.1:80 --api-key-file nowhere", "", "cannot be read: No such file"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
     ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.engines.guard import Guard
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
 
@@ -34,6 +35,10 @@ def parse_args() -> argparse.Namespace:
     args = p.parse_args()
     if args.max_num_seqs < 1 or (args.max_model_len or 1) < 1:
         refuse("--max-model-len and --max-num-seqs must be at least 1")
+    try:
+        Guard.from_environment()  # the server needs it later
+    except ValueError as error:
+        refuse(str(error))
     return args
 
 
