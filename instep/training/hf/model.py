@@ -65,7 +65,7 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise ConfigError(
         f"{name} cannot be trained packed: {why}",
         where="train backend hf",
-        remedy="use a decoder-only model with plain causal attention (Qwen2/3, Llama, ...; docs/engines.md lists those "
+        remedy="use a decoder-only model with plain causal attention (Qwen2/3, Llama, ...; docs/models.md lists those "
         "that were tried)",
     ) from cause
 
