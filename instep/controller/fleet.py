@@ -192,8 +192,10 @@ class Fleet:
         with self._lock:
             if self._fault is not None:
                 raise self._fault
-            for helper in (*self.routers.values(), *self.gates.values()):
-                helper.check_alive()
+            for router in self.routers.values():
+                router.check_alive()
+            for gate in self.gates.values():
+                gate.check_alive()
             for engine in self.engines:
                 if not self._ready:
                     engine.check_alive()

@@ -65,8 +65,8 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise ConfigError(
         f"{name} cannot be trained packed: {why}",
         where="train backend hf",
-        remedy="use a decoder-only model with plain causal attention, such as Qwen2, Qwen3 or Llama; docs/models.md "
-        "lists those that were tried",
+        remedy="use a decoder-only model with plain causal attention (Qwen2/3, Llama, ...; docs/models.md lists those "
+        "that were tried)",
     ) from cause
 
 
