@@ -35,13 +35,16 @@ def check_reward_nonzero_std(args: HookSettings, group: Any) -> FilterOutput:
     return FilterOutput(keep, None if keep else f"zero_std_{means[0]:.1f}")
 
 
-async def verdict_of(hook: Hook, args: HookSettings, group: Group) -> FilterOutput:
+async def verdict_of(hook: Hook, args: HookSettings, group: Group, where: str = "") -> FilterOutput:
     """Ask a filter about a group.
+
+    Args:
+        where: the name of the group in errors; default: its number.
 
     Raises:
         RolloutError: it raised, or returned neither a bool nor an object with `keep` and `reason`.
     """
-    where = f"group {group[0].group_index}"
+    where = where or f"group {group[0].group_index}"
     output, name = await hook.acall(args, group, where=where), hook.path.rpartition(".")[2]
     if isinstance(output, bool):
         return FilterOutput(output, None if output else name)
