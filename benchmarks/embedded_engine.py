@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from instep.processes import OPENMP_ENV
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,6 +92,7 @@ def engine(path: Path, device: str, threads: int) -> Iterator[str]:
     environment = (
         os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": str(threads)} | OPENMP_ENV
     )
+    environment |= {KEY_VARIABLE: "benchmark", GENERATE_VARIABLE: EVERYONE}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import faulthandler
 import os
 import signal
@@ -16,7 +17,19 @@ from instep import __version__
 from instep.errors import ConfigError, InstepError
 from instep.private import private_files
 
-LATER = {"train-async": "asynchronous training", "convert": "the conversion of checkpoints"}
+# Commands of slime that are not there: why, and what to do.
+MISSING = {
+    "train-async": (
+        "asynchronous training comes later: rollouts and steps take turns",
+        "run `instep train` with the same flags; --partial-rollout continues what a rollout leaves unfinished",
+    ),
+    "convert": (
+        "no conversion is needed: --hf-checkpoint, --load and --ref-load take Hugging Face folders, --save-hf writes "
+        "them",
+        "convert a checkpoint of another framework with a tool of that framework, to a Hugging Face folder",
+    ),
+}
+COMMANDS = ("train", "sft", "dpo", "serve", "plan", "report", "samples", "doctor")
 
 HELP = """\
 usage: instep COMMAND ...
@@ -32,7 +45,7 @@ usage: instep COMMAND ...
 
 `instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train, sft
 or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
-These come later: """ + ", ".join(LATER)
+docs/quick_start.md goes from a clone to a task of your own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,10 +87,13 @@ def _run(words: list[str]) -> int:
         from instep.doctor.command import main as doctor
 
         return doctor(rest)
-    elif command in LATER:
-        raise ConfigError(f"{LATER[command]} comes later", where=f"instep {command}", remedy="see `instep --help`")
+    elif command in MISSING:
+        what, remedy = MISSING[command]
+        raise ConfigError(what, where=f"instep {command}", remedy=remedy)
     else:
-        raise ConfigError(f"unknown command '{command}'", where="instep", remedy="see `instep --help`")
+        like = difflib.get_close_matches(command, COMMANDS, n=1)
+        remedy = f"did you mean `instep {like[0]}`?" if like else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command '{command}'", where="instep", remedy=remedy)
     return 0
 
 

@@ -112,18 +112,18 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             raise ConfigError(
                 f"module {module_name!r} imports {missing!r}, which is not installed",
                 where=f"hook {dotted_path}",
-                remedy=f"install {missing!r} or mend the import",
+                remedy=f"install {missing!r} or leave the import out",
             ) from error
         raise ConfigError(
             f"module {missing!r} not found",
             where=f"hook {dotted_path}",
-            remedy="put its folder on PYTHONPATH, or mend the path",
+            remedy="put its folder on PYTHONPATH, or start instep in it; the path is package.module.function",
         ) from error
     except Exception as error:  # the border to a user's code: whatever it raises is named here
         raise ConfigError(
             f"importing {module_name!r} raised {type(error).__name__}: {error}",
             where=f"hook {dotted_path}, {raised_at(error)}",
-            remedy="mend the module",
+            remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
         ) from error
     found = getattr(module, name, None)
     if found is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 LOOK_SECONDS = 0.5  # between two looks at the states of a family
-FAMILY_SECONDS = 4.0  # between two looks at who belongs to it, which cost more
+FAMILY_SECONDS = 2.0  # between two looks at who belongs to it, which cost more
 
 
 def state_and_cpu_ticks(pid: int) -> tuple[str, int]:

@@ -16,8 +16,7 @@ from instep.checkpoints.folders import critic_folder, find_checkpoint, read_stat
 from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
-from instep.data.rows import RowFormat
-from instep.data.source import row_format
+from instep.data.formats import eval_row_format, row_format
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 
@@ -31,6 +30,16 @@ def check_inputs(args: Settings) -> None:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing found wrong.
     """
+    try:
+        _check_inputs(args)
+    except OSError as error:  # a name that is too long, a disk that does not answer
+        path = str(error.filename or "")[-200:]
+        raise ConfigError(
+            f"cannot be read: {error.strerror or error}", where=path, remedy="name another file"
+        ) from error
+
+
+def _check_inputs(args: Settings) -> None:
     defaults = {flag.attribute: flag.default for flag in own_flags().values()}
     own_source = args.data_source_path != defaults["data_source_path"]
     if args.prompt_data is not None and args.rollout_global_dataset and not own_source:
@@ -88,8 +97,7 @@ def _check_checkpoints(args: Settings) -> None:
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:
     flag, other = ("--eval-prompt-data", "--eval-{}-key") if args.eval_config is None else ("--eval-config", "{}_key")
     try:
-        rows = RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)
-        check_file(dataset.path, rows, skip_bad_rows=args.skip_bad_rows)
+        check_file(dataset.path, eval_row_format(args, dataset), skip_bad_rows=args.skip_bad_rows)
     except InstepError as error:
         remedy = error.remedy
         for key in ("input", "label"):

@@ -236,7 +236,8 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
     """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
 
     Args:
-        partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is.
+        partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is, and
+            ends when that one has ended.
         own_pulse: heartbeats stop when the thread that works no longer calls `pulse`.
     """
     global _pulse
@@ -289,10 +290,14 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
 
 
 def _beats(partner: socket.socket) -> bool:
+    """Whether the partner has sent a beat since the last look; this process ends with it."""
     try:
-        return bool(partner.recv(1 << 16, socket.MSG_DONTWAIT))
+        if partner.recv(1 << 16, socket.MSG_DONTWAIT):
+            return True
     except BlockingIOError:
         return False
+    print(f"process {os.getpid()}: the process at the other end of its pipe has ended", flush=True)
+    os._exit(1)
 
 
 def _beat(line: socket.socket) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from instep.cluster.launch import make_cluster
 from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
+from instep.engines import keys
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.ports import port_is_free
@@ -93,13 +94,18 @@ def describe(args: Settings, fleet: Fleet, logs: Path) -> tuple[Table, str]:
                 what = f"{engine.kind.name} {engine.capabilities.version}".rstrip()
                 role = "" if engine.role == "regular" else f"{engine.role}, "
                 table.add_row(f"  {engine.name}", f"{role}{what} on {args.device}, {engine.url}")
+    open_to_all = "none: anybody on this host may generate (--no-api-key)"
+    key = open_to_all if args.no_api_key else args.api_key_file or str(logs.parent / keys.KEY_FILE)
+    table.add_row("key", key)
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
     messages = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": path, "messages": messages, "max_tokens": 32})
+    header = "" if args.no_api_key else f'-H "Authorization: Bearer $(cat {shlex.quote(key)})" '
+    python = '"-"' if args.no_api_key else f'open("{key}").read().strip()'
     return table, (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
-        f'python: openai.OpenAI(base_url="{url}/v1", api_key="-").chat.completions.create('
+        f"curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+        f'python: openai.OpenAI(base_url="{url}/v1", api_key={python}).chat.completions.create('
         f'model="{path}", messages={json.dumps(messages)}, max_tokens=32)\n'
         "Ctrl-C ends it."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,6 +39,8 @@ class VersionSpan:
 
 
 _Status = Status  # `Sample.Status` below hides the name inside the class
+# What an engine's finish reason makes of a sample's status.
+_ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED}
 
 
 @dataclass
@@ -54,7 +56,6 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     execution_id: str | None = None  # one run of a generate function; fan-out siblings share it
-    attempt: int = 0
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
@@ -65,7 +66,8 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
-    sampling_params: dict[str, Any] = field(default_factory=dict)  # as sent to the engine
+    sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
+    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # each other distribution that was sampled from
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched
@@ -75,7 +77,7 @@ class Sample:
     non_generation_time: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
-    # Older spellings of `status` in slime and vime.
+    # Older spellings of `status` and `execution_id` in slime and vime.
     @property
     def truncated(self) -> bool:
         return self.status is Status.TRUNCATED
@@ -99,48 +101,71 @@ class Sample:
             self.status = Status.COMPLETED
 
     @property
+    def rollout_id(self) -> str | None:
+        return self.execution_id
+
+    @rollout_id.setter
+    def rollout_id(self, value: Any) -> None:
+        self.execution_id = None if value is None else str(value)
+
+    @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
+    @property
+    def effective_response_length(self) -> int:
+        """The number of response tokens that the loss mask keeps."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward; of a dict the entry `args.reward_key`, where that is set."""
+        return self.reward[args.reward_key] if args.reward_key and isinstance(self.reward, dict) else self.reward
+
     def append_response_tokens(
         self,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
+        tokens_or_args: Any = None,
+        log_probs: Iterable[float] | None = None,
         *,
+        tokens: Iterable[int] | None = None,
         trainable: bool = True,
         weight_versions: Sequence[VersionSpan] = (),
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
         """Append response tokens and keep ids, mask, log-probs and versions aligned.
 
-        Tokens of a tool or an environment are `trainable=False`: their mask and their log-prob are 0. The positions in
-        `weight_versions` count from the first token of this call.
+        Tokens of a tool or an environment are `trainable=False`: their mask and their log-prob are 0.
+
+        Args:
+            tokens_or_args: the token ids. Functions written for slime give `args` here, which is not read, and the ids
+                by the keyword `tokens`.
+            weight_versions: positions count from the first token of this call.
+            meta_info: what the engine said of these tokens: `weight_version`, and `finish_reason` ("stop", "length" or
+                "abort", or a dict with that as its `type`), which sets the status if `update_terminal_info`.
+            text: is appended to `response`.
 
         Raises:
             ValueError: log-probs missing for one part and present for another, or lengths that differ.
         """
-        n, before = len(tokens), self.response_length
-        if trainable and log_probs is not None and len(log_probs) != n:
-            raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
-        if not trainable and log_probs is not None:
-            raise ValueError("tokens that are not trainable have no log-probs")
-        if self.loss_mask is not None and len(self.loss_mask) != before:
-            raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {before} response tokens")
-        if self.rollout_log_probs is not None and len(self.rollout_log_probs) != before:
-            raise ValueError(
-                f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {before} response tokens"
-            )
-        trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
-        mixed = (log_probs is None) != (self.rollout_log_probs is None)
-        if trainable and n and mixed and (trained_before or self.rollout_log_probs is not None):
-            raise ValueError("either all trainable parts of a response have log-probs or none has")
-        if self.loss_mask is None and not trainable:
+        given = tokens_or_args if tokens is None and isinstance(tokens_or_args, Iterable) else tokens
+        ids = [] if given is None else [int(t) for t in given]
+        values = None if log_probs is None else [float(x) for x in log_probs]
+        self._check_append(len(ids), values, trainable)
+        n, before = len(ids), self.response_length
+        if self.loss_mask is None:
             self.loss_mask = [1] * before
-        if self.loss_mask is not None:
-            self.loss_mask.extend([int(trainable)] * n)
-        if trainable and log_probs is not None:
-            self.rollout_log_probs = (self.rollout_log_probs or [0.0] * before) + [float(x) for x in log_probs]
+        self.loss_mask.extend([int(trainable)] * n)
+        if trainable and values is not None:
+            self.rollout_log_probs = (self.rollout_log_probs or [0.0] * before) + values
         elif self.rollout_log_probs is not None:
             self.rollout_log_probs.extend([0.0] * n)
+        self.tokens = list(self.tokens) + ids
+        self.response_length = before + n
+        self.response += text or ""
+        said = meta_info or {}
+        if "weight_version" in said and n and not weight_versions:
+            weight_versions = [VersionSpan(str(said["weight_version"]), 0, n)]
         for span in weight_versions:
             start, end = before + span.start, before + span.end
             last = self.weight_versions[-1] if self.weight_versions else None
@@ -148,8 +173,25 @@ class Sample:
                 last.end = end
             else:
                 self.weight_versions.append(VersionSpan(span.version, start, end))
-        self.tokens = list(self.tokens) + [int(t) for t in tokens]
-        self.response_length = before + n
+        reason = said.get("finish_reason") if update_terminal_info else None
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        self.status = _ENDINGS.get(str(reason), self.status)
+
+    def _check_append(self, n: int, log_probs: list[float] | None, trainable: bool) -> None:
+        """Raise a ValueError where `n` further tokens would leave the columns of different lengths."""
+        before = self.response_length
+        if trainable and log_probs is not None and len(log_probs) != n:
+            raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
+        if not trainable and log_probs is not None:
+            raise ValueError("tokens that are not trainable have no log-probs")
+        for name in ("loss_mask", "rollout_log_probs"):
+            column = getattr(self, name)
+            if column is not None and len(column) != before:
+                raise ValueError(f"{name} has {len(column)} entries for {before} response tokens")
+        trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
+        mixed = (log_probs is None) != (self.rollout_log_probs is None)
+        if trainable and n and mixed and (trained_before or self.rollout_log_probs is not None):
+            raise ValueError("either all trainable parts of a response have log-probs or none has")
 
     def to_dict(self) -> dict[str, Any]:
         known = {f.name for f in dataclasses.fields(self)}
@@ -219,7 +261,7 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
         raise RewardError(
             f"the reward {value!r} is no finite number",
             where=name_of(sample),
-            remedy="mend the reward function"
+            remedy="return a finite number from the reward function, such as 0.0 where there is nothing to judge"
             if value is not None
             else "set sample.reward, --rm-type or --custom-rm-path",
         )
@@ -252,7 +294,7 @@ class TokenBatch:
         response_lengths: int64 `[num_samples]`; a response ends its sample, and is at least one token shorter than it.
         token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
-            `advantages`, `returns`.
+            `advantages`, `returns`, `older` (1: sampled from other weights than the rollout's).
         sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
     """
 

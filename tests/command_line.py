@@ -39,6 +39,7 @@ def make_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BASE = {
     "--hf-checkpoint": "model",
     "--prompt-data": "data.jsonl",
+    "--label-key": "label",
     "--rollout-batch-size": "4",
     "--num-rollout": "3",
     "--rm-type": "math",

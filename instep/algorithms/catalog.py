@@ -55,6 +55,7 @@ class Loss:
         type: the value of `--loss-type`, a key of `training.losses.LOSSES`.
         bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), a weight, whose
             lower bound may be 0, or nothing (a policy loss then has a smooth gate, `--sapo-tau-pos`).
+        of_response: whether its ratio is one of a whole response, so that `--gspo-gradient` acts.
         reads_reference: whether it reads the reference's log-probs even without a KL.
         of_pairs: whether it is a loss of pairs, whose samples must share a micro-batch.
     """
@@ -63,6 +64,7 @@ class Loss:
     of_token: str
     type: str = "policy_loss"
     bounds: Literal["ratio", "weight", "nothing"] = "nothing"
+    of_response: bool = False
     reads_reference: bool = False
     of_pairs: bool = False
 
@@ -119,7 +121,7 @@ _REINFORCE_PLUS_PLUS_BASELINE = Estimator(
 _GAE = Estimator("gae", "with a critic's value, token by token", kl_on_tokens=True, discounts=True, has_critic=True)
 
 _PPO_CLIP = Loss("ppo_clip", "PPO's clip", bounds="ratio")
-_GSPO = Loss("gspo", "PPO's clip of the response's ratio", bounds="ratio")
+_GSPO = Loss("gspo", "PPO's clip of the response's ratio", bounds="ratio", of_response=True)
 _CISPO = Loss("cispo", "log-prob times a bounded weight", bounds="weight")
 _SAPO = Loss("sapo", "a smooth gate on the ratio")
 _SFT = Loss("sft", "-log-prob", "sft_loss")
@@ -151,6 +153,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("ppo", "PPO", "1707.06347", _GAE, _PPO_CLIP),
     )
 }
+DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
 DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
 # The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.

@@ -23,7 +23,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     Raises:
         ConfigError: one for everything that is wrong, before anything heavy is loaded.
     """
-    found = scan(argv)
+    found = scan(argv, command)
     acting = {flag.attribute: flag for flag in own_flags().values() if flag.status == "acts"}
     args = Draft(
         found.broken,
@@ -51,5 +51,5 @@ def _error(problems: list[Problem], command: str) -> ConfigError:
     return ConfigError(
         f"{len(problems)} things are wrong with this command line\n" + "\n".join(lines),
         where=f"instep {command}",
-        remedy=f"mend all of them; `instep {command} --help` explains the flags",
+        remedy=f"mend all of them; `instep {'train' if command == 'plan' else command} --help` explains the flags",
     )

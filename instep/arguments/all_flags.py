@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 
 from instep.arguments.algorithm.flags import ALGORITHM
@@ -11,7 +10,7 @@ from instep.arguments.concern import Settings
 from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
-from instep.arguments.engine_flags import family, find_engine_flag, nearest_engine_flag
+from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
 from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
 from instep.arguments.loggers import LOGGERS
@@ -43,12 +42,14 @@ GROUPS: tuple[FlagGroup, ...] = (
     SGLANG,
 )
 
+_ATROPOS = "a flag of an Atropos environment, whose protocol comes later"
+
 # Families of which only a part is written down: prefix, status, note, instead.
 _PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
     ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
-    ("--openai.", "later", "a flag of an Atropos environment, which comes later", ""),
-    ("--env.", "later", "a flag of an Atropos environment, which comes later", ""),
-    ("--slurm", "later", "a flag of an Atropos environment, which comes later", ""),
+    ("--openai.", "later", _ATROPOS, "--custom-generate-function-path, which may ask an environment"),
+    ("--env.", "later", _ATROPOS, "--custom-generate-function-path, which may ask an environment"),
+    ("--slurm", "refused", _ATROPOS, "--cluster ray (docs/cluster.md)"),
 )
 
 
@@ -84,16 +85,3 @@ def find(name: str) -> Flag | None:
             if name.startswith(prefix):
                 return Flag(name, status=status, note=note, instead=instead)
     return flag
-
-
-def nearest(name: str) -> str:
-    """The known flag most like `name`, those that act first; empty if none is like it."""
-    wanted = name.lower().replace("_", "-")
-    wanted = "--" + wanted.lstrip("-")
-    acting = [n for n, f in own_flags().items() if f.status == "acts"]
-    if family(wanted) is not None:
-        return nearest_engine_flag(wanted, acting)
-    for names in (acting, [*own_flags(), *passed_through()]):
-        if found := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
-            return found[0]
-    return ""

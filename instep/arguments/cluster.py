@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import ASYNC, COUNT, HARDENING, POSITIVE, Flag, FlagGroup, Number, later, refused, switch
+from instep.arguments.flag import (
+    ASYNC,
+    GPUS,
+    GPUS_PER_NODE,
+    POSITIVE,
+    SEED,
+    Flag,
+    FlagGroup,
+    later,
+    refused,
+    switch,
+)
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
@@ -16,23 +27,26 @@ from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST
 
-RAY = "messages travel in one way"
-OFFLOAD = "comes with the memory work; trainer and engines keep their memory today"
+RAY = "rollouts reach the trainer in one way, through the controller"
+OFFLOAD = "offloading comes later; trainer and engines keep their memory"
+FIT = "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side"
 
 CLUSTER = FlagGroup(
     "Cluster and device",
     (
-        Flag("--actor-num-nodes", COUNT, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
+        Flag("--actor-num-nodes", GPUS, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
         Flag(
             "--actor-num-gpus-per-node",
-            COUNT,
+            GPUS_PER_NODE,
             8,
             "trainer ranks on each host (GPUs, or processes); default on a CPU: those of one model, TP x PP",
             whose="VSC",
         ),
-        Flag("--rollout-num-gpus", COUNT, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
-        Flag("--rollout-num-gpus-per-engine", COUNT, 1, "GPUs of one engine", whose="VSRC"),
-        Flag("--num-gpus-per-node", COUNT, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"),
+        Flag("--rollout-num-gpus", GPUS, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
+        Flag("--rollout-num-gpus-per-engine", GPUS, 1, "GPUs of one engine", whose="VSRC"),
+        Flag(
+            "--num-gpus-per-node", GPUS_PER_NODE, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"
+        ),
         switch("--colocate", "engines use the trainer's GPUs, --rollout-num-gpus is ignored", "VSC"),
         Flag(
             "--cluster",
@@ -53,7 +67,12 @@ CLUSTER = FlagGroup(
             help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
         ),
         Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
-        Flag("--num-threads", COUNT, None, "CPU threads per process; default: the cores divided among the processes"),
+        Flag(
+            "--num-threads",
+            GPUS_PER_NODE,
+            None,
+            "CPU threads per process; default: the cores divided among the processes",
+        ),
         Flag(
             "--controller-memory-limit",
             POSITIVE,
@@ -67,19 +86,24 @@ CLUSTER = FlagGroup(
             "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
             "M",
         ),
-        Flag("--seed", Number(int, 0), 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
-        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout"),
-        *later(RAY, "C", "--train-env-vars", instead="environment variables of the calling shell, which are inherited"),
-        *later(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
+        Flag("--seed", SEED, 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
+        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout", "--release-train", instead=FIT),
+        *refused(
+            "workers have the environment of the shell that starts the run",
+            "C",
+            "--train-env-vars",
+            instead="the environment variables of that shell",
+        ),
+        *refused(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
         *refused(
             "the trainer's process group is nccl on GPUs and gloo on CPUs",
             "CM",
             "--distributed-backend",
-            instead="--device",
+            instead="--device cuda or --device cpu",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
-        *later(HARDENING, "C", "--release-train"),
-        *later(ASYNC, "C", "--update-weights-interval", "--keep-old-actor"),
+        *later(ASYNC, "C", "--update-weights-interval", neutral=("1",)),
+        *later(ASYNC, "C", "--keep-old-actor"),
         *refused(
             "the engines of every run are watched",
             "C",
@@ -87,7 +111,7 @@ CLUSTER = FlagGroup(
             "--rollout-health-check-interval",
             "--rollout-health-check-timeout",
             "--rollout-health-check-first-wait",
-            instead="nothing: one of several engines that dies is started anew, the last one ends the run by name",
+            instead="leave it out: one of several engines that dies is started anew, the last one ends the run by name",
         ),
         *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
     ),
@@ -223,6 +247,10 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The plan of ranks and engines must be possible, and weights must reach every engine."""
+    ranks = args.world_size + num_critic_gpus(args) + max(args.rollout_num_gpus, args.topology_num_gpus)
+    if ranks > GPUS.high:  # the plan has an entry for each
+        yield Problem(f"{ranks} ranks or GPUs, but at most {GPUS.high} are planned", "the cluster", "lower the numbers")
+        return
     try:
         plan, planned = make_plan(args), plan_engines(args)
     except ConfigError as error:

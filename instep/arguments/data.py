@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from instep.arguments.concern import Given, Problem, Settings
-from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup, hook, json_object, later, negation, refused, switch
+from instep.arguments.flag import (
+    BATCH,
+    COUNT,
+    INDEX,
+    SEED,
+    Flag,
+    FlagGroup,
+    hook,
+    json_object,
+    later,
+    negation,
+    refused,
+    switch,
+)
 
 DATA = FlagGroup(
     "Data and batches",
@@ -22,7 +36,7 @@ DATA = FlagGroup(
         switch("--apply-chat-template", "render messages with the tokenizer's chat template", "VSC"),
         Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", whose="C"),
         switch("--rollout-shuffle", "shuffle the prompts in each epoch", "C"),
-        Flag("--rollout-seed", INDEX, 42, "of the shuffle and of the sampling seeds", whose="C"),
+        Flag("--rollout-seed", SEED, 42, "of the shuffle and of the sampling seeds", whose="C"),
         switch("--skip-bad-rows", "skip and count rows that cannot be used, instead of stopping"),
         negation("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set", "C"),
         Flag(
@@ -34,8 +48,8 @@ DATA = FlagGroup(
         ),
         Flag("--num-rollout", INDEX, None, "rounds of rollout and training; 0 only evaluates", whose="C"),
         Flag("--num-epoch", COUNT, None, "instead of --num-rollout: passes over the prompts", whose="C"),
-        Flag("--rollout-batch-size", COUNT, None, "prompts per rollout", whose="C"),
-        Flag("--n-samples-per-prompt", COUNT, 8, "responses per prompt (slime: 1)", whose="VSC"),
+        Flag("--rollout-batch-size", BATCH, None, "prompts per rollout", whose="C"),
+        Flag("--n-samples-per-prompt", BATCH, 8, "responses per prompt (slime: 1)", whose="VSC"),
         Flag(
             "--global-batch-size",
             COUNT,
@@ -44,7 +58,7 @@ DATA = FlagGroup(
             whose="CM",
         ),
         Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", whose="C"),
-        Flag("--micro-batch-size", COUNT, 1, "samples per micro-batch, unless --use-dynamic-batch-size", whose="CM"),
+        Flag("--micro-batch-size", BATCH, 1, "samples per micro-batch, unless --use-dynamic-batch-size", whose="CM"),
         switch("--use-dynamic-batch-size", "fill micro-batches up to --max-tokens-per-gpu", "C"),
         Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", whose="C"),
         switch("--balance-data", "give each data-parallel rank about the same number of tokens", "C"),
@@ -52,7 +66,7 @@ DATA = FlagGroup(
             "--loss-mask-type",
             default="qwen",
             choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-            help="how sft finds the assistant's turns in the chat template",
+            help="accepted for slime's scripts, without effect: the chat template shows the assistant's turns",
             whose="C",
         ),
         *later("images and audio come later", "C", "--multimodal-keys"),
@@ -140,17 +154,25 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout)
 def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
         if args.num_rollout != 0:
-            yield Problem("is required", "--prompt-data", "a jsonl or parquet file (or --data-source-path)")
+            yield Problem(
+                "no prompts are named", "--prompt-data", "give a jsonl or parquet file (or --data-source-path)"
+            )
 
 
 def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
-        yield Problem("is required", "--rollout-batch-size", "how many prompts a rollout takes")
+        yield Problem(
+            "the size of a rollout is not given",
+            "--rollout-batch-size",
+            "say how many prompts a rollout takes, such as 32",
+        )
 
 
 def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
-        yield Problem("is required", "--num-rollout", "how many rounds to run (or --num-epoch)")
+        yield Problem(
+            "the length of the run is not given", "--num-rollout", "say how many rounds to run (or give --num-epoch)"
+        )
     if args.num_rollout is not None and args.num_epoch is not None:
         yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
     if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
@@ -165,6 +187,10 @@ def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     total = args.rollout_batch_size * args.n_samples_per_prompt
     size, steps = args.global_batch_size, args.num_steps_per_rollout
+    if total > BATCH.high:
+        what = f"{total} samples per rollout, but at most {BATCH.high} are held at a time"
+        yield Problem(what, "--rollout-batch-size x --n-samples-per-prompt", "lower one of the two")
+        return
     formula = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} samples per rollout"
     if size is None:
         yield Problem(f"{formula}, which {steps} steps do not divide", "--num-steps-per-rollout", _near(total, steps))
@@ -185,7 +211,7 @@ def _shares(args: Settings) -> Iterator[Problem]:
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
         what = f"{size} samples a step for {ranks} data-parallel ranks"
-        yield Problem(what, "--global-batch-size", f"at least {ranks}")
+        yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         yield Problem(
             f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
@@ -198,7 +224,8 @@ def _shares(args: Settings) -> Iterator[Problem]:
 
 def _near(total: int, wanted: int) -> str:
     """The divisors of `total` on both sides of `wanted`."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    low = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = [*low, *(total // d for d in reversed(low))]
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return f"use {' or '.join(str(d) for d in below + above)}"
@@ -218,4 +245,10 @@ def prompt_file(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield from data_file(args.prompt_data, "--prompt-data")
 
 
-RULES = (missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)
+def mask_type(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if "loss_mask_type" in given:
+        what = "has no effect: the chat template shows the assistant's turns"
+        yield Problem(what, "--loss-mask-type", refused=False)
+
+
+RULES = (mask_type, missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)

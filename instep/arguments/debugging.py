@@ -9,7 +9,6 @@ from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import (
     FRACTION,
-    HARDENING,
     NON_NEGATIVE,
     Flag,
     FlagGroup,
@@ -20,6 +19,7 @@ from instep.arguments.flag import (
     switch,
 )
 
+_SNAPSHOT = "memory snapshots of PyTorch come later; perf/pss_bytes in metrics.jsonl is the memory of each process"
 _NEED_A_TRAINER = ("save", "save_hf", "load", "ref_load", "save_debug_train_data")
 
 DEBUGGING = FlagGroup(
@@ -73,10 +73,15 @@ DEBUGGING = FlagGroup(
         ),
         Flag("--alarm-truncated-ratio", FRACTION, 0.5, "alarm when more responses are cut off; 1: off"),
         Flag("--alarm-zero-std-ratio", FRACTION, 0.95, "alarm when more groups have one reward throughout; 1: off"),
-        *later(HARDENING, "C", "--load-forge-rollout-data"),
-        *later(HARDENING, "C", "--memory-snapshot-dir", "--memory-snapshot-num-steps", "--memory-recorder"),
-        *later(HARDENING, "CM", "--record-memory-history"),
-        *later(HARDENING, "C", "--profile-target"),
+        *later(
+            "a replay that keeps the engine running comes later",
+            "C",
+            "--load-forge-rollout-data",
+            instead="--load-debug-rollout-data",
+        ),
+        *later(_SNAPSHOT, "C", "--memory-snapshot-dir", "--memory-snapshot-num-steps", "--memory-recorder"),
+        *later(_SNAPSHOT, "CM", "--record-memory-history"),
+        *later("profiles of PyTorch come later; perf/* in metrics.jsonl are seconds by phase", "C", "--profile-target"),
         *refused("every sync is proven on every engine", "C", "--check-weight-update-equal"),
         *refused(
             "instep's own tests check these numbers",
@@ -160,10 +165,10 @@ def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int
         here, other = path.format(**fields), path.format(**{**fields, "rollout_id": -1})
     except (KeyError, IndexError, ValueError, AttributeError):
         known = " and ".join(f"{{{name}}}" for name in fields)
-        yield Problem(f"'{path}' holds another field than {known}", flag, "DIR/{rollout_id}.pt")
+        yield Problem(f"'{path}' holds another field than {known}", flag, "write it like DIR/{rollout_id}.pt")
         return
     if here == other and args.num_rollout != 1:
-        yield Problem(f"'{path}' is one file for all rollouts", flag, "DIR/{rollout_id}.pt")
+        yield Problem(f"'{path}' is one file for all rollouts", flag, "write it like DIR/{rollout_id}.pt")
 
 
 RULES = (parts, dumps)

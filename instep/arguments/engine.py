@@ -1,6 +1,6 @@
 """The flags of engines and of the weight sync."""
 
-from instep.arguments.flag import COUNT, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size
+from instep.arguments.flag import BATCH, GPUS, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size, switch
 from instep.engines.kind import AUTO, kind_names
 from instep.weights.way import WAYS
 
@@ -24,7 +24,7 @@ ENGINE = FlagGroup(
             whose="AT",
         ),
         Flag("--vllm-max-model-len", size, None, "most tokens of prompt + response in an engine", whose="V"),
-        Flag("--vllm-max-num-seqs", COUNT, None, "most requests at a time in an engine"),
+        Flag("--vllm-max-num-seqs", BATCH, None, "most requests at a time in an engine"),
         Flag(
             "--vllm-dtype",
             default="auto",
@@ -53,7 +53,13 @@ ENGINE = FlagGroup(
             "more than ten times --sync-tolerance in the mean (fp32: 1e-3, bf16: 0.2 nats): end the run before the "
             "step, or train on",
         ),
-        Flag("--update-weight-buffer-size", COUNT, 512 * 1024**2, "bytes of one bucket of weights", whose="C"),
+        Flag(
+            "--update-weight-buffer-size",
+            Number(int, 1, 2**40),
+            512 * 1024**2,
+            "bytes of one bucket of weights",
+            whose="C",
+        ),
         Flag(
             "--vllm-config",
             help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
@@ -68,7 +74,7 @@ ENGINE = FlagGroup(
         Flag("--vllm-router-port", Number(int, 1, 65535), help="its port", whose="V"),
         Flag(
             "--prefill-num-servers",
-            COUNT,
+            GPUS,
             None,
             "so many of the engines prefill only, the others decode only",
             whose="VC",
@@ -78,6 +84,12 @@ ENGINE = FlagGroup(
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
             whose="C",
+        ),
+        switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
+        Flag(
+            "--api-key-file",
+            help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
+            "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",
         ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),
         *refused(PREFIX, "V", "--enable-expert-parallel", instead="--vllm-enable-expert-parallel"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.parser import Scan
+from instep.engines.keys import given_key
 from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
@@ -96,6 +97,23 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
             f"--vllm-config {args.vllm_config}",
             "let one have update_weights: true",
         )
+
+
+def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """The file with a key, and whether anybody reads it."""
+    if args.api_key_file is None:
+        return
+    foreign = args.vllm_router_ip or args.rollout_external_engine_addrs or args.opd_teacher_url
+    if args.command == "serve" and args.no_api_key:
+        yield Problem("nobody is asked for the key", "--api-key-file and --no-api-key", "give one of the two")
+    elif args.command != "serve" and not foreign:
+        what = "a run makes the key of its own engines, and no engine, router or teacher of somebody else's is named"
+        yield Problem(what, "--api-key-file", "leave it out (docs/security.md says how hooks get the run's key)")
+    else:
+        try:
+            given_key(args)
+        except ConfigError as unreadable:
+            yield Problem(unreadable.what, unreadable.where, unreadable.remedy)
 
 
 def _served_reference(args: Settings) -> Iterator[Problem]:

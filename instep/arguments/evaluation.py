@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ from typing import Any
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
-from instep.arguments.flag import COUNT, FRACTION, INDEX, INT, Flag, FlagGroup, Number, hook, switch
+from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.reward import rm_type
+from instep.arguments.rollout import TOP_K
+from instep.documents import parse_yaml
 
 EVAL = FlagGroup(
     "Evaluation",
@@ -26,13 +27,13 @@ EVAL = FlagGroup(
         Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", whose="C"),
         Flag("--eval-function-path", hook, None, "default: --rollout-function-path", whose="VSC"),
         switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
-        Flag("--n-samples-per-eval-prompt", COUNT, 1, "responses per prompt", whose="C"),
+        Flag("--n-samples-per-eval-prompt", BATCH, 1, "responses per prompt", whose="C"),
         Flag("--eval-input-key", help="default: --input-key", whose="C"),
         Flag("--eval-label-key", help="default: --label-key", whose="C"),
         Flag("--eval-tool-key", help="default: --tool-key", whose="C"),
-        Flag("--eval-temperature", Number(float, 0), None, "0: greedy; default: --rollout-temperature", whose="C"),
+        Flag("--eval-temperature", Number(float, 0, 100), None, "0: greedy; default: --rollout-temperature", whose="C"),
         Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", whose="C"),
-        Flag("--eval-top-k", INT, None, "default: --rollout-top-k", whose="C"),
+        Flag("--eval-top-k", TOP_K, None, "default: --rollout-top-k", whose="C"),
         Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", whose="C"),
         Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", whose="C"),
         Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", whose="C"),
@@ -75,13 +76,8 @@ _ALIASES = {
     "rollout_max_response_len": "max_response_len",
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "list": list, "dict": dict}
-_BOUNDS = (
-    ("n_samples_per_eval_prompt", 1, math.inf),
-    ("temperature", 0, math.inf),
-    ("top_p", 0, 1),
-    ("max_response_len", 1, math.inf),
-    ("min_new_tokens", 0, math.inf),
-)
+# The ranges of the numbers are those of their flags.
+_RANGES = {name: flag.type for flag in EVAL.flags if (name := flag.attribute.removeprefix("eval_")) in _FIELDS}
 
 
 def eval_defaults(args: Settings) -> dict[str, Any]:
@@ -166,19 +162,17 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
         - {name: gsm8k, path: gsm8k.jsonl, label_key: answer, max_response_len: 512}
     ```
     """
-    import yaml
-
     where = f"--eval-config {args.eval_config}"
     try:
-        config = yaml.safe_load(Path(str(args.eval_config)).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        config = parse_yaml(Path(str(args.eval_config)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         yield Problem(f"cannot be read: {error}", where, "give a readable YAML file")
         return
     body = config.get("eval") if isinstance(config, dict) else None
     body = body if isinstance(body, dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
-        remedy = "see `eval: {defaults: ..., datasets: [{name, path, ...}]}` in docs"
+        remedy = "write eval: {datasets: [{name: NAME, path: FILE}]}"
         yield Problem("has no list eval.datasets", where, remedy)
         return
     for key in [*(config.keys() - {"eval"}), *(body.keys() - {"defaults", "datasets"})]:
@@ -204,7 +198,9 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
         kinds = _KINDS[re.split(r"\W", annotation)[0]]
         optional = "None" in annotation
         if isinstance(value, bool) or not (isinstance(value, kinds) or (optional and value is None)):
-            yield Problem(f"{key}: {value!r} is not of the kind {annotation}", where)
+            yield Problem(
+                f"{key}: {value!r} is not of the kind {annotation}", where, f"write {key}: VALUE, of that kind"
+            )
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -223,16 +219,23 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
         where = flag if args.eval_config is None else f"{flag}, data set {dataset.name}"
         if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
-        for key, low, high in _BOUNDS:
+        for key, bounds in _RANGES.items():
             value = getattr(dataset, key)
-            if value is not None and not low <= value <= high:
-                yield Problem(f"{key}: {value} is not within {low} and {high:g}", where)
+            if value is not None and isinstance(bounds, Number):
+                try:
+                    bounds.check(value)
+                except ValueError as error:
+                    yield Problem(f"{key}: {value} {error}", where, "use a value in its range")
+        if dataset.top_k == 0:
+            yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
         for key, check in (("custom_rm_path", hook), ("custom_generate_function_path", hook), ("rm_type", rm_type)):
             if (value := getattr(dataset, key)) is not None:
                 try:
                     check(value)
                 except ValueError as error:
-                    yield Problem(f"{key} '{value}' {error}", where)
+                    yield Problem(
+                        f"{key} '{value}' {error}", where, "correct it, or leave it out: the flag of the run then holds"
+                    )
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 

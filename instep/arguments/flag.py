@@ -7,7 +7,6 @@ that says why and what to use instead.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Callable
@@ -15,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from instep.documents import parse_json
+from instep.engines.topology import MAX_GPUS
+
 FlagStatus = Literal["acts", "later", "refused"]
 
 # Why a flag comes later.
-HARDENING = "comes with the debugging and fault-tolerance work"
-ASYNC = "comes with asynchronous training"
+ASYNC = "asynchronous training comes later"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"
 SYNC_WAYS = "other ways of a weight sync come later"
@@ -27,38 +28,59 @@ SYNC_WAYS = "other ways of a weight sync come later"
 
 @dataclass(frozen=True)
 class Number:
-    """A number type with bounds. Calling it converts text, or raises a ValueError that says what is expected."""
+    """A number type with its range. Calling it converts text, or raises a ValueError that says what is expected.
+
+    Every range is finite: a value that is meant for another flag, or that a process could not bear, ends here.
+    """
 
     kind: type
-    low: float = -math.inf
-    high: float = math.inf
+    low: float
+    high: float
     above: bool = False  # `low` itself is excluded
 
     @property
     def label(self) -> str:
         return "INT" if self.kind is int else "FLOAT"
 
+    @property
+    def range(self) -> str:
+        """The range in words, for documents."""
+        return f"{'above ' if self.above else ''}{_plain(self.low)} to {_plain(self.high)}"
+
     def __call__(self, text: str) -> Any:
         try:
             value = self.kind(text)
         except ValueError:
             raise ValueError(f"is not a {'whole ' if self.kind is int else ''}number") from None
+        self.check(value)
+        return value
+
+    def check(self, value: float) -> None:
+        """Raises: ValueError, with the range, for a number outside it."""
         if not math.isfinite(value):
             raise ValueError("is not a finite number")
         if value < self.low or value > self.high or (self.above and value == self.low):
-            bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"] if self.low > -math.inf else []
-            bounds += [f"at most {self.high:g}"] if self.high < math.inf else []
-            raise ValueError(f"must be {' and '.join(bounds)}")
-        return value
+            lowest = f"{'above' if self.above else 'at least'} {_plain(self.low)}"
+            raise ValueError(f"must be {lowest} and at most {_plain(self.high)}")
 
 
-INT = Number(int)
-COUNT = Number(int, 1)
-INDEX = Number(int, 0)
-FLOAT = Number(float)
-POSITIVE = Number(float, 0, above=True)
-NON_NEGATIVE = Number(float, 0)
+def _plain(bound: float) -> str:
+    short = f"{bound:g}".replace("e+", "e").replace("e0", "e")
+    return short if float(short) == bound else str(bound)
+
+
+COUNT = Number(int, 1, 10**9)
+INDEX = Number(int, 0, 10**9)
+BATCH = Number(int, 1, 10**6)  # samples, or groups of them, that are held at a time
+GPUS = Number(int, 1, MAX_GPUS)
+GPUS_PER_NODE = Number(int, 1, 4096)  # processes, without GPUs
+SEED = Number(int, 0, 2**31 - 1)  # numpy takes 32 bits, and ranks and epochs are added
+POSITIVE = Number(float, 0, 1e6, above=True)
+NON_NEGATIVE = Number(float, 0, 1e6)
 FRACTION = Number(float, 0, 1)
+COEFFICIENT = Number(float, -1000, 1000)
+RATE = Number(float, 0, 1)  # of learning
+SECONDS = Number(float, 0.001, 1e6)
 PORT = Number(int, 1024, 65535)
 
 
@@ -73,13 +95,16 @@ def size(value: str) -> int:
         if decimal
         else int(binary) * 1024 ** " KMG".index(large or " ")
     )
-    return COUNT(str(int(number)))
+    COUNT.check(number)
+    return int(number)
 
 
 def text(value: str) -> str:
-    """Any text but the empty one, which an unset shell variable leaves behind."""
+    """Any text but the empty one, which an unset shell variable leaves behind, and what is no UTF-8."""
     if not value.strip():
         raise ValueError("is empty (an unset shell variable?)")
+    if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+        raise ValueError("is no UTF-8 text")
     return value
 
 
@@ -89,16 +114,14 @@ def hook(value: str) -> str:
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
     if importlib.util.find_spec(top) is None:
-        raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH")
+        here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in ("slime", "vime") else ""
+        raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
     return value
 
 
 def json_object(value: str) -> dict[str, Any]:
     """A JSON object, such as '{"enable_thinking": false}'."""
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error})") from None
+    parsed = parse_json(value)
     if not isinstance(parsed, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
     return parsed
@@ -141,6 +164,7 @@ class Flag:
         append: each use adds one value to a list.
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
+        neutral: values of a flag that does not act which are accepted, because they ask for what instep does anyway.
         whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
             line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
         secret: never printed, saved or shown to hooks.
@@ -159,6 +183,7 @@ class Flag:
     status: FlagStatus = "acts"
     note: str = ""
     instead: str = ""
+    neutral: tuple[str, ...] = ()
     whose: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
@@ -178,6 +203,12 @@ class Flag:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
         label = getattr(self.type, "label", "") or TYPE_LABELS.get(self.type, "VALUE")
         return f"{label} ..." if self.nargs else label
+
+    @property
+    def range(self) -> str:
+        """The range of a number, in words; empty for other values."""
+        number = COUNT if self.type is size else self.type
+        return number.range if isinstance(number, Number) else ""
 
     def convert(self, value: str) -> Any:
         """Raises: ValueError, with what is wrong about `value`."""
@@ -205,9 +236,9 @@ def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
     return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
 
 
-def later(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
+def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:
     """Flags that are known and come later, for one common reason."""
-    return tuple(Flag(n, status="later", note=note, instead=instead, whose=whose) for n in names)
+    return tuple(Flag(n, status="later", note=note, instead=instead, neutral=neutral, whose=whose) for n in names)
 
 
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:

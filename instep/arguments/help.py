@@ -8,33 +8,44 @@ from typing import Any
 from instep.arguments.all_flags import GROUPS, passed_through
 from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
-from instep.arguments.serving import SERVED
+from instep.arguments.suggest import acts_in
 
-SERVE_EXAMPLE = """\
+_SERVE_EXAMPLE = """\
 Example: two engines behind the router, then a request from another terminal
   instep serve --hf-checkpoint models/tiny --rollout-num-gpus 2 --port 8000
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "models/tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
 Any OpenAI client works: docs/engines.md, "OpenAI clients".
 """
-EXAMPLE = """\
+_TRAIN_EXAMPLE = """\
 Example: GRPO on a CPU, with a built-in reward
   instep train --hf-checkpoint models/tiny --prompt-data train.jsonl --input-key prompt --label-key label \\
     --apply-chat-template --rm-type math --num-rollout 50 --rollout-batch-size 16 --n-samples-per-prompt 8 \\
     --rollout-max-response-len 128 --actor-num-gpus-per-node 1 --lr 1e-4 \\
     --eval-prompt-data held-out eval.jsonl --eval-interval 10 --save runs/mine/checkpoints --run-dir runs/mine
 """
+_SFT_EXAMPLE = """\
+Example: one conversation a line, {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}
+  instep sft --hf-checkpoint models/tiny --prompt-data sft.jsonl --input-key messages --num-epoch 3 \\
+    --rollout-batch-size 256 --global-batch-size 32 --actor-num-gpus-per-node 1 --lr 1e-5 --save-hf runs/sft/hf
+"""
+_DPO_EXAMPLE = """\
+Example: one pair a line, {"prompt": "...", "chosen": "...", "rejected": "..."}
+  instep dpo --hf-checkpoint models/tiny --prompt-data pairs.jsonl --input-key prompt --num-epoch 1 \\
+    --rollout-batch-size 64 --actor-num-gpus-per-node 1 --lr 1e-6 --dpo-beta 0.1 --save-hf runs/dpo/hf
+"""
+_EXAMPLES = {"train": _TRAIN_EXAMPLE, "sft": _SFT_EXAMPLE, "dpo": _DPO_EXAMPLE, "serve": _SERVE_EXAMPLE}
 
 _INTRO = {
     "train": "Train a language model with reinforcement learning: rollout, reward, step, weight sync, again.",
     "sft": "Supervised fine-tuning through the same trainer; needs no engine. --rollout-batch-size counts samples.",
     "dpo": "Direct preference optimization of pairs (prompt, chosen, rejected) through the same trainer; needs no "
     "engine. Batch sizes count pairs; the reference is --ref-load, by default --hf-checkpoint.",
-    "serve": """Serve a checkpoint as a run would, without a trainer: engines, behind a router where there are several
-or vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/inference/v1/generate). The address is printed
-when it is ready; an engine that dies is started anew; Ctrl-C and SIGTERM end it, with exit code 0. Logs, and nothing
-else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine engines are started; on a CPU these
-count processes.""",
+    "serve": "Serve a checkpoint as a run would, without a trainer: engines, behind a router where there are several "
+    "or vLLM's, on loopback. They speak OpenAI's routes (/v1/...) and vLLM's (/inference/v1/generate). The address "
+    "is printed when it is ready; an engine that dies is started anew; Ctrl-C and SIGTERM end it, with exit code "
+    "0. Logs, and nothing else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine "
+    "engines are started; on a CPU these count processes.",
 }
 
 
@@ -48,29 +59,25 @@ def default_text(flag: Flag) -> str:
 
 def format_help(command: str = "train") -> str:
     """The help text of a command: every flag that acts in it, by group, and an example."""
-    lines = [f"usage: instep {command} --flag value ...", "", _INTRO[command], ""]
+    lines = [f"usage: instep {command} --flag value ...", "", textwrap.fill(_INTRO[command], 118), ""]
     for group in GROUPS:
-        acting = [f for f in group.flags if f.status == "acts" and _acts_in(command, f)]
+        acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
+    if command in ("train", "serve"):
+        lines += [summary("vllm"), summary("vllm-router")]
     if command == "serve":
-        return "\n".join([*lines, summary("vllm"), summary("vllm-router"), "", SERVE_EXAMPLE])
+        return "\n".join([*lines, "", _EXAMPLES[command]])
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
-        summary("vllm"),
-        summary("vllm-router"),
         f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these and",
         "the flags of slime, vime and Megatron that come later or are refused, with the reason and an alternative.",
         "SIGUSR1 to a run writes stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt.",
         "Names are never abbreviated; --flag=value works, too. Everything that is wrong is reported at once.",
         "",
-        EXAMPLE,
+        _EXAMPLES[command],
     ]
     return "\n".join(lines)
-
-
-def _acts_in(command: str, flag: Flag) -> bool:
-    return flag.name in SERVED if command == "serve" else flag.name != "--port"
 
 
 def _entry(flag: Flag) -> list[str]:

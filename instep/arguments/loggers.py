@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import HARDENING, INDEX, Flag, FlagGroup, later, refused, switch
+from instep.arguments.flag import INDEX, Flag, FlagGroup, later, refused, switch
 
 LOGGERS = FlagGroup(
     "Logging",
@@ -21,7 +21,8 @@ LOGGERS = FlagGroup(
         Flag("--wandb-group", help="group, and stem of the run's name", whose="C"),
         Flag("--wandb-project", help="project", whose="CM"),
         Flag("--wandb-run-id", help="the run to continue", whose="C"),
-        *later(HARDENING, "C", "--disable-wandb-random-suffix", "--wandb-always-use-train-step"),
+        *refused("the names of runs have no random suffix", "C", "--disable-wandb-random-suffix"),
+        *refused("all metrics of a rollout have its number as their step", "C", "--wandb-always-use-train-step"),
         switch("--use-tensorboard", "write TensorBoard events", "C"),
         *refused(
             "the events lie in RUN_DIR/tensorboard",
@@ -36,7 +37,12 @@ LOGGERS = FlagGroup(
             8,
             "samples of each rollout (and evaluation set) in samples.jsonl, beside the best, the worst and the longest",
         ),
-        *later(HARDENING, "C", "--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
+        *later(
+            "further metrics of rollouts come later",
+            "C",
+            *("--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
+            instead="--custom-rollout-log-function-path, a function of yours that logs them",
+        ),
     ),
 )
 

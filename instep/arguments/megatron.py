@@ -14,15 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.concern import Problem, Settings
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import (
     CONTEXT_PARALLEL,
     COUNT,
-    FLOAT,
-    HARDENING,
-    INT,
+    FRACTION,
+    GPUS,
+    INDEX,
     MOE,
-    POSITIVE,
     Flag,
     FlagGroup,
     Number,
@@ -36,8 +35,8 @@ from instep.models.shape import FAMILIES
 PARALLEL = FlagGroup(
     "Megatron: parallelism and memory",
     (
-        Flag("--tensor-model-parallel-size", COUNT, 1, "ranks that share each layer (TP)", whose="VSM"),
-        Flag("--pipeline-model-parallel-size", COUNT, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
+        Flag("--tensor-model-parallel-size", GPUS, 1, "ranks that share each layer (TP)", whose="VSM"),
+        Flag("--pipeline-model-parallel-size", GPUS, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
         switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
         switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
         Flag(
@@ -48,14 +47,15 @@ PARALLEL = FlagGroup(
         ),
         Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", whose="VSM"),
         Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", whose="VSM"),
-        *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size"),
-        *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+        *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size", neutral=("1",)),
+        *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size", neutral=("1",)),
         *later(
-            HARDENING,
+            "hooks inside the Megatron trainer come later",
             "VSC",
             "--custom-megatron-init-path",
             "--custom-megatron-before-log-prob-hook-path",
             "--custom-megatron-before-train-step-hook-path",
+            instead="--custom-loss-function-path and --loss-type custom_loss, where a loss of yours is enough",
         ),
         *later(
             "low-precision matrix products come later",
@@ -68,7 +68,8 @@ PARALLEL = FlagGroup(
     ),
 )
 
-_NO_EFFECT = "accepted for Megatron's scripts, without effect: data is packed"
+_NO_EFFECT_WHY = "batches are packed, and as long as their samples"
+_NO_EFFECT = f"accepted for Megatron's scripts, without effect: {_NO_EFFECT_WHY}"
 ZERO = Number(float, 0, 0)
 
 SHAPE = FlagGroup(
@@ -83,9 +84,9 @@ SHAPE = FlagGroup(
         Flag("--kv-channels", COUNT, None, "width of a head", whose="VSM"),
         Flag("--vocab-size", COUNT, None, "entries of the vocabulary", whose="VSM"),
         Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", whose="VSM"),
-        Flag("--norm-epsilon", POSITIVE, None, "epsilon of the norms", whose="VSM"),
-        Flag("--rotary-base", POSITIVE, None, "base of the rotary embedding", whose="VSM"),
-        Flag("--rotary-percent", POSITIVE, None, "part of a head that is rotated", whose="M"),
+        Flag("--norm-epsilon", Number(float, 0, 1, above=True), None, "epsilon of the norms", whose="VSM"),
+        Flag("--rotary-base", Number(float, 1, 1e12), None, "base of the rotary embedding", whose="VSM"),
+        Flag("--rotary-percent", Number(float, 0, 1, above=True), None, "part of a head that is rotated", whose="M"),
         Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", whose="M"),
         switch("--use-rotary-position-embeddings", "rotary embedding", "VSM"),
         switch("--swiglu", "gated MLP with SiLU", "VSM"),
@@ -128,7 +129,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
         "needs Transformer Engine, which instep's trainer does not use",
         "",
     ),
-    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", "--device"),
+    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", ""),
     (
         "--(fp16|loss-scale|initial-loss-scale|min-loss-scale|hysteresis|fp32-residual)",
         "refused",
@@ -185,7 +186,27 @@ _INSTEAD = {
     "--exit-interval": "--num-rollout",
     "--persistent-save-interval": "--save-interval",
 }
+# Values of flags that do not act which ask for what instep does anyway.
+_NEUTRAL = {
+    "--attention-backend": ("auto", "flash"),
+    "--cp-comm-type": ("p2p",),
+    "--transformer-impl": ("local",),
+}
 NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
+
+
+# Of the numbers that are handed to megatron-core. The other numbers of the table are not honoured.
+_RANGES = {
+    "--cpu-offloading-num-layers": INDEX,
+    "--embedding-init-method-std": FRACTION,
+    "--init-method-std": FRACTION,
+    "--min-offloaded-tensor-size": Number(int, 0, 2**40),
+    "--num-distributed-optimizer-instances": GPUS,
+    "--optimizer-offload-fraction": FRACTION,
+    "--suggested-communication-unit-size": Number(int, 1, 2**40),
+    "--wgrad-deferral-limit": INDEX,
+}
+_INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
 
 def _element(value: str) -> Any:
@@ -202,14 +223,14 @@ def _element(value: str) -> Any:
 def megatron_table() -> tuple[Flag, ...]:
     """All flags of Megatron's command line (names, types, defaults, choices of core_v0.16.1) with instep's status."""
     rows = json.loads((Path(__file__).parent / "megatron_table.json").read_text(encoding="ascii"))["flags"]
-    types: dict[str, Any] = {"int": INT, "float": FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
+    types: dict[str, Any] = {"int": _INT, "float": _FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
     flags = []
     for row in rows:
         status, note, instead = _verdict(row["names"][0], bool(row.get("config")) and row["type"] in types)
         flags.append(
             Flag(
                 row["names"][0],
-                types.get(row["type"], _element),
+                _RANGES.get(row["names"][0], types.get(row["type"], _element)),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
                 nargs=row.get("nargs"),
@@ -220,6 +241,7 @@ def megatron_table() -> tuple[Flag, ...]:
                 instead=instead,
                 whose="M",
                 constant=row["type"] != "false",
+                neutral=_NEUTRAL.get(row["names"][0], ()),
             )
         )
     return tuple(flags)
@@ -234,38 +256,48 @@ def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
     return "refused", NOT_HONOURED, _INSTEAD.get(name, "")
 
 
-def shape_conflicts(given: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Shape flags that were given and that config.json contradicts: (flag, given, in the file).
-
-    A key that the file lacks is not compared: transformers then uses a default of the family.
-    """
+def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says about the flags of the model's shape; None: it does not, as transformers has a default."""
     rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    actual = {
+    heads, width = (config.get(name) for name in ("num_attention_heads", "hidden_size"))
+    groups, base = config.get("num_key_value_heads", heads), config.get("rope_theta", rope.get("rope_theta"))
+    biases = [bool(config[name]) for name in ("attention_bias", "mlp_bias") if name in config]
+    gate = config.get("hidden_act", config.get("activation_function"))
+    layer_norm = next((name for name in ("layer_norm_eps", "layer_norm_epsilon") if name in config), "")
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    tied = config.get("tie_word_embeddings")
+    return {
         "--num-layers": config.get("num_hidden_layers"),
         "--hidden-size": width,
         "--ffn-hidden-size": config.get("intermediate_size"),
         "--num-attention-heads": heads,
-        "--num-query-groups": config.get("num_key_value_heads"),
+        "--group-query-attention": None if groups is None else groups < heads,
+        "--num-query-groups": groups,
         "--kv-channels": config.get("head_dim") or (width // heads if width and heads else None),
         "--vocab-size": config.get("vocab_size"),
-        "--norm-epsilon": config.get("rms_norm_eps", config.get("layer_norm_eps")),
-        "--rotary-base": config.get("rope_theta", rope.get("rope_theta")),
-        "--rotary-percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", family and 1.0)),
-        "--normalization": "RMSNorm" if "rms_norm_eps" in config else None,
+        "--normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if layer_norm else None,
+        "--norm-epsilon": config.get("rms_norm_eps", config.get(layer_norm)),
+        "--rotary-base": base,
+        "--rotary-percent": 1.0 if rotated is None and family else rotated,
+        "--position-embedding-type": "rope" if base or rope else config.get("position_embedding_type"),
+        "--use-rotary-position-embeddings": True if base or rope else None,
+        "--swiglu": None if gate is None else gate in ("silu", "swish"),
         "--qk-layernorm": family and family.qk_norm,
+        "--disable-bias-linear": True if family and not any(biases) else not any(biases) if biases else None,
         "--add-qkv-bias": family and family.qkv_bias,
+        "--untie-embeddings-and-output-weights": None if tied is None else not tied,
     }
-    if "tie_word_embeddings" in config:
-        actual["--untie-embeddings-and-output-weights"] = not config["tie_word_embeddings"]
-    if "hidden_act" in config:
-        actual["--swiglu"] = config["hidden_act"] in ("silu", "swish")
-    return [
-        (flag, given[flag], value)
-        for flag, value in actual.items()
-        if flag in given and value is not None and given[flag] != value
-    ]
 
+
+# ---- what follows from the flags -------------------------------------------------------------------------------------
+
+
+def sequence_parallel(args: Settings, given: Given) -> bool:
+    """As in Megatron, tensor parallelism over one rank leaves nothing to split."""
+    return args.sequence_parallel and args.tensor_model_parallel_size > 1
+
+
+RESOLVERS = (sequence_parallel,)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
@@ -287,28 +319,55 @@ def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
             "--tensor-model-parallel-size and --pipeline-model-parallel-size",
             "use --train-backend megatron",
         )
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        yield Problem("needs tensor parallelism", "--sequence-parallel", "leave it out, or raise TP")
+    if "sequence_parallel" in given and args.tensor_model_parallel_size == 1:
+        yield Problem("has no effect without tensor parallelism", "--sequence-parallel", "", refused=False)
 
 
 def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.recompute_granularity == "full" and args.recompute_method is None and args.train_backend == "megatron":
-        yield Problem("full recomputation needs a method", "--recompute-method", "use uniform")
+    """Megatron recomputes groups of layers, by a method, or its selection of modules; hf one layer after the other."""
+    kind, method, layers = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
+    if kind != "full" and (method or layers):
+        what = f"belongs to full recomputation, {'which is not asked for' if kind is None else 'not to selective'}"
+        yield Problem(what, "--recompute-method and --recompute-num-layers", "add --recompute-granularity full")
+    elif args.train_backend == "hf" and kind == "selective":
+        what = "hf recomputes whole layers, and cannot select a part of them"
+        yield Problem(what, "--recompute-granularity selective", "use full, or --train-backend megatron")
+    elif args.train_backend == "hf" and (method not in (None, "uniform") or layers not in (None, 1)):
+        what = "hf recomputes layer by layer, which is uniform and 1"
+        yield Problem(what, "--recompute-method and --recompute-num-layers", "leave them out")
+    elif args.train_backend == "megatron" and kind == "full" and (method is None or layers is None):
+        flag, what, value = ("num-layers", "number of layers", "1") if method else ("method", "method", "uniform")
+        yield Problem(f"full recomputation needs a {what}", f"--recompute-{flag}", f"use {value}")
 
 
 def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.use_distributed_optimizer and args.train_backend == "hf":
+    if args.train_backend != "hf":
+        return
+    if args.use_distributed_optimizer:
         yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
-    if args.megatron_overrides and args.train_backend == "hf":
-        names = ", ".join(sorted(args.megatron_overrides))
-        yield Problem(f"{names}: only megatron-core has it", "--train-backend hf", "leave it out")
+    if args.megatron_overrides:
+        names = {flag.attribute: flag.name for flag in megatron_table() if flag.status == "acts"}
+        for name in args.megatron_overrides:
+            yield Problem("only megatron-core has it, not --train-backend hf", names[name], "leave it out")
+    if "make_vocab_size_divisible_by" in given:
+        what = "has no effect with --train-backend hf, which pads no vocabulary"
+        yield Problem(what, "--make-vocab-size-divisible-by", refused=False)
 
 
 def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags of the model's shape must agree with config.json."""
-    flags = {flag.name: getattr(args, flag.attribute) for flag in SHAPE.flags if flag.attribute in given}
-    for flag, mine, actual in shape_conflicts(flags, known_config(args)) if flags else ():
-        yield Problem(f"is {mine}, but config.json says {actual}", flag, "leave it out: the checkpoint decides")
+    """Flags of the model's shape must agree with config.json, which the model is built from."""
+    config = known_config(args)
+    in_file = shape_in_file(config) if config else {}
+    for flag in (flag for flag in SHAPE.flags if flag.attribute in given):
+        mine, actual = getattr(args, flag.attribute), in_file.get(flag.name)
+        if flag.help == _NO_EFFECT:
+            yield Problem(f"has no effect: {_NO_EFFECT_WHY}", flag.name, refused=False)
+        elif flag.name in in_file and actual is None:
+            yield Problem("is not compared: config.json does not say, and it decides", flag.name, refused=False)
+        elif flag.name in in_file and mine != actual:
+            yield Problem(
+                f"is {mine}, but config.json says {actual}", flag.name, "leave it out: the checkpoint decides"
+            )
 
 
 RULES = (shape, parallel, recomputation, only_megatron)

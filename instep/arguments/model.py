@@ -12,8 +12,11 @@ from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
+from instep.models.shape import FAMILIES
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MODEL = FlagGroup(
     "Model and checkpoints",
@@ -23,7 +26,7 @@ MODEL = FlagGroup(
             "--train-backend",
             default="megatron",
             choices=("megatron", "hf", "fsdp"),
-            help="megatron: Megatron-Core; hf: any causal LM of transformers under FSDP2; fsdp: another name of hf",
+            help="megatron: Megatron-Core; hf: the causal LMs of docs/models.md under FSDP2; fsdp: another name of hf",
             whose="VC",
         ),
         switch(
@@ -57,10 +60,10 @@ MODEL = FlagGroup(
         *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
         *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
         *later("own model builders come later", "C", "--custom-model-provider-path"),
+        *later(SYNC_WAYS, "C", "--update-weight-mode", instead="--sync-way shm or --sync-way disk", neutral=("full",)),
         *later(
             SYNC_WAYS,
             "C",
-            "--update-weight-mode",
             "--update-weight-transport",
             "--update-weight-disk-dir",
             "--update-weight-disk-keep-files",
@@ -79,7 +82,8 @@ MODEL = FlagGroup(
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def known_config(args: Settings) -> dict[str, Any]:
@@ -108,7 +112,7 @@ RESOLVERS = (train_backend, run_dir)
 
 def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.hf_checkpoint is None:
-        yield Problem("is required", "--hf-checkpoint", "the Hugging Face folder of the model")
+        yield Problem("the model is not named", "--hf-checkpoint", "give the Hugging Face folder of the model")
 
 
 def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -134,6 +138,19 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+
+
+def dense(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Neither train backend trains a mixture of experts: hf would not find their weights in the checkpoint."""
+    config = known_config(args)
+    for key in _EXPERTS:
+        if isinstance(config.get(key), int) and config[key] > 1 and not args.debug_rollout_only:
+            yield Problem(
+                f"is a mixture-of-experts model ({key} {config[key]} in config.json), which cannot be trained yet",
+                "--hf-checkpoint",
+                f"give a dense model ({', '.join(FAMILIES)}); `instep serve` and --debug-rollout-only take this one",
+            )
+            return
 
 
 def folder_to_load(name: str) -> Rule:
@@ -189,5 +206,6 @@ RULES: tuple[Rule, ...] = (
     reference,
     load,
     checkpoint,
+    dense,
     folder_to_load("ref_load"),
 )

@@ -2,30 +2,44 @@
 
 from instep.arguments.flag import FlagGroup, later, refused
 
-ATROPOS = "a flag of Atropos' example trainer, whose weight bridges come later"
-SERVER = "a flag of a generation server: `instep serve --help` lists those of instep's"
+ATROPOS = "a flag of Atropos' example trainer"
+BRIDGE = f"{ATROPOS}, whose weight bridges come later"
+LORA = "LoRA comes later, all weights are trained"
+SERVER = "a flag of a generation server, which `instep serve` is"
+SYNC = "--sync-way shm or --sync-way disk"
 
 NEIGHBOURS = FlagGroup(
     "Neighbours",
     (
-        *later(ATROPOS, "A", "--weight-bridge-mode", "--single-copy", instead="--sync-way"),
-        *later(ATROPOS, "A", "--vllm-config-path", "--vllm-restart-interval", "--benchmark"),
-        *later(ATROPOS, "A", "--lora-r", "--lora-alpha", "--enable-lora", "--max-lora-rank"),
+        *later(BRIDGE, "A", "--weight-bridge-mode", "--single-copy", instead=SYNC),
+        *refused(
+            f"{ATROPOS}; a sync reaches the engines that run, without a restart",
+            "A",
+            *("--vllm-config-path", "--vllm-restart-interval"),
+            instead=SYNC,
+        ),
+        *refused(f"{ATROPOS}; every run writes perf/* into metrics.jsonl", "A", "--benchmark"),
+        *later(LORA, "A", "--lora-r", "--lora-alpha", "--enable-lora", "--max-lora-rank"),
         *refused(ATROPOS, "A", "--vllm-port", instead="--engine-port"),
         *refused(ATROPOS, "A", "--training-steps", instead="--num-rollout"),
         *refused(ATROPOS, "A", "--batch-size", instead="--rollout-batch-size and --micro-batch-size"),
         *refused(ATROPOS, "A", "--save-path", instead="--save and --save-hf"),
         *refused(ATROPOS, "A", "--trainer-rank", "--world-size", instead="--actor-num-gpus-per-node"),
         *refused(SERVER, "AT", "--model", instead="--hf-checkpoint"),
-        *refused(SERVER, "T", "--host", instead="nothing: everything binds to loopback"),
-        *refused(SERVER, "AT", "--dtype", instead="--precision and --vllm-dtype"),
+        *refused(SERVER, "T", "--host", instead="leave it out: everything binds to loopback"),
+        *refused(SERVER, "AT", "--dtype", instead="--precision bf16 or --precision fp32"),
         *refused(
-            SERVER,
+            "of an engine; the trainer's is --tensor-model-parallel-size",
             "AT",
             "--tensor-parallel-size",
-            instead="--tensor-model-parallel-size (the trainer's) or --rollout-num-gpus-per-engine",
+            instead="--rollout-num-gpus-per-engine",
         ),
-        *refused(SERVER, "A", "--pipeline-parallel-size", instead="--pipeline-model-parallel-size"),
+        *refused(
+            "of an engine; the trainer's is --pipeline-model-parallel-size",
+            "A",
+            "--pipeline-parallel-size",
+            instead="--vllm-pipeline-parallel-size",
+        ),
         *refused(SERVER, "AT", "--enforce-eager", instead="--vllm-enforce-eager"),
         *refused(SERVER, "T", "--enable-prefix-caching", instead="--vllm-enable-prefix-caching"),
         *refused(SERVER, "T", "--revision", instead="the folder of that revision as --hf-checkpoint"),

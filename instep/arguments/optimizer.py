@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.concern import Problem, Settings, flag_name
-from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, POSITIVE, Flag, FlagGroup, Number, later
+from instep.arguments.concern import Problem, Settings
+from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, RATE, Flag, FlagGroup, Number, later
 
-BETA = Number(float, 0, 1)
+BETA = Number(float, 0, 0.999999)  # in fp32 more is 1
 
 OPTIMIZER = FlagGroup(
     "Optimizer",
     (
         Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", whose="M"),
-        Flag("--lr", NON_NEGATIVE, 1e-6, "learning rate", whose="CM"),
-        Flag("--min-lr", NON_NEGATIVE, 0.0, "lowest learning rate of the decay", whose="M"),
+        Flag("--lr", RATE, 1e-6, "learning rate", whose="CM"),
+        Flag("--min-lr", RATE, 0.0, "lowest learning rate of the decay", whose="M"),
         Flag(
             "--lr-decay-style",
             default="linear",
@@ -24,7 +24,7 @@ OPTIMIZER = FlagGroup(
         ),
         Flag("--lr-warmup-iters", INDEX, 0, "steps of linear warm-up", whose="M"),
         Flag("--lr-warmup-fraction", FRACTION, None, "instead: this part of the decay steps", whose="M"),
-        Flag("--lr-warmup-init", NON_NEGATIVE, 0.0, "learning rate at the start of the warm-up", whose="M"),
+        Flag("--lr-warmup-init", RATE, 0.0, "learning rate at the start of the warm-up", whose="M"),
         Flag("--lr-wsd-decay-iters", COUNT, None, "steps of the last decay with WSD", whose="M"),
         Flag(
             "--lr-wsd-decay-style",
@@ -34,12 +34,13 @@ OPTIMIZER = FlagGroup(
             whose="M",
         ),
         Flag("--lr-decay-iters", COUNT, None, "steps of the decay; default: all steps of the run", whose="M"),
-        Flag("--weight-decay", NON_NEGATIVE, 0.01, "decoupled weight decay", whose="M"),
+        Flag("--weight-decay", Number(float, 0, 100), 0.01, "decoupled weight decay", whose="M"),
         Flag("--adam-beta1", BETA, 0.9, "first-moment decay", whose="M"),
         Flag("--adam-beta2", BETA, 0.999, "second-moment decay", whose="M"),
-        Flag("--adam-eps", POSITIVE, 1e-8, "added to the denominator", whose="M"),
+        Flag("--adam-eps", Number(float, 1e-30, 1), 1e-8, "added to the denominator", whose="M"),
         Flag("--clip-grad", NON_NEGATIVE, 1.0, "largest gradient norm; 0: no clipping", whose="CM"),
-        *later("comes with the optimizer work", "C", "--reset-optimizer-states", "--use-stateless-adam"),
+        *later("resetting the optimizer between rollouts comes later", "C", "--reset-optimizer-states"),
+        *later("an Adam without states comes later", "C", "--use-stateless-adam"),
     ),
 )
 
@@ -61,10 +62,4 @@ def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 
 
-def betas(args: Settings, given: set[str]) -> Iterator[Problem]:
-    for name in ("adam_beta1", "adam_beta2"):
-        if getattr(args, name) == 1:
-            yield Problem("must be below 1", flag_name(name), "0.9 and 0.999 are usual")
-
-
-RULES = (learning_rate, schedule, betas)
+RULES = (learning_rate, schedule)

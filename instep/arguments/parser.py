@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.arguments.all_flags import find, nearest
+from instep.arguments.all_flags import find
 from instep.arguments.concern import Problem
-from instep.arguments.engine_flags import family
 from instep.arguments.flag import Flag
-from instep.engines.flags import flag_table
+from instep.arguments.suggest import named_flags, remedy_of, setting, unknown
 
 
 @dataclass
@@ -21,12 +20,19 @@ class Scan:
     Attributes:
         given, flags: values and records of the flags that are given, by attribute.
         broken: attributes whose value could not be read.
+        meant: attributes of flags that a remedy names; they count as unreadable, so that their absence is no second
+            problem.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Flag] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    meant: set[str] = field(default_factory=set)
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 200 else value[:200] + "...")
 
 
 def is_flag(token: str) -> bool:
@@ -34,16 +40,14 @@ def is_flag(token: str) -> bool:
     return bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
 
 
-def scan(argv: Sequence[str]) -> Scan:
+def scan(argv: Sequence[str], command: str = "train") -> Scan:
     """Split `argv` into flags and their values, which the flags' records convert. What is wrong becomes a problem."""
     result = Scan()
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
-            result.problems.append(
-                Problem(f"'{token}' belongs to no flag", "the command line", "quote values that contain blanks")
-            )
+            _reject(result, setting(token, command) or (_stray(token), []))
             continue
         name, equals, value = token.partition("=")
         values = [value] if equals else []
@@ -52,25 +56,32 @@ def scan(argv: Sequence[str]) -> Scan:
             if flag and flag.status == "acts" and not flag.nargs and not flag.is_switch and values:
                 break
             values.append(tokens.pop(0))
-        _take(result, name, values)
+        _take(result, name, values, command)
+    result.broken |= result.meant - result.given.keys()
     return result
 
 
-def _take(result: Scan, name: str, values: list[str]) -> None:
+def _stray(token: str) -> Problem:
+    return Problem(f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks")
+
+
+def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
+    problem, meant = found
+    result.problems.append(problem)
+    result.meant.update(flag.attribute for name in meant if (flag := find(name)) is not None)
+
+
+def _take(result: Scan, name: str, values: list[str], command: str) -> None:
     flag = find(name)
     if flag is None:
-        like, package = nearest(name), family(name)
-        what = "unknown flag" if package is None else f"unknown flag of {flag_table(package).describe}"
-        topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
-        remedy = f"did you mean {like}?" if like else f"`instep train --help{topic}` lists the flags"
-        result.problems.append(Problem(what, name, remedy))
-        if like:  # so that its absence is not reported, too
-            result.broken.add(find(like).attribute)  # type: ignore[union-attr]
+        _reject(result, unknown(name, values[0] if values else "", command))
+        return
+    if " ".join(values) in flag.neutral:
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
-        remedy = f"use {flag.instead}" if flag.instead else "leave it out"
-        result.problems.append(Problem(f"{flag.status}: {flag.note}", name, remedy))
+        remedy = remedy_of(flag, command)
+        _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))
         return
     try:
         _store(result, flag, values)
@@ -82,7 +93,7 @@ def _take(result: Scan, name: str, values: list[str]) -> None:
 def _store(result: Scan, flag: Flag, values: list[str]) -> None:
     if flag.is_switch:
         if values:
-            raise ValueError(f"takes no value, but got '{values[0]}'")
+            raise ValueError(f"takes no value, but got {_shown(values[0])}")
         result.given[flag.attribute] = flag.constant
         return
     if not values and flag.nargs != "*":
@@ -92,7 +103,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         try:
             converted.append(flag.convert(value))
         except ValueError as error:
-            raise ValueError(f"{'its value' if flag.secret else repr(value)} {error}") from None
+            raise ValueError(f"{'its value' if flag.secret else _shown(value)} {error}") from None
     if flag.append:
         result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
     else:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from instep.arguments.concern import Problem, Settings
 from instep.arguments.data import split_slice
-from instep.arguments.flag import COUNT, TYPE_LABELS, Flag, FlagGroup, hook, switch
-
-# A test compares it with instep/rollout/rewards.
-BUILT_IN = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
+from instep.arguments.flag import GPUS_PER_NODE, TYPE_LABELS, Flag, FlagGroup, hook, switch
+from instep.data.formats import eval_row_format, row_format
+from instep.data.graders import GRADERS, NEED_LABELS, grader_of
+from instep.documents import parse_json
 
 
 def rm_type(value: str) -> str:
     """The name of a built-in reward, with or without the prefix boxed_."""
-    if value.removeprefix("boxed_") not in BUILT_IN:
-        raise ValueError(f"is no built-in reward: {', '.join(BUILT_IN)}, with or without the prefix boxed_")
+    if grader_of(value) not in GRADERS:
+        raise ValueError(f"is no built-in reward: {', '.join(GRADERS)}, with or without the prefix boxed_")
     return value
 
 
@@ -29,7 +28,7 @@ REWARD = FlagGroup(
             "--rm-type",
             rm_type,
             None,
-            f"built-in reward: {', '.join(BUILT_IN)}; boxed_ before it takes the last \\boxed{{}}",
+            f"built-in reward: {', '.join(GRADERS)}; boxed_ before it takes the last \\boxed{{}}",
             whose="C",
         ),
         Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", whose="C"),
@@ -44,7 +43,12 @@ REWARD = FlagGroup(
             "f(args, samples) -> (raw, rewards), instead of the normalization over groups",
             whose="C",
         ),
-        Flag("--reward-num-workers", COUNT, None, "processes for built-in rewards; default: by the number of cores"),
+        Flag(
+            "--reward-num-workers",
+            GPUS_PER_NODE,
+            None,
+            "processes for built-in rewards; default: by the number of cores",
+        ),
     ),
 )
 
@@ -58,8 +62,8 @@ def row_names_reward(args: Settings) -> bool:
         file, _ = split_slice(args.prompt_data)
         if file.suffix != ".jsonl":
             return file.is_file()
-        with open(file, encoding="utf-8") as lines:
-            metadata = json.loads(lines.readline())[args.metadata_key]
+        with open(file, encoding="utf-8-sig") as lines:
+            metadata = parse_json(lines.readline())[args.metadata_key]
     except (OSError, ValueError, KeyError, TypeError):  # another rule reports what is wrong with the file
         return False
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
@@ -83,4 +87,24 @@ def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
 
 
-RULES = (named, remote, of_groups)
+def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Rewards that must fail on every sample, as the flags alone show."""
+    if args.command != "train":
+        return
+    sets = [
+        (eval_row_format(args, d), d.reward_key, f"data set {d.name}, rm_type", "eval-") for d in args.eval_datasets
+    ]
+    own_data = args.prompt_data is None or not args.rollout_global_dataset or "data_source_path" in given
+    if args.num_rollout != 0 and not own_data and not row_names_reward(args):
+        sets.append((row_format(args), args.reward_key, "--rm-type", ""))
+    for rows, key, where, kind in sets:
+        rule = rows.grader or ""
+        if rows.label_key is None and grader_of(rule) in NEED_LABELS:
+            what = "compares answers with labels, and no column of labels is named"
+            yield Problem(what, f"{where} {rule}", f"give --{kind}label-key")
+        if grader_of(rule) == "dapo" and key not in ("score", "acc"):
+            what = f"the entries of its reward are score and acc, {'none is named' if key is None else f'not {key}'}"
+            yield Problem(what, f"{where} {rule}", f"give --{kind}reward-key score")
+
+
+RULES = (named, remote, of_groups, possible)

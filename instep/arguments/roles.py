@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from instep.arguments.all_flags import find, own_flags
@@ -18,6 +19,7 @@ from instep.arguments.concern import Problem, Settings, flag_name
 from instep.arguments.flag import Flag, attribute_name
 from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
+from instep.documents import parse_yaml
 
 ROLES = ("actor", "critic")
 # Attributes that have a flag of their own for the critic.
@@ -58,13 +60,10 @@ def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     path = args.megatron_config_path
     if path is None:
         return
-    import yaml
-
     where = f"--megatron-config-path {path}"
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         yield Problem(f"cannot be read: {why}", where, "give a YAML file with the key `megatron`")
         return

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.concern import Given, Problem, Settings
-from instep.arguments.flag import COUNT, INDEX, INT, Flag, FlagGroup, Number, hook, later, switch
+from instep.algorithms.catalog import DEFAULT_ROLLOUT
+from instep.arguments.concern import Given, Problem, Settings, flag_name
+from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, later, switch
 from instep.arguments.model import known_config
+
+TEMPERATURE = Number(float, 0.01, 100)  # vLLM takes 0.01 in place of less, and the trainer would not know
+TOP_K = Number(int, -1, 10**7)
 
 ROLLOUT = FlagGroup(
     "Rollout",
     (
-        Flag("--rollout-temperature", Number(float, 0, above=True), 1.0, "sampling temperature", whose="C"),
+        Flag("--rollout-temperature", TEMPERATURE, 1.0, "sampling temperature", whose="C"),
         Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", whose="C"),
-        Flag("--rollout-top-k", INT, -1, "top-k sampling; -1: off", whose="C"),
+        Flag("--rollout-top-k", TOP_K, -1, "top-k sampling; -1: off", whose="C"),
         Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", whose="C"),
         Flag(
             "--rollout-max-prompt-len",
@@ -26,14 +30,14 @@ ROLLOUT = FlagGroup(
         Flag("--rollout-stop", help="stop strings", nargs="+", whose="C"),
         Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", whose="C"),
         switch("--rollout-skip-special-tokens", "leave special tokens out of the response's text", "C"),
-        Flag("--over-sampling-batch-size", COUNT, None, "prompts asked for at a time; default: one batch", whose="C"),
+        Flag("--over-sampling-batch-size", BATCH, None, "prompts asked for at a time; default: one batch", whose="C"),
         Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", whose="C"),
         switch("--partial-rollout", "keep unfinished groups and continue them in the next rollout", "C"),
         switch("--mask-offpolicy-in-partial-rollout", "train only on the tokens since a group was continued", "C"),
         Flag(
             "--rollout-function-path",
             hook,
-            "instep.rollout.vllm_rollout.generate_rollout",
+            DEFAULT_ROLLOUT,
             "f(args, rollout_id, data_source, evaluation=False): a whole rollout",
             whose="VSC",
         ),
@@ -66,7 +70,7 @@ ROLLOUT = FlagGroup(
             whose="C",
         ),
         *later(
-            "this hook comes later",
+            "own conversions of samples come later",
             "C",
             "--custom-convert-samples-to-train-data-path",
             instead="sample.train_metadata and fields of your own, which reach the trainer",
@@ -124,7 +128,9 @@ def partial_rollouts(args: Settings, given: set[str]) -> Iterator[Problem]:
 def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
     if longest is not None and whole is not None and longest >= whole:
-        yield Problem(f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"below {whole}")
+        yield Problem(
+            f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"use less than {whole}"
+        )
     if longest is not None and model is not None and longest >= model:
         what = f"{longest} leaves no room for a response in the model's context of {model} tokens"
         yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
@@ -138,6 +144,21 @@ def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
             f"--rollout-max-response-len {response}",
             "raise the former or lower the latter",
         )
+        return
+    context = context_of_model(args)
+    for name in ("rollout_max_response_len", "eval_max_response_len", "rollout_max_context_len"):
+        most = getattr(args, name)
+        if context is not None and most is not None and most >= context + (name == "rollout_max_context_len"):
+            what = f"{most} is beyond the model's context of {context} tokens, where every response ends"
+            yield Problem(what, flag_name(name), f"use less than {context}", refused=False)
+
+
+def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:
+    size = known_config(args).get("vocab_size")
+    for token in args.rollout_stop_token_ids or ():
+        if isinstance(size, int) and token >= size:
+            what = f"the model has {size} tokens and no {token}"
+            yield Problem(what, "--rollout-stop-token-ids", f"name ids below {size}")
 
 
 def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -152,4 +173,4 @@ def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--over-sampling-batch-size", f"use at least {needed}")
 
 
-RULES = (partial_rollouts, prompt_length, response_length, top_k, over_sampling)
+RULES = (partial_rollouts, prompt_length, response_length, stop_tokens, top_k, over_sampling)

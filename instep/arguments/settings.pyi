@@ -27,6 +27,7 @@ class Settings:
     alarm_gap: float
     alarm_truncated_ratio: float
     alarm_zero_std_ratio: float
+    api_key_file: str | None
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
     attention_dropout: float
@@ -98,6 +99,7 @@ class Settings:
     group_query_attention: bool
     group_rm: bool
     grpo_std_normalization: bool
+    gspo_gradient: Literal["token", "sequence"]
     heartbeat_timeout: float
     hf_checkpoint: str
     hidden_dropout: float
@@ -135,6 +137,7 @@ class Settings:
     min_lr: float
     n_samples_per_eval_prompt: int
     n_samples_per_prompt: int
+    no_api_key: bool
     no_check_for_nan_in_loss_and_grad: bool
     no_load_optim: bool
     no_save_optim: bool

@@ -34,7 +34,6 @@ _EQUIVALENTS = {
     "--vllm-kv-offloading-backend": "hicache-storage-backend",
     "--vllm-cpu-offload-gb": "cpu-offload-gb",
     "--vllm-stream-interval": "stream-interval",
-    "--offload-rollout": "enable-memory-saver",
     # model
     "--hf-checkpoint": "model-path served-model-name",
     "--vllm-dtype": "dtype",
@@ -92,6 +91,7 @@ _EQUIVALENTS = {
 }
 # Without an equivalent: why.
 _NONE = {
+    "enable-memory-saver": "engines that sleep while the trainer works come later",
     "host": "engines listen where instep reaches them",
     "api-key": "engines listen on loopback, in plain HTTP",
     "enable-metrics": "vLLM's metrics are always on",

@@ -28,7 +28,7 @@ from instep.arguments.algorithm import resolve as algorithm
 from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.concern import Problem, Resolver
-from instep.arguments.engine_rules import read_topology, rollout_backend, topology
+from instep.arguments.engine_rules import api_keys, read_topology, rollout_backend, topology
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
 
@@ -45,11 +45,19 @@ RESOLVERS: tuple[Resolver, ...] = (
     *distillation.RESOLVERS,
     *data.RESOLVERS,
     *rollout.RESOLVERS,
+    *megatron.RESOLVERS,
     *evaluation.RESOLVERS,
 )
 # `instep plan` asks only where things go.
 PLAN_RULES: Rules = (topology, critic_rules.size, *cluster.PLANNED_RULES)
-SERVE_RULES: Rules = (serving.only_served, *model.SERVED_RULES, *paths.RULES, topology, *cluster.SERVED_RULES)
+SERVE_RULES: Rules = (
+    serving.only_served,
+    *model.SERVED_RULES,
+    *paths.RULES,
+    topology,
+    api_keys,
+    *cluster.SERVED_RULES,
+)
 RULES: Rules = (
     *model.RULES,
     *paths.RULES,
@@ -62,6 +70,7 @@ RULES: Rules = (
     *distillation.RULES,
     *megatron.RULES,
     topology,
+    api_keys,
     *cluster.RULES,
     critic_rules.size,
     critic_rules.critic,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.integrity import contents, is_ours, put_in_place, write_manifest
+from instep.documents import parse_json
 from instep.errors import CheckpointError, ConfigError
 from instep.private import share
 from instep.scratch import Scratch
@@ -102,7 +103,7 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path.name} is missing", where=str(path.parent), remedy=remedy) from None
     except (OSError, ValueError) as error:

@@ -26,7 +26,11 @@ def weight_files(folder: Path) -> dict[str, Path]:
             weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             return {name: folder / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no readable index of weights: {error}", where=str(folder / INDEX)) from error
+        raise CheckpointError(
+            f"no readable index of weights: {error}",
+            where=str(folder / INDEX),
+            remedy="copy or download the checkpoint again",
+        ) from error
     with opened(folder / SINGLE) as tensors:
         return dict.fromkeys(tensors.keys(), folder / SINGLE)
 

@@ -40,7 +40,7 @@ class RouterSpec:
         disaggregated: whether prefill and decode run on engines of their own.
         external: (ip, port) of a router that somebody else runs (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
-        port: where it listens (`--port` of `instep serve`); None: on a free port.
+        port: where clients of `instep serve` reach the model (`--port`); None: at a free port.
     """
 
     model: str
@@ -78,8 +78,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
     if args.command in OFFLINE or args.debug_train_only:
         return []
     out: list[EngineSpec] = []
-    for place, model in enumerate(served_models(args)):
-        by_itself = not has_router(args, sum(group.num_engines for group in model.groups))
+    for model in served_models(args):
         for group in model.groups:
             if not group.num_engines:
                 continue
@@ -89,8 +88,6 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
             own = planned_kind(args).own_words(args, group, words, model.update_weights)
             for _ in range(group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
-                if by_itself and args.port is not None:
-                    port = args.port + place
                 out.append(
                     EngineSpec(
                         len(out),

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.cluster.engine_plan import RouterSpec
+from instep.engines import keys
 from instep.engines.engine import Engine
+from instep.engines.gate import Gate
+from instep.engines.guard import KEY_VARIABLE
 from instep.engines.kind import kind_of
 from instep.engines.router import DisaggregatedRouter, Router, router_command
 from instep.engines.spec import Addresses, EngineSpec
@@ -30,9 +33,11 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
 
 def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
     """The engine of `spec` that `process` runs and that answers at `at`."""
+    url = f"http://{at.host}:{at.port}"
+    keys.know(url, keys.run_key())
     return Engine(
         spec.name,
-        f"http://{at.host}:{at.port}",
+        url,
         process,
         kind_of(args.rollout_backend),
         model=spec.model,
@@ -67,13 +72,15 @@ def start_engine(
         spec.name,
         [sys.executable, *kind.command(args, spec, at)],
         log_dir / log_name(spec),
-        {**kind.environment(args, spec, at, LOOPBACK, num_threads), **(env or {})},
+        {**kind.environment(args, spec, at, LOOPBACK, num_threads), **keys.server_environment(args), **(env or {})},
         heartbeat=args.heartbeat_timeout,
     )
     return engine_at(args, spec, at, process)
 
 
-def start_router(spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, name: str = "router") -> Router:
+def start_router(
+    args: Settings, spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, name: str = "router"
+) -> Router:
     """The router of `--vllm-router-ip/-port`, or a vllm-router that is started here on loopback; not ready yet.
 
     Args:
@@ -83,14 +90,36 @@ def start_router(spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, nam
         ConfigError: vllm-router is not installed.
     """
     if spec.external is not None:
-        return Router(f"http://{spec.external[0]}:{spec.external[1]}")
-    port, prometheus_port = spec.port or free_port(), free_port()
+        url = f"http://{spec.external[0]}:{spec.external[1]}"
+        keys.know(url, keys.client_key(args) if spec.engines else keys.given_key(args))
+        return Router(url)
+    # The router passes the key of a request on to engines, so it has that of engines that somebody else runs.
+    key = keys.run_key() if spec.engines else keys.given_key(args) or keys.run_key()
+    port, prometheus_port = free_port(), free_port()
     roles: dict[str, ServerRole] = {engine.url: engine.role for engine in engines}
-    log = log_dir / (re.sub(r"[^\w.-]", "_", name) + ".log")
+    log = log_dir / f"{file_name(name)}.log"
 
     def start(urls: Sequence[str]) -> SupervisedProcess:
         words = spec.arguments(LOOPBACK, port, prometheus_port, [(roles[url], url) for url in urls])
-        return SupervisedProcess(name, [sys.executable, *router_command(words)], log, {"RUST_LOG": "warn"})
+        # It sends that of OPENAI_API_KEY to prefill and decode engines.
+        env = {"RUST_LOG": "warn", KEY_VARIABLE: key, "OPENAI_API_KEY": key}
+        return SupervisedProcess(name, [sys.executable, *router_command(words)], log, env)
 
     url = f"http://{LOOPBACK}:{port}"
+    keys.know(url, key)
     return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)
+
+
+def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:
+    """A gate before the router or engine `to`, at `spec.port` or a free one; not ready yet."""
+    port = spec.port or free_port()
+    command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]
+    env = keys.server_environment(args) | {KEY_VARIABLE: keys.key_of(to)}
+    process = SupervisedProcess(name, command, log_dir / f"{file_name(name)}.log", env)
+    url = f"http://{LOOPBACK}:{port}"
+    keys.know(url, "" if args.no_api_key else keys.client_key(args))
+    return Gate(url, process)
+
+
+def file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)

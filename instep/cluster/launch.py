@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_plan import longest, plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
@@ -74,7 +74,8 @@ class LocalCluster:
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
         first_gpu = 0
         for role, size in sizes.items():
-            rendezvous, role_args = str(scratch / f"rendezvous-{role}"), args_of_role(args, role)
+            rendezvous = str(scratch / f"rendezvous-{role}")
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
             self.setup_requests[role] = [
                 (role_args, rank, size, rendezvous, self._threads_per_rank, role, first_gpu + rank)
                 for rank in range(size)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep.errors import InstepError, WorkerError
 from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
@@ -182,7 +182,7 @@ class WorkerGroup:
             if process.fault():
                 self._raise_death(rank)
 
-    def _raise_death(self, rank: int, method: str = "") -> None:
+    def _raise_death(self, rank: int, method: str = "") -> NoReturn:
         process = self._processes[rank]
         fault = process.fault()
         if fault is None:  # it closed its connection, so its end is a matter of moments
@@ -223,6 +223,7 @@ class WorkerGroup:
             + stacks,
             remedy="the rank whose stack differs from the others is the one they wait for; "
             "raise --train-timeout if the work is simply larger",
+            where="the training workers; their logs lie in RUN_DIR/logs",
         )
 
     def close(self, grace: float = 3.0) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_plan import longest, plan_engines
 from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
 from instep.cluster.ray_remote import HOST_SECONDS, POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
+from instep.engines import keys
 from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
@@ -36,6 +36,7 @@ from instep.weights.way import ON_ONE_HOST
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
+from instep.arguments.roles import args_of_role
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, nothing stays
@@ -93,7 +94,7 @@ class RayCluster:
                 name = f"{spec.name} node {rank}" if rank else spec.name
                 log, threads = self._log_dir / log_name(spec, rank), args.num_threads or host.info.num_cpus
                 env = {**self._env, **kind.environment(args, spec, at, host.info.address, threads)}
-                env |= self._devices([slot.gpu for slot in slots], slots[0].node)
+                env |= keys.server_environment(args) | self._devices([slot.gpu for slot in slots], slots[0].node)
                 words = kind.command(args, spec, at, rank)
                 host.add(name, log, parts)
                 parts[-1].pid = host.ask("start_engine", name, words, str(log), env, args.heartbeat_timeout)
@@ -120,7 +121,8 @@ class RayCluster:
             workers.append(process)
             relays.append(relay)
             url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
-            requests.append((args_of_role(args, role), rank, len(slots), url, threads, role))
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
+            requests.append((role_args, rank, len(slots), url, threads, role))
         self.setup_requests[role] = requests
         return RayWorkerGroup(role, workers, relays)
 
@@ -168,7 +170,11 @@ class RayCluster:
         engine.stop()
         parts: list[Process] = engine.process.parts if isinstance(engine.process, JointProcess) else [engine.process]
         if not all(part.died_within(HOST_SECONDS) for part in parts):  # its name is free when its end was told
-            raise EngineError(f"{engine.name} does not end", where=engine.process.describe())
+            raise EngineError(
+                f"{engine.name} does not end",
+                where=engine.process.describe(),
+                remedy="end it on its host: its process is named above",
+            )
         engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
 
     def close(self) -> None:

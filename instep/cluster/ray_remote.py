@@ -142,7 +142,11 @@ class HostHandle:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, InstepError):
                 raise error.cause from None
-            raise WorkerError(f"a node's actor raised in '{method}':\n{error}", where="Ray") from None
+            raise WorkerError(
+                f"a node's actor raised in '{method}':\n{error}",
+                where="Ray",
+                remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
+            ) from None
         except ray.exceptions.RayError as error:
             raise WorkerError(
                 f"a node's actor did not answer '{method}': {why(error)}",

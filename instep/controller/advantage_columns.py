@@ -89,7 +89,7 @@ def add_advantages(
         if args.normalize_advantages or estimator.whitens:
             estimate = estimate._replace(advantages=whiten(estimate.advantages, mask))
     except ValueError as error:
-        remedy = "mend the rewards or the rollout function, or choose another estimator"
+        remedy = "correct the rewards or the rollout function, or choose another estimator"
         raise RolloutError(str(error), where=_where(args), remedy=remedy) from error
     for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
         if values is not None:
@@ -201,7 +201,7 @@ def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) 
     raise RolloutError(
         f"the {name} of {int(bad.sum())} trained tokens are not finite",
         where=f"group {group}, sample {index}; {_where(args)}",
-        remedy="mend the hook, or look at rewards and log-probs of this sample",
+        remedy="look at this sample's rewards and log-probs, which they are made from",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -157,7 +156,8 @@ class Controller:
             self.deployment.close()
             self._memory.stop()
             if isinstance(error, KeyboardInterrupt):
-                self.log.finish(self._summary(), interrupted=how_to_go_on(self.args))
+                has_saved = self._saved or self._goes_on_in(self.args.save)
+                self.log.finish(self._summary(), interrupted=how_to_go_on(self.args, has_saved=has_saved))
 
     def _start(self) -> None:
         args = self.args
@@ -300,12 +300,15 @@ class Controller:
                 trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
+    def _goes_on_in(self, root: str | None) -> bool:
+        """Whether the run has begun with a checkpoint of the folder `root`."""
+        begins = self._beginning.checkpoint
+        return begins is not None and root is not None and begins.parent.resolve() == Path(root).resolve()
+
     def _move_checkpoints_aside(self) -> None:
         """Move the checkpoints of an earlier run, which this one does not go on with, from where it saves."""
-        begins = self._beginning
-        resumed = os.path.realpath(begins.checkpoint.parent) if begins.checkpoint else None
-        for root in (self.args.save, None if begins.state else self.args.critic_save):
-            if root and os.path.realpath(root) != resumed:
+        for root in (self.args.save, None if self._beginning.state else self.args.critic_save):
+            if root and not self._goes_on_in(root):
                 with writing(Path(root)):
                     place = move_checkpoints_aside(Path(root))
                 if place is not None:

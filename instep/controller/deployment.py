@@ -16,7 +16,7 @@ from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
 from instep.engines.engine import Engine
-from instep.errors import SyncError
+from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
 from instep.processes import Process
 from instep.rollout import admission
@@ -158,7 +158,10 @@ class Deployment:
         fleet = self._require_fleet()
         with self._log.phase("sync"):
             began = fleet.available()
-            result = self._sync.run(began)
+            try:
+                result = self._sync.run(began)
+            except EngineGone as error:
+                raise EngineError(error.what, where=error.where, remedy=error.remedy) from error
             fleet.synced(began, result.engines)
         if result.first_diff > result.tolerance and self._args.precision == "fp32":
             how = f"differed by {result.first_diff:.3g} at first, and agreed when they were asked again"

@@ -21,9 +21,11 @@ from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
-from instep.cluster.engine_start import start_router
+from instep.cluster.engine_start import start_gate, start_router
 from instep.controller.health import HealthWatch
+from instep.engines import keys
 from instep.engines.engine import Engine
+from instep.engines.gate import Gate, needs_gate
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
@@ -69,12 +71,19 @@ class Fleet:
         self._fault: EngineError | None = None  # that another thread has found; `check` raises it
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
+        self.gates: dict[str, Gate] = {}  # by model; before its router or its engine
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
         for spec in specs:
             mine = self.of_model(spec.model)
             if has_router(args, len(mine)):
                 name = "router" if len(specs) == 1 else f"router-{spec.model}"
-                self.routers[spec.model] = start_router(spec, mine, log_dir, name)
+                self.routers[spec.model] = start_router(args, spec, mine, log_dir, name)
+            if needs_gate(args, has_router(args, len(mine))):
+                name = "gate" if len(specs) == 1 else f"gate-{spec.model}"
+                self.gates[spec.model] = start_gate(args, spec, self._inner_url(spec.model), log_dir, name)
+        self._key_file: Path | None = None
+        if self.engines and (key := keys.key_of(self._client_url(self._default))) and not args.no_api_key:
+            self._key_file = keys.write(Path(args.run_dir), key)
 
     def of_model(self, model: str) -> list[Engine]:
         return [engine for engine in self.engines if engine.model == model]
@@ -83,8 +92,7 @@ class Fleet:
         """Return the attributes of `args` that tell hooks the addresses of routers and engines."""
         addresses = {}
         for engine in self.engines:
-            router = self.routers.get(engine.model)
-            url = urlsplit(router.url if router is not None else engine.url)
+            url = urlsplit(self._client_url(engine.model))
             addresses[engine.model] = (str(url.hostname), int(url.port or 0))
         host, port = addresses.get(self._default, ("127.0.0.1", 0))
         policy = self.of_model(self._default)
@@ -97,10 +105,19 @@ class Fleet:
             "vllm_model_engine_urls": {name: [engine.url for engine in self.of_model(name)] for name in addresses},
         }
 
+    def _inner_url(self, model: str) -> str:
+        router = self.routers.get(model)
+        return router.url if router is not None else self.of_model(model)[0].url
+
+    def _client_url(self, model: str) -> str:
+        """Where requests of clients and hooks go."""
+        gate = self.gates.get(model)
+        return gate.url if gate is not None else self._inner_url(model)
+
     @property
     def processes(self) -> list[Process]:
-        """The processes of the engines and routers that this run has started."""
-        owners: list[Engine | Router] = [*self.engines, *self.routers.values()]
+        """The processes of the engines, routers and gates that this run has started."""
+        owners: list[Engine | Router | Gate] = [*self.engines, *self.routers.values(), *self.gates.values()]
         return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
@@ -117,6 +134,8 @@ class Fleet:
             router.wait_ready(timeout)
             if self._args.vllm_router_ip is not None:
                 self._check_theirs(router)
+        for gate in self.gates.values():
+            gate.wait_ready(timeout)
         outside = [engine for engine in self.engines if engine.process is None]
         for engine in outside:
             engine.identify()
@@ -175,6 +194,8 @@ class Fleet:
                 raise self._fault
             for router in self.routers.values():
                 router.check_alive()
+            for gate in self.gates.values():
+                gate.check_alive()
             for engine in self.engines:
                 if not self._ready:
                     engine.check_alive()
@@ -196,13 +217,17 @@ class Fleet:
             raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
 
     def close(self) -> None:
-        """Stop the routers, and take the run's engines out of a router that somebody else runs."""
+        """Stop routers and gates, and take the run's engines out of a router that somebody else runs."""
         self._closed.set()
         for router in self.routers.values():
             if self._args.vllm_router_ip is not None and router.members:
                 with contextlib.suppress(EngineError):  # the run ends, whatever becomes of its router
                     router.set_members([url for url in router.members if url in self._found])
             router.stop()
+        for gate in self.gates.values():
+            gate.stop()
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
 
     # ---- death and return ----------------------------------------------------------------------------------------
 

@@ -149,7 +149,9 @@ class RoleTrainer:
             if (gap := answers[0][1][2]) is not None:
                 raise SyncError(
                     f"the engine's log-probs of freshly sampled tokens differ from the trainer's by {gap:.3g} nats in "
-                    f"the mean, more than {gap_limit:.3g}: the step was not trained"
+                    f"the mean, more than {gap_limit:.3g}: the step was not trained",
+                    where="--on-gap stop",
+                    remedy="resume from the last checkpoint",
                 )
             return metrics, {shares[dp].order[n]: row for dp, answer in answers for n, row in answer[1].items()}
 

@@ -16,7 +16,7 @@ from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
-from instep.data.batch import build_batch
+from instep.data.batch import build_batch, older_tokens
 from instep.data.schedule import steps_of_samples
 from instep.processes import watched
 from instep.rollout.outputs import flatten
@@ -28,6 +28,10 @@ from instep.types import Group, TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
+
+
+# With these the loss divides the trainer's probabilities by the engine's.
+_COMPARING = ("use_tis", "use_rs", "use_rollout_logprobs")
 
 
 @dataclass
@@ -144,7 +148,8 @@ class TrainingRound:
             groups,
             reward_key=args.reward_key,
             needs_reward=self._has_rewards,
-            default_temperature=args.rollout_temperature,
+            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
+            compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
         )
         samples = [sample for group in groups for sample in flatten(group)]
         if version and "rollout_log_probs" in batch.token_columns:
@@ -157,6 +162,8 @@ class TrainingRound:
             step_of_sample,
             batch.sample_columns["execution_id"],
         )
+        if version and self._has_rewards and bool((older := older_tokens(batch, version)).any()):
+            batch.token_columns["older"] = older
         per_token = args.calculate_per_token_loss
         constant = args.constant_loss_length
         batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token, constant_length=constant)

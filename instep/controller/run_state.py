@@ -65,16 +65,22 @@ def beginning(args: Args) -> Beginning:
     return Beginning(folder, state, notes, start_rollout_id(args, found, state))
 
 
-def how_to_go_on(args: Settings) -> str:
-    """How the run that ends now can go on: from which checkpoint, by which command."""
+def how_to_go_on(args: Settings, *, has_saved: bool = True) -> str:
+    """How the run that ends now can go on: from which checkpoint, by which command.
+
+    Args:
+        has_saved: False: what is in `--save` is of an earlier run.
+    """
+    if not args.save:
+        return f"nothing was saved (no --save): the same command begins anew{f' from {args.load}' if args.load else ''}"
     try:
-        saved = find_checkpoint(Path(args.save), None) if args.save else None
+        saved = find_checkpoint(Path(args.save), None) if has_saved else None
     except CheckpointError as error:
         return f"the checkpoints in {args.save} need a look: {error.what}"
     if saved is None:
         begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
         interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
-        return f"nothing was saved {f'yet ({interval})' if args.save else '(no --save)'}: {begins}"
+        return f"nothing was saved yet ({interval}): {begins}"
     same = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
     more = [] if same else [f"with --load {args.save}"]
     more += [f"without {flag}" for flag, given in _NOT_AGAIN.items() if getattr(args, given) not in (None, False)]

@@ -59,7 +59,7 @@ class Trainer:
         for group, layout in zip(groups, layouts, strict=True):
             own = args_of_role(args, group.role)
             rollouts = num_rollout - (args.num_critic_only_steps if group.role == "actor" else 0)
-            schedule = lr_schedule.from_args(own, _num_steps(args, rollouts))
+            schedule = lr_schedule.from_args(own, num_steps_of_run(args, rollouts))
             self.roles.append(RoleTrainer(own, group, layout, schedule))
         self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
         self._load_actor(beginning.checkpoint)
@@ -183,7 +183,7 @@ class Trainer:
             wait()
 
 
-def _num_steps(args: Settings, num_rollouts: int) -> int:
+def num_steps_of_run(args: Settings, num_rollouts: int) -> int:
     """Return the number of optimizer steps of `num_rollouts` rollouts, at least 1."""
     if num_rollouts <= 0:
         return 1

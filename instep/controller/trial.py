@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
@@ -44,7 +45,6 @@ NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
 NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
 GENERATE_SECONDS = 300.0
-DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 _HOOKS = (
     "custom_rm_path",
     "custom_generate_function_path",
@@ -191,7 +191,7 @@ class HookTrial:
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout
         hung = RolloutError(
-            f"{path} took more than {limit:g} s", where=_row(sample), remedy="mend it, or raise --reward-timeout"
+            f"{path} took more than {limit:g} s", where=_row(sample), remedy="make it faster, or raise --reward-timeout"
         )
         return await runtime.bounded_steps(coro, limit, hung)
 
@@ -247,7 +247,7 @@ def _make_up_response(args: Settings, sample: Sample, end: str) -> None:
     sample.append_response_tokens(ids, [-1.0] * len(ids), weight_versions=[VersionSpan("trial", 0, len(ids))])
     sample.response, sample.status = text + end, Status.COMPLETED
     sample.sampling_params = {"temperature": args.rollout_temperature}
-    sample.execution_id = f"{sample.group_index}.{sample.index}.0"
+    sample.execution_id = f"{sample.group_index}.{sample.index}"
 
 
 def _row(sample: Sample) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from instep.data.sampling import distribution_of, truncated_by
 from instep.errors import RolloutError
 from instep.types import Group, Sample, TokenBatch, name_of, reward_of
 
@@ -19,6 +20,7 @@ def build_batch(
     reward_key: str | None = None,
     needs_reward: bool = True,
     default_temperature: float = 1.0,
+    compares: str = "",
 ) -> TokenBatch:
     """The samples of the groups, in order. Fan-out siblings may form a list of their own inside a group.
 
@@ -31,6 +33,8 @@ def build_batch(
     Args:
         reward_key: the entry to take from a reward that is a dict.
         needs_reward: False for supervised fine-tuning, whose samples have no reward.
+        compares: the flags that compare the engine's log-probs with the trainer's, which are of the full distribution:
+            samples that the engine drew from another one are refused.
 
     Raises:
         RolloutError: a sample that cannot be trained on, with the reason.
@@ -38,7 +42,9 @@ def build_batch(
     """
     flat = _flatten(groups)
     if not flat:
-        raise RolloutError("the rollout returned no samples", remedy="return at least one group")
+        raise RolloutError(
+            "the rollout returned no samples", remedy="return at least one group", where="--rollout-function-path"
+        )
     masks: list[list[int]] = []
     log_probs: list[list[float]] = []
     rewards: list[float] = []
@@ -47,7 +53,7 @@ def build_batch(
         _check_tokens(sample)
         masks.append(_mask(sample))
         log_probs.append(_log_probs(sample, masks[-1]))
-        temperatures.append(_temperature(sample, default_temperature))
+        temperatures.append(_temperature(sample, default_temperature, compares))
         if needs_reward:
             rewards.append(reward_of(sample, reward_key))
     samples = [sample for sample, _ in flat]
@@ -76,6 +82,29 @@ def build_batch(
     )
 
 
+def is_older(name: str, version: int) -> bool:
+    """Whether an earlier sync brought the weights `name`; a name that no sync has given is somebody else's."""
+    return name.isdigit() and int(name) < version
+
+
+def older_tokens(batch: TokenBatch, version: int) -> torch.Tensor:
+    """Which response tokens older weights than `version` have made, with the engine's log-prob known: 1 or 0.
+
+    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new.
+
+    Returns:
+        float32 `[num_response_tokens]`.
+    """
+    out = torch.zeros(int(batch.response_lengths.sum()))
+    starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
+    for start, spans in zip(starts, batch.sample_columns["weight_versions"], strict=True):
+        for span in spans:
+            if is_older(span.version, version):
+                out[start + span.start : start + span.end] = 1
+    known = batch.token_columns.get("rollout_log_probs")
+    return out * (0 if known is None else ~known.isnan())
+
+
 def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
     """The samples with their execution ids; siblings in a list of their own without one get a common id."""
     out: list[tuple[Sample, str]] = []
@@ -84,6 +113,7 @@ def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
             raise RolloutError(
                 f"group {g} of the rollout is {'empty' if group == [] else 'a ' + type(group).__name__}",
                 remedy="a rollout function returns a list of groups, each a list of samples",
+                where="--rollout-function-path",
             )
         for k, member in enumerate(group):
             siblings = member if isinstance(member, list) else [member]
@@ -92,6 +122,7 @@ def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
                     raise RolloutError(
                         f"entry {k} of group {g} of the rollout is a {type(sample).__name__}, not a Sample",
                         remedy="a rollout function returns a list of groups, each a list of samples",
+                        where="--rollout-function-path",
                     )
                 made_up = f"group-{g}-{k}" if siblings is member else f"sample-{g}-{k}-{s}"
                 out.append((sample, made_up if sample.execution_id is None else sample.execution_id))
@@ -147,8 +178,26 @@ def _log_probs(sample: Sample, mask: list[int]) -> list[float]:
     return [0.0 if value is None else value for value in sample.rollout_log_probs]
 
 
-def _temperature(sample: Sample, default: float) -> float:
-    value: Any = sample.sampling_params.get("temperature", default)
+def _temperature(sample: Sample, default: float, compares: str) -> float:
+    """The temperature of all trained tokens of a sample, whose sampling parameters are checked."""
+    params = sample.sampling_params
+    turns = sample.sampling_turns or [distribution_of({"temperature": default, **params})]
+    value: Any = turns[0]["temperature"]
+    if any(turn["temperature"] != value for turn in turns):
+        raise _error(
+            sample,
+            f"its turns were sampled at temperatures {', '.join(str(turn['temperature']) for turn in turns)}",
+            "a sample is scored at one temperature: use one for all its trained turns, append the others with "
+            "trainable=False, or set sample.sampling_params and sampling_turns to what each sample was drawn with",
+        )
+    truncated = truncated_by(sample)
+    if truncated and compares and sample.rollout_log_probs is not None:
+        raise _error(
+            sample,
+            f"it was sampled with {', '.join(f'{name} {x!r:.40}' for name, x in truncated.items())}, so that the "
+            f"engine's log-probs are of another distribution than the trainer's, which {compares} compares",
+            f"sample from the full distribution, or leave {compares} out",
+        )
     if not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise _error(
             sample,

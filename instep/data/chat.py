@@ -41,7 +41,7 @@ def render(
             add_generation_prompt=generation_prompt,
             **(template_kwargs or {}),
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(
             f"the chat template refuses the messages (roles {roles}): {error}",
@@ -75,7 +75,9 @@ def tokenize_conversation(
     """
     if loss_mask_type not in LOSS_MASK_TYPES:
         raise ConfigError(
-            f"--loss-mask-type {loss_mask_type!r} is unknown", remedy=f"one of {', '.join(LOSS_MASK_TYPES)}"
+            f"--loss-mask-type {loss_mask_type!r} is unknown",
+            remedy=f"one of {', '.join(LOSS_MASK_TYPES)}",
+            where="--loss-mask-type",
         )
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
     if not turns:
@@ -96,7 +98,8 @@ def tokenize_conversation(
             raise DataError(
                 f"the chat template hides where message {turn} (assistant) begins and ends",
                 where=where,
-                remedy="train on the last turn only (step_loss_mask 0 for the others), or use a simpler template",
+                remedy="set step_loss_mask 0 for it (for all turns but the last), or use a template in which no turn "
+                "depends on what follows and a tool's answer stands in a turn of its own",
             )
         for part, trained in ((text[end:start], 0), (text[start:next_end], 1)):
             ids = tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
@@ -109,7 +112,11 @@ def tokenize_conversation(
     loss_mask += [0] * len(rest)
     loss_mask[:1] = [0]  # nothing predicts the first token
     if not any(loss_mask):
-        raise DataError("the conversation has no trainable token: its assistant turns are empty", where=where)
+        raise DataError(
+            "the conversation has no trainable token: its assistant turns are empty",
+            where=where,
+            remedy="fill its assistant turns, or skip such rows with --skip-bad-rows",
+        )
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     if token_ids != whole and tokenizer.decode(token_ids) != tokenizer.decode(whole):
         raise DataError(
@@ -127,20 +134,39 @@ def _turn_span(
 
     The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
     it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
-    the place of the mark is the turn.
+    the place of the mark is the turn. A turn that a tool's answer stands in is hidden, too: it is not the model's.
     """
     start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
     end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
     if start is not None and end is not None:
         return start, end
-    marked = [*messages[:turn], {"role": "assistant", "content": _MARK}, *messages[turn + 1 :]]
-    before, mark, after = text_of(marked, generation_prompt=False).partition(_MARK)
-    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+    place = _place_of(messages, turn, {"role": "assistant", "content": _MARK}, text, text_of)
+    if place is None:
         return None
     if end is None:
-        marker = next((t for t in special_tokens(tokenizer) if after.startswith(t)), "")
-        end = len(text) - len(after) + len(marker)
-    return len(before) if start is None else start, end
+        marker = next((t for t in special_tokens(tokenizer) if text.startswith(t, place[1])), "")
+        end = place[1] + len(marker)
+    start = place[0] if start is None else start
+    for i, message in enumerate(messages[turn + 1 :], turn + 1):  # some templates write a tool's answer into the turn
+        if message["role"] not in ("system", "user", "assistant"):
+            answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
+            if answer is None or (answer[0] < end and answer[1] > start):
+                return None
+    return start, end
+
+
+def _place_of(
+    messages: list[Message], index: int, marked: Message, text: str, text_of: Callable[..., str]
+) -> tuple[int, int] | None:
+    """The part of `text` whose place the mark takes when message `index` becomes `marked`; None: it cannot be told."""
+    try:
+        changed = text_of([*messages[:index], marked, *messages[index + 1 :]], generation_prompt=False)
+    except DataError:  # some templates want the tool calls
+        return None
+    before, mark, after = changed.partition(_MARK)
+    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+        return None
+    return len(before), len(text) - len(after)
 
 
 def _prefix_length(

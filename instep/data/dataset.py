@@ -41,7 +41,7 @@ class Record:
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Token ids of the prompt, as the engine gets them; computed once."""
         if self._token_ids is None:
-            text = self.prompt if isinstance(self.prompt, str) else _render(tokenizer, self, template_kwargs or {})
+            text = _text(self, tokenizer, template_kwargs or {})
             self._token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._token_ids
 
@@ -161,21 +161,41 @@ def _within_limit(
     records: list[Record], tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any], limit: int
 ) -> list[Record]:
     if tokenizer is None:
-        raise ConfigError("--rollout-max-prompt-len needs a tokenizer", remedy="give --hf-checkpoint")
+        raise ConfigError(
+            "--rollout-max-prompt-len needs a tokenizer",
+            remedy="give --hf-checkpoint",
+            where="--rollout-max-prompt-len",
+        )
     if any(not isinstance(r.prompt, str) for r in records):
         require_chat_template(tokenizer)
+    kept = []
     for start in range(0, len(records), TOKENIZE_AT_ONCE):
-        chunk = [r for r in records[start : start + TOKENIZE_AT_ONCE] if isinstance(r.prompt, str)]
-        chunk = [r for r in chunk if not _is_short(r, limit)]
-        ids = tokenizer([r.prompt for r in chunk], add_special_tokens=False)["input_ids"] if chunk else []
-        for record, token_ids in zip(chunk, ids, strict=True):
+        chunk = [(r, _text(r, tokenizer, kwargs)) for r in records[start : start + TOKENIZE_AT_ONCE]]
+        chunk = [(r, text) for r, text in chunk if not _is_long(text, tokenizer, limit)]
+        unsure = [(r, text) for r, text in chunk if SHORT * len(text.encode()) > limit]
+        ids = tokenizer([text for _, text in unsure], add_special_tokens=False)["input_ids"] if unsure else []
+        for (record, _), token_ids in zip(unsure, ids, strict=True):
             record._token_ids = token_ids
-    return [r for r in records if _is_short(r, limit) or len(r.token_ids(tokenizer, kwargs)) <= limit]
+        kept += [r for r, _ in chunk if r._token_ids is None or len(r._token_ids) <= limit]
+    return kept
 
 
-def _is_short(record: Record, limit: int) -> bool:
-    """Whether a text is within the limit for certain, without being tokenized: a token has at least one byte."""
-    return isinstance(record.prompt, str) and SHORT * len(record.prompt.encode()) <= limit
+def _text(record: Record, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> str:
+    return record.prompt if isinstance(record.prompt, str) else _render(tokenizer, record, kwargs)
+
+
+def _is_long(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> bool:
+    """Whether a text is over the limit for certain, by the tokens of its beginning.
+
+    So a text of many megabytes is not tokenized whole. A cut changes the tokens near it: twice as many as the limit
+    (and 1,000) are asked for. Where a beginning of 16 characters per token has fewer, a longer one decides.
+    """
+    size = 16 * (limit + 1000)
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > 2 * (limit + 1000):
+            return True
+        size *= 4
+    return False
 
 
 def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: list[DataError]) -> None:

@@ -118,7 +118,11 @@ class Ledger:
         with self._lock:
             accounted = self.num_consumed + self.num_dropped + self.num_buffered + self.num_outstanding
             if accounted != self.num_issued:
-                raise RolloutError(f"the ledger does not balance: {self.state_dict()}", remedy="please report this")
+                raise RolloutError(
+                    f"the ledger does not balance: {self.state_dict()}",
+                    remedy="please report this",
+                    where="the ledger of groups",
+                )
 
     def counts(self) -> dict[str, Any]:
         """Return how many groups were issued and consumed, and how many dropped by reason."""
@@ -243,12 +247,17 @@ def group_indices(groups: Iterable[Any]) -> list[int]:
         leaf = group
         while isinstance(leaf, list):
             if not leaf:
-                raise RolloutError("a rollout function returned an empty group", remedy="return no group instead")
+                raise RolloutError(
+                    "a rollout function returned an empty group",
+                    remedy="return no group instead",
+                    where="--rollout-function-path",
+                )
             leaf = leaf[0]
         if leaf.group_index is None:
             raise RolloutError(
                 "a sample has no group_index",
                 remedy="keep the samples that data_source.get_samples gave, or set group_index as it does",
+                where="--rollout-function-path",
             )
         out.append(leaf.group_index)
     return out

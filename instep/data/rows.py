@@ -6,6 +6,7 @@ This module imports neither torch nor transformers, so that files can be checked
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from instep.data.graders import GRADERS, NEED_LABELS, grader_of, wrong_label
+from instep.documents import parse_json
 from instep.errors import ConfigError, DataError
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
@@ -33,6 +36,13 @@ class RowFormat:
     tool_key: str = "tools"
     conversation: bool = False
     pair_keys: tuple[str, str] | None = None  # of the chosen and the rejected response
+    grader: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys that a row is read by."""
+        named = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *(self.pair_keys or ()))
+        return tuple(key for key in named if key is not None)
 
 
 @dataclass
@@ -56,7 +66,9 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
     match = _SLICE.match(path_spec)
     if match is None or "-" in (match["start"], match["stop"]):
         raise ConfigError(
-            f"cannot read the slice of {path_spec!r}", remedy="write path@[start:stop], as in train.jsonl@[0:1000]"
+            f"cannot read the slice of {path_spec!r}",
+            remedy="write path@[start:stop], as in train.jsonl@[0:1000]",
+            where=str(path_spec),
         )
     start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
     return Path(match["path"]), slice(start, stop)
@@ -73,7 +85,7 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
     check = check_row if row_format.pair_keys is None else check_pair
     readers: dict[str, Callable[[Path, slice], Iterator[tuple[str, Callable[[], Any]]]]] = {
         ".jsonl": _jsonl,
-        ".parquet": _parquet,
+        ".parquet": partial(_parquet, columns=row_format.columns),
     }
     if path.suffix not in readers:
         raise ConfigError(
@@ -97,9 +109,9 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
                 continue
             yield row
     except OSError as error:
-        raise DataError(
-            f"cannot read the data file: {error.strerror or error}", where=str(path), remedy="change its permissions"
-        ) from error
+        remedy = "change its permissions" if error.errno else "write the file again"  # pyarrow's have no number
+        what = f"cannot read the data file: {error.strerror or error}"
+        raise DataError(what, where=str(path), remedy=remedy) from error
     if not count:
         cause = "the data file has no rows" if part == slice(None) else "the slice holds no row of the data file"
         raise DataError(cause, where=path_spec, remedy="a data file needs at least one row")
@@ -117,20 +129,15 @@ def _jsonl(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _parse_json(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return parse_json(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         what = f"not UTF-8: {error.reason} at byte {error.start}"
         raise DataError(what, where=where, remedy="data files are UTF-8 text; convert the file") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = "nested too deep"
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
-        raise DataError(
-            f"not a JSON object: {reason}", where=where, remedy="mend the row, or skip such rows with --skip-bad-rows"
-        ) from error
+    except ValueError as error:
+        raise _bad(where, f"the row {error}") from error
 
 
-def _parquet(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -143,13 +150,22 @@ def _parquet(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]
             for batch in file.iter_batches():
                 first, number = number, number + batch.num_rows
                 for i in range(max(start, first), min(stop, number)):
-                    yield f"{path}, row {i}", partial(_python_row, batch.slice(i - first, 1))
-    except pyarrow.ArrowInvalid as error:
+                    where = f"{path}, row {i}"
+                    yield where, partial(_python_row, batch.slice(i - first, 1), where, columns)
+    except pyarrow.ArrowException as error:
         raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
-def _python_row(row: Any) -> Any:
-    return row.to_pylist()[0]
+def _python_row(batch: Any, where: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(batch.schema.names)
+    for key in columns:
+        if key in row:
+            try:
+                row[key] = batch.column(key)[0].as_py()
+                json.dumps(row[key])
+            except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
+                raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
+    return row
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:
@@ -164,10 +180,14 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         raise bad(f"{keys.metadata_key!r} must be an object, not {_short(metadata)}")
     tools = row.get(keys.tool_key)
     if isinstance(tools, str):  # parquet files often hold tool schemas as text
-        tools = _parse_json(tools.encode(), where)
+        try:
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise bad(f"{keys.tool_key!r} is text that {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise bad(f"{keys.tool_key!r} must be a list of objects, not {_short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
+    _check_label(label, metadata or {}, keys, bad)
     return Row(where, prompt, label, dict(metadata or {}), tools or None)
 
 
@@ -233,6 +253,20 @@ def _kind(value: str | list[Message]) -> str:
 
 def _is_trained(message: Message) -> bool:
     return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1))
+
+
+def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Callable[..., DataError]) -> None:
+    if isinstance(label, float) and not math.isfinite(label):
+        raise bad(f"{keys.label_key!r} of the row is {label}, which no JSON file should hold")
+    if keys.grader is None:
+        return
+    rule = str(metadata.get("rm_type") or keys.grader)
+    if rule and grader_of(rule) not in GRADERS:
+        raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {_short(rule)}")
+    if keys.label_key is None and grader_of(rule) in NEED_LABELS:
+        raise bad(f"the reward {rule} needs a label", "name the column of the labels with --label-key")
+    if keys.label_key is not None and (wrong := wrong_label(rule, label, metadata)):
+        raise bad(f"{keys.label_key!r} of the row {wrong}: {_short(label)} (reward {rule})")
 
 
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:

@@ -139,7 +139,11 @@ def balanced_partition(weights: Sequence[int], num_parts: int) -> list[list[int]
 
 def _executions_per_step(count: int, num_steps: int | None, global_batch_size: int | None) -> int:
     if not count:
-        raise ConfigError("there are no samples to train on", where="schedule")
+        raise ConfigError(
+            "there are no samples to train on",
+            where="schedule",
+            remedy="return at least one group with a sample that is trained on",
+        )
     size, left = divmod(count, num_steps) if num_steps else (global_batch_size or 0, count % (global_batch_size or 1))
     if left or not size:
         flag = "--num-steps-per-rollout" if num_steps else "--global-batch-size"

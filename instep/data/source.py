@@ -8,9 +8,8 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
-from instep.algorithms.catalog import DPO_ROLLOUT, SFT_ROLLOUT
 from instep.data.dataset import Dataset, load_dataset
-from instep.data.rows import RowFormat
+from instep.data.formats import row_format
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
@@ -204,14 +203,6 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
     return taken
 
 
-def row_format(args: Settings) -> RowFormat:
-    """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
-    function = args.rollout_function_path
-    pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
-    conversation = function == SFT_ROLLOUT
-    return RowFormat(args.input_key, args.label_key, args.metadata_key, args.tool_key, conversation, pair_keys)
-
-
 def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
@@ -231,12 +222,15 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
 def checked_group(group: Any) -> Group:
     if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
         raise RolloutError(
-            f"a group must be a list of samples, not {_describe(group)}", remedy="hand back whole groups, flat"
+            f"a group must be a list of samples, not {_describe(group)}",
+            remedy="hand back whole groups, flat",
+            where="data_source.add_samples",
         )
     if len({s.group_index for s in group}) != 1:
         raise RolloutError(
             f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group",
             remedy="hand samples back in the groups they came in",
+            where="data_source.add_samples",
         )
     return group
 

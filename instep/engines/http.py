@@ -1,12 +1,24 @@
-"""HTTP to engines and routers, which bypasses proxies of the environment: both have plain addresses."""
+"""HTTP to engines and routers, with their keys. It bypasses proxies of the environment: both have plain addresses."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from typing import Any
 
-open_directly = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+from instep.engines.keys import headers_for, key_of
+from instep.errors import ConfigError
+
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def open_directly(request: str | urllib.request.Request, *, timeout: float) -> Any:
+    """Open a URL as urllib does, with the key of its address, which does not follow a redirection."""
+    request = urllib.request.Request(request) if isinstance(request, str) else request
+    for name, value in headers_for(request.full_url).items():
+        request.add_unredirected_header(name, value)
+    return _open(request, timeout=timeout)
 
 
 def get_json(url: str, timeout: float) -> Any:
@@ -15,6 +27,19 @@ def get_json(url: str, timeout: float) -> Any:
     Raises:
         OSError: nobody answered in `timeout` seconds, or with an error (urllib.error.HTTPError).
         ValueError: the answer is no JSON.
+        ConfigError: it asks for a key, or for another one.
     """
-    with open_directly(url, timeout=timeout) as answer:
-        return json.loads(answer.read())
+    try:
+        with open_directly(url, timeout=timeout) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise key_missing(url) from None
+        raise
+
+
+def key_missing(url: str) -> ConfigError:
+    """The error about a server that has refused a request for its key."""
+    what = "it does not accept the key that was sent" if key_of(url) else "it asks for a key, and none was sent"
+    remedy = "--api-key-file FILE (or the variable INSTEP_API_KEY) gives the key of servers that somebody else runs"
+    return ConfigError(what, where=url, remedy=remedy)

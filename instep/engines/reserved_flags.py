@@ -38,13 +38,17 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
             _ADDRESS,
             "",
         ),
-        ("api_key", _SECRET, ""),
+        ("api_key", _SECRET, "--api-key-file"),
         ("hf_token", _SECRET, "the environment variable HF_TOKEN"),
         ("seed", "each sample has a seed of its own", "--seed"),
         ("logprobs_mode", "the trainer needs the log-probs of the distribution that was sampled from", ""),
         ("enable_scale_out tokens_only", "instep asks for tokens by /inference/v1/generate, and turns it on", ""),
-        ("weight_transfer_config", "the way of a weight sync has a flag", "--sync-way"),
-        ("enable_sleep_mode", "whether engines sleep while the trainer works has a flag", "--offload-rollout"),
+        ("weight_transfer_config", "the way of a weight sync has a flag", "--sync-way shm or --sync-way disk"),
+        (
+            "enable_sleep_mode",
+            "engines that sleep while the trainer works come later",
+            "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side",
+        ),
         ("runner convert pooler_config", "engines generate", ""),
     ),
     "vllm-router": (
@@ -65,7 +69,7 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ),
         ("enable_igw", "each model has a router of its own", "--vllm-config"),
         ("prometheus_host prometheus_port", "instep chooses the ports", ""),
-        ("api_key", _SECRET, ""),
+        ("api_key", _SECRET, "--api-key-file"),
     ),
 }
 

@@ -38,6 +38,7 @@ _DEFAULTS = {
     "health_failure_threshold": ["2"],
     "health_success_threshold": ["1"],
     "log_level": ["warning"],
+    "cors_allowed_origins": ["http://127.0.0.1"],  # none would mean all
 }
 
 
@@ -131,10 +132,16 @@ class Router:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             raise EngineError(
-                f"the router refused {path} with {error.code}: {error.read().decode(errors='replace')[:300]}", where=url
+                f"the router refused {path} with {error.code}: {error.read().decode(errors='replace')[:300]}",
+                where=url,
+                remedy="see the router's log",
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"the router did not answer {path}: {error}", where=url) from error
+            raise EngineError(
+                f"the router did not answer {path}: {error}",
+                where=url,
+                remedy="see the router's log; is it still running?",
+            ) from error
         try:
             return json.loads(text)
         except ValueError:

@@ -1,9 +1,52 @@
-"""`python -m instep.engines.router_main ...`: vllm-router's command line, in a process that ends with its parent."""
+"""`python -m instep.engines.router_main ...`: vllm-router behind a key, in a process that ends with its parent.
 
-from instep.processes import follow_parent
+vllm-router has no key of its own for its admin routes, but asks a URL whether the key of a request is valid, once for
+each key. A child of this process answers it. vllm-router then wants a key on every route.
+"""
+
+import hmac
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from instep.engines.guard import KEY_VARIABLE
+from instep.processes import LIFELINE_VARIABLE, follow_parent
+
+
+class _Validator(BaseHTTPRequestHandler):
+    expected, timeout = b"", 10.0
+
+    def do_GET(self) -> None:
+        sent = self.headers.get("Authorization", "").encode(errors="surrogateescape")
+        self.send_response(200 if hmac.compare_digest(sent, self.expected) else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def serve_validator(key: str) -> str:
+    """Answer in a child process whether a request has `key`; the URL."""
+    _Validator.expected = f"Bearer {key}".encode()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Validator)
+    if os.fork() == 0:
+        os.environ.pop(LIFELINE_VARIABLE, None)  # it is the router's
+        follow_parent()
+        server.serve_forever()
+    server.server_close()
+    return f"http://127.0.0.1:{server.server_port}/"
+
+
+def main() -> None:
+    url = serve_validator(os.environ[KEY_VARIABLE])
+    follow_parent()
+    from vllm_router.launch_router import launch_router, parse_router_args
+
+    args = parse_router_args(sys.argv[1:])
+    args.api_key_validation_urls = [url]  # a parameter of the router for which its command line has no flag
+    launch_router(args)
+
 
 if __name__ == "__main__":
-    follow_parent()
-    from vllm_router.launch_router import main
-
     main()

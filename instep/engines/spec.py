@@ -58,7 +58,7 @@ class EngineSpec:
         parallel: how the GPUs share the work; the product of its degrees is `num_gpus`.
         words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds. Neither has TP,
             addresses or nodes.
-        port: of its HTTP server, by `--engine-port`, or by `--port` if it has no router; None: a free one.
+        port: of its HTTP server, by `--engine-port`; None: a free one.
         update_weights: whether it gets the trainer's weights.
     """
 

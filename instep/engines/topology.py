@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from instep.documents import parse_yaml
 from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
@@ -34,6 +35,7 @@ ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
 POLICY = "actor"  # the name of the only model of a run without --vllm-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+MAX_GPUS = 2**15  # of a plan, which has an entry for each
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -132,15 +134,14 @@ def read(path: str) -> Any:
     Raises:
         ConfigError: it cannot be read, or is no YAML.
     """
-    import yaml
-
     where = f"--vllm-config {path}"
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is no YAML: {' '.join(str(error).split())}", where=where) from None
+    except ValueError as error:
+        remedy = "correct that line; docs/engines_topologies.md shows the form"
+        raise ConfigError(f"is no YAML: {error}", where=where, remedy=remedy) from None
 
 
 def parse(
@@ -252,9 +253,10 @@ class _Reader:
 
     def count(self, entry: dict[str, Any], name: str, default: int | None, key: str) -> int:
         value = entry.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_GPUS:
             return value
-        self.wrong(f"{key}.{name}", "is missing" if value is None else f"{_shown(value)} is no whole number above 0")
+        wanted = f"is no whole number from 1 to {MAX_GPUS}"
+        self.wrong(f"{key}.{name}", "is missing" if value is None else f"{_shown(value)} {wanted}")
         return self.size
 
     def overrides(self, raw: Any, key: str) -> dict[str, list[str]]:

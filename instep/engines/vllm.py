@@ -111,8 +111,9 @@ class VllmKind(EngineKind):
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
-        elif group.role != "regular":
-            own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware"]  # says what it mends
+        own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]
+        if release(version) < (0, 32) and group.role != "regular":  # its module says what it mends
+            own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware", *own["middleware"]]
         if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
             own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
         if args.device == "cpu":

@@ -19,6 +19,10 @@ FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; 0.26 loses all but
 Send = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], str | None]]]
 
 
+# What to do where an answer has another form than vLLM's.
+_OTHER_FORM = "see the engine's log, and whether its version is one that docs/engines.md names"
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """A request for one response to the prompt `token_ids`.
@@ -80,7 +84,7 @@ class WireFormat:
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != n:
             what = f"an answer of another form than {n} choices; it has {sorted(answer)}"
-            raise EngineError(what, where=request.url)
+            raise EngineError(what, where=request.url, remedy=_OTHER_FORM)
         return [_completion(choice, request.url, version) for choice in choices]
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
@@ -122,11 +126,13 @@ def _completion(choice: dict[str, Any], url: str, version: str | None) -> Comple
         if not spans and version is not None:
             spans = [VersionSpan(version, 0, len(ids))]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"a choice of another form: {error!r}; {choice!r:.200}", where=url) from error
+        raise EngineError(
+            f"a choice of another form: {error!r}; {choice!r:.200}", where=url, remedy=_OTHER_FORM
+        ) from error
     if log_probs is not None and len(log_probs) != len(ids):
-        raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url)
+        raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url, remedy=_OTHER_FORM)
     if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
-        raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url)
+        raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url, remedy=_OTHER_FORM)
     return Completion(
         ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason")
     )

@@ -178,8 +178,8 @@ class RunLogger:
         Args:
             interrupted: how an interrupted run can go on, which is said in place of the table.
         """
-        status = {"status": "interrupted" if interrupted else "finished"}
-        summary = {**status, **self.progress.results(), **summary, "alarms": self._alarms.first}
+        status = "interrupted" if interrupted else "finished"
+        summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if interrupted:
             summary["to_go_on"] = interrupted
         if lost := lost_output():

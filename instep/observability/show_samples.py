@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from instep.arguments.flag import COUNT, INDEX, Number
 from instep.errors import ConfigError
 from instep.observability.figures import number
 from instep.observability.samples import gaps, reward_number
@@ -27,19 +28,34 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
 
 
+def _within(kind: Number) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value: int = kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text[:50]!r} {error}") from None
+        return value
+
+    return convert
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line of `instep samples`."""
     out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
     out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
-    out.add_argument("--step", type=int, metavar="N", help="of rollout N (from 0); default: the last one logged")
-    out.add_argument("--index", type=int, metavar="I", help="only sample number I (of any step without --step)")
+    out.add_argument(
+        "--step", type=_within(INDEX), metavar="N", help="of rollout N (from 0); default: the last one logged"
+    )
+    out.add_argument(
+        "--index", type=_within(INDEX), metavar="I", help="only sample number I (of any step without --step)"
+    )
     out.add_argument("--split", metavar="NAME", help="train, or eval/NAME; default: train")
     out.add_argument(
         "--worst",
         choices=_WORST,
         help="lowest reward, largest loss (SFT, DPO), largest gap or longest first; default: in the order of the run",
     )
-    out.add_argument("--limit", type=int, default=8, metavar="K", help="at most K samples; default: 8")
+    out.add_argument("--limit", type=_within(COUNT), default=8, metavar="K", help="at most K samples; default: 8")
     out.add_argument("--tokens", action="store_true", help="a table of each sample's tokens, too")
     return out
 
@@ -83,7 +99,9 @@ def select(
     rows = read_json_lines(run_dir / "samples.jsonl")
     if not rows:
         raise ConfigError(
-            "no samples are logged", where=str(run_dir / "samples.jsonl"), remedy="give the --run-dir of a run"
+            "no samples are logged" if run_dir.is_dir() else "no such folder",
+            where=str(run_dir / "samples.jsonl"),
+            remedy="give the --run-dir of a run",
         )
     splits = list(dict.fromkeys(row["split"] for row in rows))
     split = split or ("train" if "train" in splits else splits[0])

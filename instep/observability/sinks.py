@@ -156,6 +156,7 @@ class WandB:
             raise ConfigError(
                 f"unknown W&B options {unknown}",
                 remedy=f"known are {', '.join(_WANDB_KEYS)}; the key is read from the environment: WANDB_API_KEY",
+                where="--use-wandb",
             )
         try:
             import wandb

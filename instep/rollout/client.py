@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
@@ -97,6 +98,8 @@ async def complete(
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.
     """
     headers = {SESSION_HEADER: session} if session else None
+    if admission.is_guarded(url):  # the request itself may be joined with another's
+        note_request(sampling_params)
 
     async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         async with admission.admitted(url):

@@ -27,10 +27,12 @@ def generate_rollout(
         DataError: a pair without a trainable token.
     """
     if evaluation:
-        raise RolloutError("pairs are not evaluated on", remedy="leave the evaluation out")
+        raise RolloutError("pairs are not evaluated on", remedy="leave the evaluation out", where="instep dpo")
     groups = data_source.get_samples(args.rollout_batch_size)
     if not groups:
-        raise RolloutError("the data source has no more pairs", remedy="add data, or fewer --num-rollout")
+        raise RolloutError(
+            "the data source has no more pairs", remedy="add data, or fewer --num-rollout", where="--data-source-path"
+        )
     return RolloutFnTrainOutput([_pair(args, group[0]) for group in groups])
 
 

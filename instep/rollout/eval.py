@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from instep.data.dataset import Dataset, load_dataset
-from instep.data.rows import RowFormat
+from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, new_execution, run_group
@@ -25,7 +25,7 @@ _loaded: dict[tuple[Any, ...], Dataset] = {}
 def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
     """The rows of a data set, which is read once per process."""
     options: dict[str, Any] = {
-        "row_format": RowFormat(dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key),
+        "row_format": eval_row_format(args, dataset),
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
         "max_prompt_len": dataset.max_prompt_len,

@@ -1,4 +1,7 @@
-"""JSON over HTTP with bounds: `post`, which rollout hooks also use, and `get`."""
+"""JSON over HTTP with bounds: `post`, which rollout hooks also use, and `get`; both send the key of the address.
+
+A hook with an HTTP client of its own sends the header `Authorization: Bearer {api_key(url)}`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,15 @@ from typing import Any
 
 import aiohttp
 
+from instep.data.sampling import note_request
+from instep.engines.http import key_missing
+from instep.engines.keys import headers_for
+from instep.engines.keys import key_of as api_key
 from instep.errors import EngineError, NoAnswerError
-from instep.rollout import runtime
+from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
+
+__all__ = ["api_key", "get", "headers_for", "post"]
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
 LONGEST_PAUSE = 5.0
@@ -32,6 +41,8 @@ async def post(
     Raises:
         EngineError: with the URL and the answer's own message.
     """
+    if admission.is_guarded(url):
+        note_request(payload.get("sampling_params", payload if "temperature" in payload else None))
     return await _ask("POST", url, max_retries, timeout, headers, json=payload)
 
 
@@ -44,6 +55,7 @@ async def _ask(
     method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> dict[str, Any]:
     problem = ""
+    headers = headers_for(url) | (headers or {})
     for attempt in range(max_retries + 1):
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
@@ -58,6 +70,8 @@ async def _ask(
                 if answer.status < 400:
                     return _parse(url, text)
                 problem = f"{answer.status}: {_message(text)}"
+                if answer.status == 401:
+                    raise key_missing(url)
                 if answer.status < 500:
                     remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)

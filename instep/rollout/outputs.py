@@ -21,7 +21,11 @@ def flatten(group: Any) -> Iterator[Sample]:
         for item in group:
             yield from flatten(item)
     else:
-        raise RolloutError(f"a group holds {type(group).__name__}, not Sample", remedy="return groups of Sample")
+        raise RolloutError(
+            f"a group holds {type(group).__name__}, not Sample",
+            remedy="return groups of Sample",
+            where="--rollout-function-path",
+        )
 
 
 def check_sample(sample: Sample, where: str) -> None:
@@ -54,12 +58,14 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
     """The result of a rollout function (RolloutFnTrainOutput or a list of groups) as flat, checked groups.
 
     Nested lists are fan-out siblings, which get a common `execution_id`; any other sample without one gets its own.
+    Samples of one group with one `execution_id` are siblings, too.
 
     Args:
         hook: the rollout function, for errors.
 
     Raises:
-        RolloutError: another type, an empty group, a group given twice, or a sample whose columns do not fit.
+        RolloutError: another type, an empty group, a group given twice, an `execution_id` in two groups, or a sample
+            whose columns do not fit.
     """
     if isinstance(output, list):
         output = RolloutFnTrainOutput(output)
@@ -69,6 +75,7 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
     with hook.guard():
         groups = [_as_group(group) for group in output.samples]
     seen: set[int | None] = set()
+    group_of: dict[str | None, int | None] = {}  # of each execution
     for group in groups:
         indices = {sample.group_index for sample in group}
         if len(indices) != 1 or indices & seen or None in indices:
@@ -80,6 +87,13 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
         seen |= indices
         for sample in group:
             check_sample(sample, hook.place())
+            if group_of.setdefault(sample.execution_id, sample.group_index) != sample.group_index:
+                raise RolloutError(
+                    f"execution_id {sample.execution_id!r} stands in two groups, of which it would make one execution",
+                    where=f"{hook.place()}: {name_of(sample)}, and group {group_of[sample.execution_id]}",
+                    remedy="leave execution_id unset, or give each run of a generate function an id of its own, such "
+                    'as f"{sample.group_index}.{sample.index}"',
+                )
     return RolloutFnTrainOutput(groups, _metrics(output.metrics, hook))
 
 
@@ -108,7 +122,7 @@ def _as_group(group: Any) -> Group:
             what = f"fan-out siblings have several execution ids: {sorted(named)}"
             raise RolloutError(what, remedy="set one, or none")
         for sample in siblings:
-            sample.execution_id = next(iter(named), f"{sample.group_index}.{position}.{sample.attempt}")
+            sample.execution_id = next(iter(named), f"{sample.group_index}.{position}")
         out.extend(siblings)
     return out
 

@@ -83,7 +83,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     home = _ensure()
     if threading.current_thread() is home.thread:
         coro.close()
-        raise RolloutError("a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks")
+        raise RolloutError(
+            "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
+        )
     interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
     home.interrupts.add(interrupt)
     future = asyncio.run_coroutine_threadsafe(coro, home.loop)
@@ -101,7 +103,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 _abandon(home)  # its thread cannot be stopped, only left behind
                 home.interrupt(step[1])
             elif deadline is not None and time.monotonic() > deadline:
-                raise RolloutError(f"not done after {timeout:.0f} s", remedy="see the engines' logs")
+                raise RolloutError(
+                    f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
+                )
     except concurrent.futures.CancelledError:
         raise _cancelled_error() from None
     finally:
@@ -110,7 +114,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 
 def _cancelled_error() -> InstepError:
-    return EngineError("the rollout was cancelled", remedy="see the message before this one")
+    return EngineError("the rollout was cancelled", remedy="see the message before this one", where="the rollout")
 
 
 def cancel_all(error: BaseException | None = None) -> None:

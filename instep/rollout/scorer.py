@@ -117,7 +117,9 @@ class ServedScorer:
         answer = await post(self.url + wire.generate_route, wire.scoring_request(tokens), timeout=self.timeout)
         out = wire.prompt_log_probs(answer, tokens, self.url)[-length:]
         if not all(map(math.isfinite, out)):
-            raise EngineError("a log-prob of a sample's tokens that is not finite", remedy="see its log")
+            raise EngineError(
+                "a log-prob of a sample's tokens that is not finite", remedy="see its log", where=self.where
+            )
         return out
 
     def _run(self, coro: Any, timeout: float) -> Any:

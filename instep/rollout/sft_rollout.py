@@ -26,7 +26,11 @@ def generate_rollout(
         return evaluate(args, rollout_id)
     groups = data_source.get_samples(args.rollout_batch_size)
     if not groups:
-        raise RolloutError("the data source has no more conversations", remedy="add data, or fewer --num-rollout")
+        raise RolloutError(
+            "the data source has no more conversations",
+            remedy="add data, or fewer --num-rollout",
+            where="--data-source-path",
+        )
     return RolloutFnTrainOutput([[_tokenized(args, group[0])] for group in groups])
 
 
@@ -53,6 +57,6 @@ def as_completed(sample: Sample, ids: list[int], mask: list[int], reward: float)
     """The sample with these token ids; its response begins at the first one that `mask` says is trained on."""
     sample.tokens, sample.response_length = ids, len(mask) - mask.index(1)
     sample.loss_mask = mask[-sample.response_length :]
-    sample.execution_id = f"{sample.group_index}.0.{sample.attempt}"
+    sample.execution_id = f"{sample.group_index}.0"
     sample.reward, sample.status = reward, Status.COMPLETED
     return sample

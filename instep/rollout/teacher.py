@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from instep.engines import keys
 from instep.rollout.scorer import ServedScorer
 from instep.types import Sample
 
@@ -23,6 +24,7 @@ def served_teacher(args: Settings) -> ServedTeacher | None:
     """The client of the teacher; None without one, or if the workers hold it."""
     if not (args.use_opd and args.opd_type == "engine"):
         return None
+    keys.know(str(args.opd_teacher_url), keys.given_key(args))
     return ServedTeacher(str(args.opd_teacher_url), args.rollout_timeout)
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from instep.data.sampling import record_turn
 from instep.engines.wire import Completion
 from instep.errors import EngineError, RolloutError
 from instep.hooks import Hook
@@ -14,7 +15,7 @@ from instep.rollout import runtime
 from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
-from instep.rollout.filters import FilterOutput, verdict_of
+from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
@@ -52,6 +53,7 @@ async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
+    record_turn(sample, params)
     out = await _complete(args, sample, params)
     sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
     sample.status = out.status
@@ -137,7 +139,11 @@ class _Rollout:
             wanted = self.args.over_sampling_batch_size or self.target
             groups = self.data_source.get_samples(wanted)
             if not groups:
-                raise RolloutError("the data source has no more groups", remedy="add data, or fewer --num-rollout")
+                raise RolloutError(
+                    "the data source has no more groups",
+                    remedy="add data, or fewer --num-rollout",
+                    where="--data-source-path",
+                )
             for group in groups:
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params)))
                 self.pending[task] = group
@@ -168,7 +174,8 @@ class _Rollout:
             self._give_back(issued, group, reason="surplus")
             return
         verdict = await self._verdict(group)
-        if verdict.keep:
+        enough = len(self.kept) + len(self.pending) >= self.target  # without this group
+        if verdict.keep or (verdict.keep_when_insufficient and not enough):
             self.kept.append(group)
             return
         self.counts["filtered"] += 1
@@ -186,10 +193,10 @@ class _Rollout:
                 remedy="the task may be solved or far too hard: change the data, the reward or the filter",
             )
 
-    async def _verdict(self, group: Group) -> FilterOutput:
+    async def _verdict(self, group: Group) -> DynamicFilterOutput:
         path = self.args.dynamic_sampling_filter_path
         if path is None:
-            return FilterOutput(True)
+            return DynamicFilterOutput(True)
         return await verdict_of(Hook("--dynamic-sampling-filter-path", path), self.args, group)
 
     def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:

@@ -12,16 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from instep.data.batch import is_older
+from instep.data.sampling import truncated_by
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import Sample, TokenBatch
 
 COLUMN = "fresh"
-# What leaves the distribution of a token as it is, and the values of other parameters that do.
-_INNOCENT = frozenset(
-    "max_tokens temperature seed stop stop_token_ids ignore_eos logprobs prompt_logprobs skip_special_tokens "
-    "spaces_between_special_tokens include_stop_str_in_output detokenize extra_args".split()
-)
-_NEUTRAL = {"top_p": 1, "repetition_penalty": 1, "top_k": -1}  # others: 0 or empty
 
 
 def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
@@ -36,21 +32,12 @@ def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
     parts = []
     for sample in samples:
         marks = torch.zeros(sample.response_length)
-        if all(_keeps_distribution(name, value) for name, value in sample.sampling_params.items()):
+        if not truncated_by(sample):
             for span in sample.weight_versions:
-                if not _is_older(span.version, version):
+                if not is_older(span.version, version):
                     marks[span.start : span.end] = 1
         parts.append(marks)
     return torch.cat(parts)
-
-
-def _keeps_distribution(name: str, value: object) -> bool:
-    return name in _INNOCENT or not value or value == _NEUTRAL.get(name)
-
-
-def _is_older(name: str, version: int) -> bool:
-    """Whether an earlier sync brought the weights `name`; a name that no sync has given is somebody's else's."""
-    return name.isdigit() and int(name) < version
 
 
 class FreshGap:

@@ -40,8 +40,8 @@ def loss_fn_from_args(args: Settings) -> LossFn:
 def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> LossFn:
     """The policy loss (`algorithms.losses.policy.policy_loss`) over the columns of a `TokenBatch`.
 
-    It reads `loss_weights` and `advantages`, and where they exist `log_probs` (old), `ref_log_probs` and
-    `rollout_log_probs`.
+    It reads `loss_weights` and `advantages`, and where they exist `log_probs` (old), `ref_log_probs`,
+    `rollout_log_probs` and `older`.
 
     Raises (when called):
         RolloutError: a column that `config` needs is missing, or trained tokens lack engine log-probs that it needs.
@@ -61,7 +61,11 @@ def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> 
                     remedy=_REMEDY["rollout_log_probs"],
                 )
         if config.entropy_coef and outputs.entropy is None:
-            raise RolloutError("--entropy-coef needs the entropy of each token", where="outputs of the train backend")
+            raise RolloutError(
+                "--entropy-coef needs the entropy of each token",
+                where="outputs of the train backend",
+                remedy="let the train backend compute it, or leave --entropy-coef out",
+            )
         terms = policy_loss(
             outputs.log_probs,
             _column(batch, "advantages", "the policy loss"),
@@ -71,6 +75,7 @@ def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> 
             old_log_probs=columns.get("log_probs"),
             ref_log_probs=_column(batch, "ref_log_probs", "--use-kl-loss") if config.use_kl_loss else None,
             rollout_log_probs=columns.get("rollout_log_probs"),
+            older=columns.get("older"),
             entropy=outputs.entropy,
             correct=hooks.correction(batch) if config.use_tis else None,
             reduce=hooks.reduction(batch),

@@ -151,7 +151,11 @@ class Worker:
         for name, model in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
             if name in names:
                 if model is None:
-                    raise ConfigError(f"{name} are needed but their model is not loaded", where="worker")
+                    raise ConfigError(
+                        f"{name} are needed but their model is not loaded",
+                        where="worker",
+                        remedy="please report this with the command line",
+                    )
                 outputs = model.forward_only(parts)
                 if outputs is not None:
                     columns[name] = torch.cat([o.log_probs for o in outputs]).cpu()

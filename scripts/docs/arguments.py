@@ -29,7 +29,7 @@ def flags_markdown() -> str:
         "",
         f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
         f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "
-        "error that says why. *From* tells whose flag it is: "
+        "error that says why, unless its value asks for what instep does anyway. *From* tells whose flag it is: "
         + ", ".join(_WHOSE.values())
         + "; otherwise instep's own.",
         "",
@@ -40,10 +40,10 @@ def flags_markdown() -> str:
         lines += [f"## {group.title}", ""]
         if acting:
             lines += ["| flag | value | default | what it does | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), f.type_label, default_text(f), f.help, _origin(f)) for f in acting] + [""]
+            lines += [_row(_names(f), _value(f), default_text(f), f.help, _origin(f)) for f in acting] + [""]
         if others:
             lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), f.status, f.note, f.instead, _origin(f)) for f in others] + [""]
+            lines += [_row(_names(f), _status(f), f.note, f.instead, _origin(f)) for f in others] + [""]
     lines += [
         "## vLLM and its router",
         "",
@@ -56,12 +56,21 @@ def flags_markdown() -> str:
         "| flag | value | Megatron's default | status | why | instead |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_row(_names(f), f.type_label, default_text(f), f.status, f.note, f.instead) for f in megatron]
+    lines += [_row(_names(f), _value(f), default_text(f), _status(f), f.note, f.instead) for f in megatron]
     return "\n".join(lines) + "\n"
 
 
 def _names(flag: Flag) -> str:
     return " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
+
+
+def _value(flag: Flag) -> str:
+    return f"{flag.type_label}, {flag.range}" if flag.status == "acts" and flag.range else flag.type_label
+
+
+def _status(flag: Flag) -> str:
+    accepted = ", ".join(f"`{value}`" for value in flag.neutral)
+    return f"{flag.status}; accepted: {accepted}" if accepted else flag.status
 
 
 def _origin(flag: Flag) -> str:

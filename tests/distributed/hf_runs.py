@@ -18,6 +18,8 @@ ARGS = SimpleNamespace(
     weight_decay=0.1,
     clip_grad=0.5,
     recompute_granularity=None,
+    vllm_max_model_len=None,
+    trust_remote_code=False,
     no_save_optim=False,
 )
 LRS = [1e-3, 2e-3, 5e-4]

@@ -27,6 +27,7 @@ CUDA = torch.cuda.is_available()
 SIZES = [n for n in (2, 1) if not CUDA or n <= torch.cuda.device_count()]
 
 # eps is large, because Adam blows rounding noise of vanishing gradients up to full steps
+HEAD_LOGITS = 2**28  # the default
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-4, 1.0
 NUMBERS = dict(
     vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -50,7 +51,9 @@ LAYOUTS = {
     "one-recompute": (
         1, "untied", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     ),
+    "one-chunked": (1, "untied", dict(head_logits=300)),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
+    "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
     "tp2-qwen2": (2, "qwen2", dict(tensor_model_parallel_size=2)),
     "tp2-sp": (2, "untied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -198,6 +201,9 @@ def make_backend(root: Path, layout: str, *, dtype=torch.float32, with_optimizer
         make_args(**changes | more), hf_config=config, device=device(), dtype=dtype,
         with_optimizer=with_optimizer,
     )  # fmt: skip
+    from instep.training.megatron import spec  # only when the backend has put its stand-ins for torch.cuda in place
+
+    spec.HEAD_LOGITS = changes.get("head_logits", HEAD_LOGITS)
     return backend, root / model
 
 
@@ -206,8 +212,11 @@ def run_layout(root: Path, name: str) -> dict:
     backend.load_hf(hf)
     p = backend.parallel
     share = 4 // p.dp_size
+    head, num_tokens = backend.model._head, []  # of each call
+    backend.model._head = lambda hidden, *more: num_tokens.append(len(hidden)) or head(hidden, *more)
     scores = backend.forward_only(micro_batches(0)[p.dp_rank * share : (p.dp_rank + 1) * share], entropy=True)
     result = dict(parallel=(p.dp_rank, p.is_last_stage, p.is_output_rank), scores=scores, exported=export(backend))
+    result["head_tokens"] = list(num_tokens)
     result["losses"], result["norms"] = train(backend, range(3))
     result["weights"] = export(backend)
     if any(saved == name for saved, _ in RESUMES):

@@ -62,7 +62,18 @@ def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
     backend, num_ranks, more = LAYOUTS[name]
     folder = root / "-".join([*name.split(), *flags[:2]]).replace("/", "")
     arguments = ["--hf-checkpoint", str(root / "hf"), "--prompt-data", str(root / "train.jsonl"), *more]
-    arguments += ["--input-key", "prompt", "--rm-type", "math", "--rollout-batch-size", "4", "--num-rollout", "9"]
+    arguments += [
+        "--input-key",
+        "prompt",
+        "--rm-type",
+        "math",
+        "--label-key",
+        "label",
+        "--rollout-batch-size",
+        "4",
+        "--num-rollout",
+        "9",
+    ]
     arguments += ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "40", "--lr", "1e-4"]
     arguments += ["--global-batch-size", "16", "--micro-batch-size", "4", "--train-backend", backend]
     arguments += flags

@@ -55,7 +55,18 @@ class Critic:
     def __init__(self, name, root, folder, precision="fp32"):
         backend, num_ranks, more = LAYOUTS[name]
         arguments = ["--hf-checkpoint", str(root / "hf"), "--prompt-data", str(root / "train.jsonl"), *more]
-        arguments += ["--input-key", "prompt", "--rm-type", "math", "--rollout-batch-size", "2", "--num-rollout", "9"]
+        arguments += [
+            "--input-key",
+            "prompt",
+            "--rm-type",
+            "math",
+            "--label-key",
+            "label",
+            "--rollout-batch-size",
+            "2",
+            "--num-rollout",
+            "9",
+        ]
         arguments += ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "40", "--micro-batch-size", "2"]
         arguments += ["--weight-decay", "0.05", "--adam-eps", "1e-4", "--lr-decay-style", "constant", "--device", "cpu"]
         arguments += ["--train-backend", backend, "--actor-num-gpus-per-node", str(num_ranks)]

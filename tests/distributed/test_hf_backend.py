@@ -319,7 +319,19 @@ def test_models_that_cannot_be_run_packed_are_refused(run_ranks):
     cohere = CohereConfig(**small, logit_scale=0.25)
     assert "more than its output embedding" in run_ranks(_refusal_rank, 1, cohere)[0]
     mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    assert "depend on the segment before it" in run_ranks(_refusal_rank, 1, mamba)[0]
+    assert "are not those that it has alone" in run_ranks(_refusal_rank, 1, mamba)[0]
+
+
+def _tested_rank(configs):
+    return [_refusal_rank(config) for config in configs]
+
+
+def test_the_families_that_the_readme_names_are_run_packed(run_ranks):
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    configs = [kind(**small, num_key_value_heads=2) for kind in (Qwen3Config, Qwen2Config, LlamaConfig)]
+    assert run_ranks(_tested_rank, 1, configs)[0] == ["accepted"] * 3
 
 
 def _cuda_rank(path, folder):

@@ -79,6 +79,14 @@ def test_log_probs_and_entropy_are_those_of_transformers(computed, name):
         torch.testing.assert_close(g.entropy, w.entropy, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "chunked" in name and LAYOUTS[name][0] in SIZES])
+def test_the_head_of_a_chunked_layout_sees_few_tokens_at_a_time(computed, name):
+    """Those tests above and below are about its results."""
+    for rank in computed[name, "ranks"]:
+        assert max(rank["head_tokens"]) <= 4 < 4 * 4 < len(rank["head_tokens"])
+    assert max(computed["one", "ranks"][0]["head_tokens"]) > 10
+
+
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name][0] in SIZES])
 def test_three_steps_are_those_of_transformers_with_adamw(computed, name):
     want = computed["no clip" if "no-clip" in name else LAYOUTS[name][1]]

@@ -66,7 +66,8 @@ def run_rounds(root, name, estimator, *, shuffled=False, groups=None, distils=Fa
     flags += f"--use-opd --opd-kl-coef 0.5 --opd-teacher-load {root / 'teacher'} " if distils else ""
     flags += FLAGS[estimator] + " "
     flags += f"--train-backend hf --device cpu --lr 1e-3 --lr-decay-style constant --ref-load {root / 'hf'} "
-    flags += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt --rm-type math "
+    flags += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt "
+    flags += "--label-key label --rm-type math "
     args = parse([*flags.split(), "--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)], "train")
     args = args.replace(device="cpu", precision="fp32")
     groups = groups or ragged_rollout()

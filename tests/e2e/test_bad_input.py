@@ -103,7 +103,7 @@ DATA = {
     "--prompt-data {bad}/text.parquet": "not a parquet file|{bad}/text.parquet",
     "--prompt-data {tiny}/train.jsonl@[100:200]": "no row|train.jsonl@[100:200]",
     "--prompt-data {tiny}/train.jsonl@[x:3]": "no slice|FILE@[a:b]",
-    "--prompt-data {bad}/bad_json.jsonl": "not a JSON object|column 12|bad_json.jsonl, line 3|--skip-bad-rows",
+    "--prompt-data {bad}/bad_json.jsonl": "not JSON|column 12|bad_json.jsonl, line 3|--skip-bad-rows",
     "--prompt-data {bad}/a_list.jsonl": "must be a JSON object, not list|a_list.jsonl, line 6|--skip-bad-rows",
     "--prompt-data {bad}/no_prompt.jsonl": "no 'prompt'|no_prompt.jsonl, line 4|--input-key|label, question",
     "--prompt-data {bad}/no_label.jsonl": "no 'label'|no_label.jsonl, line 5|--label-key|has prompt",
@@ -131,13 +131,15 @@ CHECKPOINTS = {
     "--advantage-estimator ppo --critic-load {bad}/nowhere": "no folder|--critic-load",
     "--advantage-estimator ppo --critic-load {bad}/no_checkpoint": "no_checkpoint is neither|--critic-load|config.json",
     "--ref-load {bad}/no_checkpoint --use-kl-loss": "no_checkpoint is neither|--ref-load|config.json",
+    "--save-hf {bad}/bert": "more than an export of instep (|config.json|--save-hf|a folder of its own",
+    "--run-dir {bad}/bert": "holds config.json, and is not the folder of a run|--run-dir|a folder of its own",
 }
 FLAGS = {
     "--n-samples-per-prompt 1": "group of one|--n-samples-per-prompt|at least 2",
     "--global-batch-size 5": "16 samples|5 does not divide|use 4 or 8",
     "--rollout-batchsize 4": "unknown flag|did you mean --rollout-batch-size?",
     "--sglang-mem-fraction-static 0.8": "not SGLang|--vllm-gpu-memory-utilization",
-    "--offload": "memory work|--offload",
+    "--offload": "offloading comes later|--offload",
     "--advantage-estimator ppo --value-clip 0": "above 0|--value-clip",
     "--advantage-estimator ppo --num-critic-only-steps 3": "the run has 2|--num-critic-only-steps|at most 2",
     "--advantage-estimator ppo --megatron-config-path {bad}/roles.yaml": "roles.yaml|overrides.lrr|did you mean lr?",
@@ -149,7 +151,7 @@ FLAGS = {
     "--custom-rm-path nowhere_module.reward": "'nowhere_module'|--custom-rm-path|PYTHONPATH",
     "--custom-rm-path good_hook.py:reward": "no dotted path|--custom-rm-path",
     "--custom-rm-path good_hook.nothing": "no 'nothing'|--custom-rm-path good_hook.nothing|it has reward",
-    "--custom-rm-path raises_hook.reward": "ZeroDivisionError: at import|--custom-rm-path raises_hook.reward|mend",
+    "--custom-rm-path raises_hook.reward": "ZeroDivisionError: at import|--custom-rm-path raises_hook.reward|correct",
     "--custom-rm-path needy_hook.reward": "'a_package_that_is_not_there'|not installed|--custom-rm-path",
 }
 SFT = {
@@ -274,7 +276,7 @@ def test_skipped_rows_and_prompts_are_counted_for_the_user(bad, tiny, tmp_path):
     more = ["--prompt-data", str(bad / "mixed.jsonl"), "--skip-bad-rows", "--num-rollout", "1"]
     done = run(grpo_arguments(tiny, tmp_path, *more), timeout=90)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "mixed.jsonl: skipped 1 bad rows; the first: DataError: not a JSON object" in done.stderr
+    assert "mixed.jsonl: skipped 1 bad rows; the first: DataError: the row is not JSON" in done.stderr
     assert "mixed.jsonl, line 3" in done.stderr
     assert "mixed.jsonl: skipped 1 prompts of more than 127 tokens" in done.stderr  # its context of 128 is the limit
 

@@ -19,6 +19,7 @@ from instep.engines.wire import GENERATE
 from instep.rollout import runtime
 from instep.rollout.client import complete
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
+from tests.keys import key_file
 
 NUM_ROLLOUT = 6
 
@@ -104,7 +105,7 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
         for engine in engines:
             engine.wait_ready(240)
         at = given.index("--rollout-num-gpus")
-        command = [sys.executable, "-m", "instep.cli", *given[:at], *given[at + 2 :], *HOOKS]
+        command = [sys.executable, "-m", "instep.cli", *given[:at], *given[at + 2 :], *HOOKS, *key_file(tmp_path)]
         command += ["--rollout-external-engine-addrs", *(e.url.removeprefix("http://") for e in engines)]
         with open(tmp_path / "out.txt", "w") as out:
             process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)
@@ -131,13 +132,13 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
     args = args.replace(device="cpu", precision="fp32")
     specs, logs = plan_engines(args), tmp_path / "theirs"
     engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
-    router = start_router(plan_routers(args, specs)[0], engines, logs)
+    router = start_router(args, plan_routers(args, specs)[0], engines, logs)
     try:
         for engine in engines:
             engine.wait_ready(120)
         router.wait_ready(30)
         router.set_members([engines[0].url])
-        given = [*two_engines(tiny, tmp_path, "embedded"), "--rollout-external-engine-addrs"]
+        given = [*two_engines(tiny, tmp_path, "embedded"), *key_file(tmp_path), "--rollout-external-engine-addrs"]
         given += [engine.url.removeprefix("http://") for engine in engines]
         given.remove("--rollout-num-gpus")
         given.remove("2")
@@ -169,7 +170,7 @@ def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_
             engine.wait_ready(120)
         at = given.index("--rollout-num-gpus")
         hooks = ["--custom-rm-path", "tests.e2e.engine_killer.reward_that_stops_it", "--no-hook-trial"]
-        command = [*given[:at], *given[at + 2 :], *hooks, "--rollout-external-engine-addrs"]
+        command = [*given[:at], *given[at + 2 :], *hooks, *key_file(tmp_path), "--rollout-external-engine-addrs"]
         done = run([*command, *(e.url.removeprefix("http://") for e in engines)], 200)
         assert done.returncode == 0, done.stderr[-4000:]
         assert "engine 1 has not answered /health with 200, 3 times in a row: it is waited for" in done.stdout
@@ -186,7 +187,7 @@ def test_a_session_stays_with_its_engine(tiny, tmp_path):
     args = args.replace(device="cpu", precision="fp32")
     specs, logs = plan_engines(args), tmp_path / "logs"
     engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
-    router = start_router(plan_routers(args, specs)[0], engines, logs)
+    router = start_router(args, plan_routers(args, specs)[0], engines, logs)
 
     async def ask(session):
         url = router.url + GENERATE

@@ -10,8 +10,10 @@ from instep.cli import main
 from instep.engines.engine import Engine
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
+from tests import keys
 from tests.assets import make_checkpoint
 from tests.e2e.commands import grpo_arguments, run, start
+from tests.keys import key_file
 
 NUM_ROLLOUT = 6
 SMALL = "--rollout-batch-size 16 --n-samples-per-prompt 1 --lr 3e-3 --use-opd --rollout-max-response-len 12".split()
@@ -21,7 +23,8 @@ def serve(path, log):
     port = free_port()
     command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(path), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
-    engine = Engine("teacher", f"http://127.0.0.1:{port}", SupervisedProcess("teacher", command, log))
+    process = SupervisedProcess("teacher", command, log, keys.ENVIRONMENT)
+    engine = Engine("teacher", keys.knowing(f"http://127.0.0.1:{port}"), process)
     engine.wait_ready(120)
     return engine
 
@@ -60,7 +63,8 @@ def rows(run_dir):
 )
 def test_the_student_comes_nearer_to_its_teacher(tiny, teacher, tmp_path, kind, backend):
     path, engine = teacher
-    where = {"engine": ["--opd-teacher-url", engine.url], "model": ["--opd-teacher-load", str(path)]}[kind]
+    served = ["--opd-teacher-url", engine.url, *key_file(tmp_path)]
+    where = {"engine": served, "model": ["--opd-teacher-load", str(path)]}[kind]
     more = ["--train-backend", backend, "--num-rollout", str(NUM_ROLLOUT), *where]
     done = run(arguments(tiny, tmp_path, *more))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,7 +81,7 @@ def test_both_kinds_of_teachers_say_the_same(tiny, teacher, tmp_path):
     path, engine = teacher
     seen = []
     for name, where in (
-        ("engine", ["--opd-type", "sglang", "--rm-url", f"{engine.url}/generate"]),
+        ("engine", ["--opd-type", "sglang", "--rm-url", f"{engine.url}/generate", *key_file(tmp_path)]),
         ("model", ["--opd-type", "megatron", "--opd-teacher-load", str(path)]),
     ):
         more = [*where, "--rm-type", "math", "--n-samples-per-prompt", "2", "--num-rollout", "1"]
@@ -111,7 +115,7 @@ def test_a_teacher_of_another_vocabulary(tiny, tmp_path, capsys):
     assert "the teacher has another vocabulary" in error and f"--opd-teacher-load {tmp_path / 'other'}" in error
     engine = serve(tmp_path / "other", tmp_path / "log.txt")
     try:
-        error = refused(arguments(tiny, tmp_path / "b", "--opd-teacher-url", engine.url), capsys)
+        error = refused(arguments(tiny, tmp_path / "b", "--opd-teacher-url", engine.url, *key_file(tmp_path)), capsys)
     finally:
         engine.stop()
     assert "EngineError: the teacher has another vocabulary" in error and engine.url in error
@@ -120,7 +124,8 @@ def test_a_teacher_of_another_vocabulary(tiny, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_teacher_that_dies_on_the_way(tiny, teacher, tmp_path):
     engine = serve(teacher[0], tmp_path / "log.txt")
-    running = start(arguments(tiny, tmp_path / "run", "--num-rollout", "1000", "--opd-teacher-url", engine.url))
+    where = ["--opd-teacher-url", engine.url, *key_file(tmp_path)]
+    running = start(arguments(tiny, tmp_path / "run", "--num-rollout", "1000", *where))
     try:
         deadline = time.monotonic() + 90
         while not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run"):

@@ -38,8 +38,12 @@ class Server:
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=out)
         self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", timeout=60, max_retries=30
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=lambda: self.key, timeout=60, max_retries=30
         )
+
+    @property
+    def key(self):
+        return (self.run_dir / "api_key").read_text().strip()
 
     @property
     def text(self):
@@ -174,10 +178,10 @@ def test_random_requests(served):
     if "vllm" in served.text:
         pytest.skip("of the embedded engine")
     before = served.ask(temperature=0).choices[0].message.content
-    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION)
+    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION, headers={"Authorization": f"Bearer {served.key}"})
     assert served.ask(temperature=0).choices[0].message.content == before
-    for index in (0, 1):
-        assert "Traceback" not in (served.run_dir / "logs" / f"engine-{index}.log").read_text()
+    for name in ("engine-0", "engine-1", "gate"):
+        assert "Traceback" not in (served.run_dir / "logs" / f"{name}.log").read_text()
     assert "died" not in served.text
 
 
@@ -246,7 +250,7 @@ def test_several_models(root, tmp_path):
     with Server(root, "--rollout-backend", "embedded", "--vllm-config", str(config)) as server:
         server.wait_for("Ctrl-C ends it")
         assert f"http://127.0.0.1:{server.port + 1}/v1" in server.text
-        other = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port + 1}/v1", api_key="-")
+        other = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port + 1}/v1", api_key=server.key)
         assert [model.id for client in (server.client, other) for model in client.models.list().data] == [
             server.model,
             ref["model_path"],
@@ -267,7 +271,7 @@ def test_nothing_outlives_a_killed_server(root):
     with Server(root, "--rollout-backend", "embedded") as server:
         server.wait_for("Ctrl-C ends it")
         family = server.family()
-        assert len(family) == 2  # the engine's two processes
+        assert len(family) == 3  # the gate, and the engine's two processes
         server.process.kill()
         assert not psutil.wait_procs(family, timeout=5)[1]
 

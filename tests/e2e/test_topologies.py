@@ -12,6 +12,7 @@ from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.launch import LocalCluster
 from instep.controller.fleet import Fleet
+from instep.engines.keys import headers_for
 from instep.engines.spec import Addresses
 from instep.engines.vllm import node_environment, serve_arguments
 from tests.assets import make_checkpoint
@@ -208,7 +209,11 @@ def asked(host, port, count):
     found = set()
     for i in range(count):
         body = json.dumps({"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}).encode()
-        headers = {"content-type": "application/json", "x-session-id": f"group-{i}"}
+        headers = {
+            "content-type": "application/json",
+            "x-session-id": f"group-{i}",
+            **headers_for(f"http://{host}:{port}"),
+        }
         request = urllib.request.Request(f"http://{host}:{port}/inference/v1/generate", body, headers)
         with urllib.request.urlopen(request, timeout=20) as answer:
             found.add(tuple(json.load(answer)["kv_transfer_params"]["path"]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from instep.rollout.http import post
+from instep.rollout.http import api_key, post
 from instep.rollout.vllm_rollout import get_model_url
 from tests.e2e import observed
 from tests.e2e.engine_killer import healthy, process_at
@@ -51,7 +51,8 @@ async def reward_that_looks_at_transfers(args: Any, sample: Any) -> float:
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key(url)}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         return str(answer.read().decode())
 
 

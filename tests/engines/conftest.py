@@ -31,6 +31,7 @@ from instep.engines.vllm import vllm_env
 from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
 from instep.ports import free_port
 from instep.rollout import runtime
+from tests import keys
 from tests.assets import make_checkpoint as make_tiny_checkpoint
 from tests.engines import rollouts
 
@@ -100,6 +101,7 @@ def engine_environment(kind: str = "embedded") -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     common = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    common |= keys.ENVIRONMENT
     return common | (vllm_env(vllm_args(Path()), 1) if kind == "vllm" else {})
 
 
@@ -129,14 +131,14 @@ class Engine:
 
     def control(self) -> ControlledEngine:
         """The same engine as a controller sees it."""
-        return ControlledEngine(self.kind, self.url, None, kind_of(self.kind))
+        return ControlledEngine(self.kind, keys.knowing(self.url), None, kind_of(self.kind))
 
     def call(
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
     ) -> tuple[int, Any]:
         """HTTP status and decoded JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-        headers = {"Content-Type": "application/json", **(headers or {})}
+        headers = {"Content-Type": "application/json", **keys.HEADERS, **(headers or {})}
         request = urllib.request.Request(self.url + route, data if method == "POST" else None, headers)
         request.method = method
         try:

@@ -18,6 +18,7 @@ from instep.processes import SupervisedProcess
 from instep.rollout.outputs import as_train_output
 from instep.rollout.vllm_rollout import generate_rollout
 from instep.types import Sample
+from tests import keys
 
 NUM_PROMPTS = 24
 calls: list[Any] = []  # what hooks have been called with
@@ -29,8 +30,8 @@ def start_engine(checkpoint: Path, folder: Path) -> Engine:
     command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     engine = Engine(
         "engine 0",
-        f"http://127.0.0.1:{port}",
-        SupervisedProcess("engine 0", command, folder / "log.txt"),
+        keys.knowing(f"http://127.0.0.1:{port}"),
+        SupervisedProcess("engine 0", command, folder / "log.txt", keys.ENVIRONMENT),
         kind_of("embedded"),
     )
     engine.wait_ready(120)

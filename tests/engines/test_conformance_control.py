@@ -13,6 +13,7 @@ from tests.engines.conftest import (
     Engine,
 )
 from tests.engines.oracle import PROMPT, expected_log_probs, partial, returned_log_probs
+from tests.keys import HEADERS
 
 # -- pauses and aborts
 
@@ -113,7 +114,7 @@ def test_a_client_that_leaves_is_forgotten(engine: Engine) -> None:
     engine.ok("/pause?mode=keep")
     host = engine.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=10)
-    connection.request("POST", "/inference/v1/generate", json.dumps({"token_ids": PROMPT}))
+    connection.request("POST", "/inference/v1/generate", json.dumps({"token_ids": PROMPT}), HEADERS)
     time.sleep(0.3)
     connection.close()
     time.sleep(0.3)

@@ -16,6 +16,7 @@ from instep.engines.spec import Addresses
 from instep.engines.vllm import KIND
 from instep.ports import free_port
 from instep.processes import SupervisedProcess, stop_all
+from tests import keys
 
 PROMPT, NUM_TOKENS = list(range(3, 40)), 8
 FLAGS = (
@@ -51,7 +52,7 @@ def test_an_engine_of_two_nodes_generates_what_the_model_says(tmp_path, more):
     try:
         for rank in range(2):
             command = [sys.executable, *KIND.command(args, spec, at, rank)]
-            env = KIND.environment(args, spec, at, "127.0.0.1", 1) | {"GLOO_SOCKET_IFNAME": "lo"}
+            env = KIND.environment(args, spec, at, "127.0.0.1", 1) | {"GLOO_SOCKET_IFNAME": "lo"} | keys.ENVIRONMENT
             processes.append(SupervisedProcess(f"node {rank}", command, tmp_path / f"node-{rank}.log", env))
         wait_ready(f"http://127.0.0.1:{at.port}", processes)
         token_ids, log_probs = generate(f"http://127.0.0.1:{at.port}")
@@ -77,7 +78,7 @@ def wait_ready(url: str, processes: list[SupervisedProcess]) -> None:
 
 def generate(url: str) -> tuple[list[int], list[float]]:
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 0}}
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **keys.HEADERS}
     request = urllib.request.Request(url + "/inference/v1/generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         choice = json.load(answer)["choices"][0]

@@ -11,6 +11,7 @@ import pytest
 from tests.engines.conftest import Engine, make_checkpoint, run_engine
 from tests.engines.route_fuzz import CONTROL, GENERATION, fuzz
 from tests.engines.test_weights import session
+from tests.keys import HEADERS
 
 PROMPT = [5, 6, 7]
 
@@ -25,10 +26,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def check(engine: Engine, seed: int, num: int, tmp_path: Path) -> None:
     before = engine.generate(PROMPT, max_tokens=20, temperature=0)
-    seen = fuzz(engine.url, seed, num, GENERATION)
+    seen = fuzz(engine.url, seed, num, GENERATION, headers=HEADERS)
     assert engine.generate(PROMPT, max_tokens=20, temperature=0) == before
     assert min(seen[200], seen[400]) > num / 10, seen  # neither all valid nor all refused
-    fuzz(engine.url, seed + 1, num // 2, CONTROL)  # without requests that would wait for the end of a pause
+    fuzz(
+        engine.url, seed + 1, num // 2, CONTROL, headers=HEADERS
+    )  # without requests that would wait for the end of a pause
     engine.ok("/resume")
     (folder := tmp_path / "instep-sync-1").mkdir(mode=0o700)
     assert session(engine, engine.hf, folder / "bucket", "default") is None  # it takes weights as ever

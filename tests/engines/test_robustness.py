@@ -22,6 +22,7 @@ from instep.engines.embedded.weights import LiveWeights
 from instep.engines.engine import Engine as ControlledEngine
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
+from tests import keys
 from tests.assets import make_checkpoint
 from tests.engines.conftest import Engine
 
@@ -121,8 +122,8 @@ def test_the_heartbeat_follows_the_thread_that_works(tmp_path: Path) -> None:
         "--port",
         str(port := free_port()),
     ]
-    process = SupervisedProcess("engine", command, tmp_path / "log", heartbeat=6.0)
-    engine = ControlledEngine("engine", f"http://127.0.0.1:{port}", process)
+    process = SupervisedProcess("engine", command, tmp_path / "log", keys.ENVIRONMENT, heartbeat=6.0)
+    engine = ControlledEngine("engine", keys.knowing(f"http://127.0.0.1:{port}"), process)
     try:
         engine.wait_ready(120)
         began = time.monotonic()

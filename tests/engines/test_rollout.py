@@ -131,7 +131,7 @@ def test_partial_rollouts_are_continued(make_args: Callable[..., Any], server: E
         assert sample.rollout_log_probs[:k] == old.rollout_log_probs and len(sample.rollout_log_probs) == n
         assert sample.weight_versions[0] == VersionSpan("1", 0, k)
         assert sample.weight_versions[1].start == k and sample.weight_versions[-1] == VersionSpan("2", k, n)
-        assert sample.loss_mask is None and sample.reward is not None
+        assert sample.loss_mask == [1] * sample.response_length and sample.reward is not None
         assert sample.truncated == (n == 400) or sample.tokens[-1] == eos(tiny_model)
     check_log_probs(tiny_model, continued)
 

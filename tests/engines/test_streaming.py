@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.engines.conftest import Engine
+from tests.keys import HEADERS
 
 MESSAGES = [{"role": "user", "content": "3 + 4 ="}]
 
@@ -24,7 +25,7 @@ def embedded(engine: Engine) -> Engine:
 
 def connect(engine: Engine, route: str, body: dict[str, Any]) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection(urlsplit(engine.url).netloc, timeout=60)
-    connection.request("POST", route, json.dumps(body | {"stream": True}))
+    connection.request("POST", route, json.dumps(body | {"stream": True}), HEADERS)
     return connection
 
 

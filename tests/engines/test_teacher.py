@@ -15,6 +15,7 @@ from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.teacher import ServedTeacher
 from instep.types import TokenBatch
+from tests.engines.conftest import MAX_MODEL_LEN
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,8 @@ def test_log_probs_are_those_of_the_model(engine):
 
 
 def test_the_engines_own_tokenizer_is_accepted(engine):
-    ServedTeacher(engine.url, 60).check(AutoTokenizer.from_pretrained(engine.path))
+    longest = ServedTeacher(engine.url, 60).check(AutoTokenizer.from_pretrained(engine.path))
+    assert longest == MAX_MODEL_LEN - 1  # of prompt and response: a token has to follow
 
 
 def test_a_sample_that_is_too_long_for_the_teacher_names_both(engine):

@@ -294,8 +294,8 @@ def reward_leaks(place: Place) -> None:
         run.error("reward_leaks", "RolloutError: ", *words)
 
 
-def marking(hooks: str) -> str:
-    """The hooks' module, whose first call is the time of the fault."""
+def marking(hooks: str, function: str = "def reward") -> str:
+    """The hooks' module; the first call of `function` is the time of the fault."""
     lines = unindent(hooks).splitlines()
-    body = next(i for i, line in enumerate(lines) if "def reward" in line) + 1
+    body = next(i for i, line in enumerate(lines) if function in line) + 1
     return "\n".join(["from sitecustomize import mark", *lines[:body], "    mark()", *lines[body:]])

@@ -15,10 +15,11 @@ HEAD = """\
 # Faults
 
 What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault suite
-(`tests/faults/`, a part of `make test`): each fault is made in a real run of a tiny model on a CPU, with all its
-processes, two runs at a time on one machine. A run recovers, or it ends within 10 s with one error that says what
-happened, where, and what to do; no process of it is left and no complete checkpoint is lost. An error has three
-parts (what, where, remedy); the table shows the first. Engines are embedded ones where it does not say vLLM.
+(`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU, with all its
+processes, at default settings where the row names no flag, two runs at a time on one machine. A run recovers, or it
+ends within 10 s with one error that says what happened, where, and what to do; no process of it is left and no complete
+checkpoint is lost. An error has three parts (what, where, remedy); the table shows the first. Engines are embedded ones
+where it does not say vLLM.
 
 "Seconds" are counted from the fault until the command has ended with all its processes. A fault that was there
 before the command counts from its start (most of it Python's imports), a recovered one until the next training step
@@ -29,9 +30,11 @@ is done or the command has ended.
 """
 FOOT = """
 While a call to a worker or an engine waits, and while a rollout runs, the controller looks at all its processes every
-0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after 3 s; one that
-sends no heartbeat, after `--heartbeat-timeout`. vLLM's core sends none: it is asked a question all the time, and hangs
-if it has answered none for five times `--heartbeat-timeout` (5 minutes by default) while no control call keeps it busy.
+0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after 3 s, also one that
+stands under the process that was started (an engine's HTTP process, vLLM's core); one that sends no heartbeat, after
+`--heartbeat-timeout`. A line names every process of the run that stands stopped, in every phase, also while nobody
+waits for it. vLLM's core sends no heartbeat: it is asked a question all the time, and hangs if it has answered none for
+five times `--heartbeat-timeout` (5 minutes by default) while no control call keeps it busy.
 One of several engines is started anew then, as if it had died. Every call has a bound of its own as well
 (`--train-timeout`, `--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the
 stacks of all ranks are in the error.

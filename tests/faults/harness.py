@@ -30,6 +30,7 @@ ROLES = {
     "engine": "instep.engines.embedded",
     "controller": "instep.cli",
     "reward": "instep.rollout.rewards.worker",
+    "router": "instep.engines.router_main",
 }
 PREAMBLE = f"""\
 import os, sys, time
@@ -159,7 +160,8 @@ class Run:
         if role == "vllm":
             server = next(p for p in self.children if p.is_running() and "instep.engines.vllm_main" in p.cmdline())
             return [server.pid, max(server.children(), key=lambda child: child.memory_info().rss).pid]
-        return [p.pid for p in self.children if p.is_running() and ROLES[role] in p.cmdline()]
+        alive = [p for p in self.children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p.pid for p in alive if ROLES[role] in p.cmdline()]
 
     def signal(self, role: str, number: int, which: int = 0) -> None:
         """The fault is a signal."""

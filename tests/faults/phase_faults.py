@@ -64,9 +64,9 @@ def disturb(place: Place, who: str, how: str, phase: str) -> None:
     given = f"WHO, NUMBER, PHASE = {who!r}, {int(HOW[how])}, {phase!r}"
     with place.run(*flags, patches={"controller": unindent(given, SIGNAL)}) as run:
         run.error(f"{who}_{how}_{phase}", WORDS[who, how])
-    expected = [] if phase in ("start", "sync") else ["iter_0000000"]  # none before the first save, later the first
-    assert [p.name for p in ckpt.glob("iter_*")] == expected
-    for name in expected:
+    found = sorted(p.name for p in ckpt.glob("iter_*"))  # the second save may be done before an idle engine is missed
+    assert found == [] if phase in ("start", "sync") else found[:1] == ["iter_0000000"], found
+    for name in found:
         check_whole(ckpt / name)
 
 

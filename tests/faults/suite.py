@@ -4,6 +4,19 @@ from tests.faults import process_faults  # noqa: I001 - the order of the documen
 from tests.faults import phase_faults
 from tests.faults import vllm_faults
 from tests.faults import data_faults
+from tests.faults import damage_faults
+from tests.faults import input_faults
 from tests.faults.registry import FAULTS, SCENARIOS, SLOW, VLLM
 
-__all__ = ["FAULTS", "SCENARIOS", "SLOW", "VLLM", "data_faults", "phase_faults", "process_faults", "vllm_faults"]
+__all__ = [
+    "FAULTS",
+    "SCENARIOS",
+    "SLOW",
+    "VLLM",
+    "damage_faults",
+    "data_faults",
+    "input_faults",
+    "phase_faults",
+    "process_faults",
+    "vllm_faults",
+]

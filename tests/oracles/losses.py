@@ -124,6 +124,16 @@ def gspo(low: float, high: float, c: float | None = None) -> TokenLoss:
     return loss
 
 
+def gspo_token(low: float, high: float) -> TokenLoss:
+    """arXiv:2507.18071, eq. 12: the value is the sequence's ratio, the gradient the token's."""
+
+    def loss(r: Response, lp: Values, frozen: Values) -> Values:
+        mean = sum(frozen[t] - r.old[t] for t in r.kept) / max(len(r.kept), 1)
+        return [scalar_ppo(mean + x - f, 0.0, r.advantage, low, high, None) for x, f in zip(lp, frozen, strict=True)]
+
+    return loss
+
+
 def cispo(low: float, high: float) -> TokenLoss:
     """arXiv:2506.13585, eqs. 4 and 5."""
 

@@ -180,6 +180,23 @@ def test_oracle_of_other_forms_with_sequence_weights(form: str):
     check(PolicyLossConfig(**values), oracle.weighted(loss, "sequence", "mask", 0.3, 2.0), 2, per_token=False)
 
 
+GSPO_GRADIENTS = {"token": oracle.gspo_token(0.05, 0.1), "sequence": oracle.gspo(0.05, 0.1)}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("gradient", GSPO_GRADIENTS)
+def test_oracle_of_gspo_with_weights_of_tokens(gradient: str, per_token: bool):
+    """Token weights tell the two forms apart: each token's own weight, or the mean over its response."""
+    base = PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.1, gspo_gradient=gradient)
+    loss, mask = GSPO_GRADIENTS[gradient], {"tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
+    for seed in range(3):
+        tis = PolicyLossConfig(**{**vars(base), "use_tis": True, **mask})
+        check(tis, oracle.weighted(loss, "token", "mask", 0.8, 1.25), seed, per_token)
+        rejects = PolicyLossConfig(**{**vars(base), "use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.3})
+        check(rejects, oracle.rejected(loss, "token", 0.7, 1.3, None), seed, per_token)
+        check(base, FORMS["gspo"][1], seed, per_token)  # without weights they are one
+
+
 @pytest.mark.parametrize("veto", [None, 0.55])
 @pytest.mark.parametrize("level", LEVELS)
 def test_oracle_of_rejection(level: str, veto: float | None):

@@ -176,9 +176,10 @@ def test_oracle_verl_kl(kind: str, seed: int):
 # --- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def trl_loss(batch: list[Response], **settings: Any):
+def trl_loss(batch: list[Response], more: dict[str, torch.Tensor] | None = None, **settings: Any):
     columns = {"completion_mask": peers.padded(batch, "mask"), "advantages": peers.padded(batch, "advantage")[:, 0]}
     columns |= {"old_per_token_logps": peers.padded(batch, "old"), "ref_per_token_logps": peers.padded(batch, "ref")}
+    columns |= more or {}
     return lambda x: peers.trl_grpo_loss(x, columns, **settings)
 
 
@@ -238,6 +239,24 @@ TRL = {
 def test_oracle_trl_policy_losses(form: str, seed: int):
     batch, (config, per_token, settings) = data(seed), TRL[form]
     assert agreed_gradient(batch, config, per_token, trl_loss(batch, **settings)) > 1e-3
+
+
+@each_seed
+@pytest.mark.parametrize(("gradient", "peer"), [("token", "verl"), ("sequence", "TRL")])
+def test_oracle_gspo_with_weights_of_tokens_has_both_gradients(gradient: str, peer: str, seed: int):
+    batch = data(seed)
+    bounds = {"eps_clip": 0.05, "eps_clip_high": 0.1, "gspo_gradient": gradient}
+    config = PolicyLossConfig(form="gspo", use_tis=True, tis_mode="clip", tis_clip_low=0.8, tis_clip=1.2, **bounds)
+    weights = (peers.padded(batch, "old") - peers.padded(batch, "engine")).exp().clamp(0.8, 1.2)
+    if peer == "verl":
+        theirs = verl_loss(batch, weights=weights, mode="gspo", clip_ratio_low=0.05, clip_ratio_high=0.1)
+    else:
+        settings = {"loss_type": "grpo", "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.0}
+        settings |= {"importance_sampling_level": "sequence"}
+        theirs = trl_loss(batch, {"importance_sampling_ratio": weights}, **settings)
+    assert agreed_gradient(batch, config, False, theirs) > 1e-3
+    other = dataclasses.replace(config, gspo_gradient="sequence" if gradient == "token" else "token")
+    assert not torch.allclose(ours(batch, other, False)[1], ours(batch, config, False)[1], rtol=1e-3)
 
 
 @each_seed

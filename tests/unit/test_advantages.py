@@ -42,7 +42,8 @@ def arguments(assets, monkeypatch):
     monkeypatch.chdir(assets)
 
     def make(more=""):
-        text = "--hf-checkpoint hf --prompt-data train.jsonl --input-key prompt --rm-type math --rollout-batch-size 2"
+        text = "--hf-checkpoint hf --prompt-data train.jsonl --input-key prompt "
+        text += "--rm-type math --label-key label --rollout-batch-size 2"
         text += " --num-rollout 1 --rollout-max-response-len 8 --actor-num-gpus-per-node 1 "
         return parse((text + more).split(), "train")
 

@@ -27,7 +27,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "hf" / "model.safetensors").write_bytes(b"")
     make_prompts(folder / "train.jsonl", 8)
     line = f"--hf-checkpoint {folder}/hf --prompt-data {folder}/train.jsonl --rollout-batch-size 4 --num-rollout 9 "
-    line += "--rm-type math --actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
+    line += "--rm-type math --label-key label "
+    line += "--actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
     return line.split()
 
 

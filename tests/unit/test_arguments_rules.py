@@ -1,5 +1,6 @@
 """Values and files that do not go together: each mistake is one problem, found before anything is loaded."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,19 +9,21 @@ import pytest
 from instep.arguments import cluster, parse
 from instep.controller import device
 from instep.errors import ConfigError
-from tests.command_line import argv, make_folder, refusal
+from tests.command_line import CONFIG, argv, make_folder, refusal
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    return make_folder(tmp_path, monkeypatch)
+    folder = make_folder(tmp_path, monkeypatch)
+    (folder / "e.yaml").write_text("eval: {datasets: [{name: a, path: data.jsonl, rm_type: f1}]}")
+    return folder
 
 
 CONTRADICTIONS = [
     ("", "--hf-checkpoint", "the Hugging Face folder of the model"),
-    ("", "--prompt-data", "is required"),
-    ("", "--rollout-batch-size", "is required"),
-    ("", "--num-rollout", "is required"),
+    ("", "--prompt-data", "no prompts are named"),
+    ("", "--rollout-batch-size", "size of a rollout is not given"),
+    ("", "--num-rollout", "length of the run is not given"),
     ("", "--rm-type", "no reward is named"),
     ("--num-epoch 2", "", "give one of the two"),
     ("--start-rollout-id 4", "", "is beyond --num-rollout 3"),
@@ -49,6 +52,20 @@ CONTRADICTIONS = [
     ("--over-sampling-batch-size 3", "", "use at least 4"),
     ("--rm-type remote_rm", "--rm-type", "give --rm-url"),
     ("--group-rm", "", "needs a reward that takes lists"),
+    ("", "--label-key", "no column of labels is named\n  where:  --rm-type math\n  remedy: give --label-key"),
+    ("--rm-type boxed_gpqa", "--label-key", "--rm-type boxed_gpqa"),
+    ("--rm-type dapo", "", "none is named\n  where:  --rm-type dapo\n  remedy: give --reward-key score"),
+    ("--rm-type dapo --reward-key points", "", "not points"),
+    (
+        "--rm-type random --eval-interval 1 --eval-config e.yaml",
+        "--label-key",
+        "no column of labels is named\n  where:  data set a, rm_type f1\n  remedy: give --eval-label-key",
+    ),
+    ("--rollout-stop-token-ids 299 300", "", "the model has 300 tokens and no 300"),
+    ("--rollout-batch-size 100000 --n-samples-per-prompt 1000", "", "100000000 samples per rollout, but at most"),
+    ("--rollout-batch-size 99991 --global-batch-size 10", "", "use 8 or 99991"),
+    ("--rollout-num-gpus 1000000", "", "must be at least 1 and at most 32768"),
+    ("--actor-num-gpus-per-node 32 --rollout-num-gpus 32768", "", "32800 ranks or GPUs, but at most 32768"),
     ("--loss-type sft_loss", "", "run `instep sft`"),
     ("--save-interval 2", "", "no folder to save to"),
     ("--no-save-optim", "", "has no effect without --save"),
@@ -75,7 +92,9 @@ CONTRADICTIONS = [
     ("--train-backend hf --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "shards with FSDP2 only"),
     ("--train-backend hf --overlap-grad-reduce", "", "only megatron-core has it"),
     ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
-    ("--sequence-parallel", "", "needs tensor parallelism"),
+    ("--recompute-granularity full --recompute-method block", "", "needs a number of layers"),
+    ("--recompute-method uniform", "", "which is not asked for"),
+    ("--recompute-granularity selective --recompute-num-layers 1", "", "not to selective"),
     ("--recompute-granularity full", "", "needs a method"),
     ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
     ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses 1"),
@@ -86,6 +105,8 @@ CONTRADICTIONS = [
         "would be of the old ones\n  where:  --pause-mode keep with prefill and decode engines",
     ),
     ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
+    ("--api-key-file nowhere", "", "no engine, router or teacher of somebody else's is named"),
+    ("--rollout-external-engine-addrs 127.0.0.1:80 --api-key-file nowhere", "", "cannot be read: No such file"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
     ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
@@ -93,7 +114,7 @@ CONTRADICTIONS = [
     ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "", "give one of the two"),
     ("--lr-warmup-iters 5 --lr-decay-iters 5", "", "use less than 5"),
     ("--lr-decay-style WSD", "", "give --lr-wsd-decay-iters"),
-    ("--adam-beta1 1", "", "must be below 1"),
+    ("--adam-beta1 1", "", "at most 0.999999"),
     ("--eval-interval 2", "", "nothing to evaluate on"),
     ("--eval-prompt-data data.jsonl", "", "no evaluation would ever run"),
     ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "they come in pairs"),
@@ -130,11 +151,42 @@ def test_contradictions(extra, without, what):
         "--eval-interval 2 --eval-prompt-data data.jsonl@[0:1] --eval-temperature 0",
         "--seq-length 4096 --max-positional-embedding 4096 --attention-dropout 0.0",
         "--custom-rm-path json.dumps --group-rm",
+        "--rm-type dapo --reward-key acc",
+        "--rollout-stop-token-ids 299",
         "--attention-softmax-in-fp32 --make-vocab-size-divisible-by 1 --ckpt-format torch_dist",
     ],
 )
 def test_what_goes_together_passes(extra):
     assert parse(argv(extra)).hf_checkpoint == "model"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--rm-type remote_rm --rm-url http://h:1",
+        "--rm-type random",
+        "--custom-rm-path json.dumps",
+        "--custom-generate-function-path json.dumps",  # it may set labels, or rewards
+        "--rollout-sample-hook-path json.dumps",
+        "--data-source-path json.dumps",
+        "--rollout-function-path json.dumps",
+        "--num-rollout 0 --eval-interval 1 --eval-prompt-data data.jsonl --eval-label-key label",
+    ],
+)
+def test_where_no_built_in_reward_reads_the_label_it_needs_no_column(extra):
+    assert parse(argv(extra, "--label-key")).label_key is None
+
+
+def test_lengths_beyond_the_models_context_are_said():
+    Path("model/config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 64}))
+    assert parse(argv("--rollout-max-response-len 63 --rollout-max-context-len 64")).notes == []
+    notes = parse(argv("--rollout-max-response-len 64 --eval-max-response-len 99 --rollout-max-context-len 65")).notes
+    assert [note.split()[:2] for note in notes] == [
+        ["--rollout-max-response-len:", "64"],
+        ["--eval-max-response-len:", "99"],
+        ["--rollout-max-context-len:", "65"],
+    ]
+    assert all("beyond the model's context of 64 tokens" in note for note in notes)
 
 
 def test_rows_may_name_their_reward():
@@ -221,7 +273,10 @@ def test_eval_config():
         ("eval: {datasets: [{name: a}]}", "has no 'path'"),
         ("eval: {datasets: [{name: a, path: data.jsonl, temprature: 1}]}", "unknown key 'temprature'"),
         ("eval: {datasets: [{name: a, path: data.jsonl, temperature: hot}]}", "is not of the kind float"),
-        ("eval: {datasets: [{name: a, path: data.jsonl, temperature: -1}]}", "temperature: -1 is not within 0 and inf"),
+        (
+            "eval: {datasets: [{name: a, path: data.jsonl, temperature: -1}]}",
+            "temperature: -1 must be at least 0 and at most 100",
+        ),
         ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is no built-in reward"),
         ("eval: {datasets: [{name: a, path: nowhere.jsonl}]}", "no file nowhere.jsonl"),
         ("eval: {default: {}, datasets: [{name: a, path: data.jsonl}]}", "unknown key 'default'"),

@@ -2,19 +2,22 @@
 
 import ast
 import importlib.util
+import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from instep.arguments import parse
 from instep.arguments.all_flags import GROUPS, find, own_flags, passed_through
+from instep.arguments.flag import COUNT, Number, size
 from instep.arguments.megatron import megatron_table
 from scripts.docs.args_stub import stub
 from scripts.docs.arguments import flags_markdown
-from tests.command_line import argv, make_folder
+from tests.command_line import argv, make_folder, refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,6 +151,48 @@ def test_records_are_well_formed():
                 assert flag.default in flag.choices, flag.name
 
 
+def test_every_number_has_a_range_and_a_default_within_it():
+    """Both ends are finite, a value beyond either is refused with the range, and the document prints it."""
+    acting = {f.name: f for f in (*own_flags().values(), *passed_through().values()) if f.status == "acts"}
+    ranges = {name: COUNT if flag.type is size else flag.type for name, flag in acting.items()}
+    numbers = {name: number for name, number in ranges.items() if isinstance(number, Number)}
+    untyped = [f.name for f in acting.values() if isinstance(f.default, int | float) and not f.is_switch]
+    assert len(numbers) > 110 and set(untyped) <= set(numbers)
+    documented = flags_markdown()
+    for name, number in numbers.items():
+        assert -math.inf < number.low <= number.high < math.inf, name
+        default = acting[name].default
+        for value in () if default is None else default if isinstance(default, list) else (default,):
+            number.check(value)
+        beyond = [number.low - 1, number.high * 1.5 + 1] + [number.low] * number.above
+        for value in (str(number.kind(v)) for v in beyond):
+            with pytest.raises(ValueError, match="must be (above|at least) .* and at most|whole number"):
+                acting[name].convert(value)
+        row = next(line for line in documented.splitlines() if line.startswith(f"| `{name}`"))
+        assert number.range in row, name
+
+
+FAR = """
+--sync-timeout=1e10 --heartbeat-timeout=1e7 --seed=100000000000000000000 --seed=4294967295 --rollout-seed=4294967295
+--lr=1e20 --critic-lr=2 --rollout-temperature=1e9 --rollout-temperature=0.001 --adam-eps=1e9 --adam-eps=1e-300
+--n-samples-per-prompt=100000000000000000000 --rollout-batch-size=100000000000000000000 --rollout-num-gpus=1000000
+--vllm-max-model-len=9999G --weight-decay=1e9 --entropy-coef=1e9 --vllm-max-num-batched-tokens=99999999999999999999
+"""
+
+
+@pytest.mark.parametrize("word", FAR.split())
+def test_a_number_that_is_far_out_is_refused_at_once(tmp_path, monkeypatch, word):
+    make_folder(tmp_path, monkeypatch)
+    start = time.process_time()
+    text = refusal(word)
+    assert word.partition("=")[0] in text and "must be" in text and time.process_time() - start < 2
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    assert "'\\udcff' is no UTF-8 text\n  where:  --rollout-stop" in refusal("--rollout-stop \udcff")
+
+
 def test_instead_names_flags_that_exist():
     for flag in [*own_flags().values(), *megatron_table()]:
         for word in flag.instead.replace(",", " ").split():
@@ -209,10 +254,3 @@ def test_mypy_knows_the_attributes_of_arguments(tmp_path):
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "code.py")]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
     assert [line.split(":")[1] for line in text.splitlines() if ": error: " in line] == ["3", "4", "5"], text
-
-
-def test_built_in_rewards_are_those_of_the_rollout():
-    from instep.arguments.reward import BUILT_IN
-    from instep.rollout.rewards import dispatch
-
-    assert BUILT_IN == dispatch.RULES

@@ -1,6 +1,8 @@
 """The entry points: exit codes, texts, signals."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 import instep
-from instep.cli import LATER, main
+from instep.arguments.all_flags import find
+from instep.arguments.suggest import acts_in, named_flags
+from instep.cli import COMMANDS, HELP, MISSING, main
 from tests.assets import make_checkpoint, make_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +37,30 @@ def test_a_wrong_command_line_ends_with_2_and_a_text(capsys):
     error = capsys.readouterr().err
     assert error.startswith("ConfigError: ") and "'fast' is not a number" in error and "Traceback" not in error
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "unknown command 'trian'" in error and "did you mean `instep train`?" in error
+    assert main(["--lr", "1"]) == 2
+    assert "the commands are train, sft" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", LATER)
-def test_commands_that_come_later(command, capsys):
+@pytest.mark.parametrize(
+    ("command", "why", "instead"),
+    [("train-async", "comes later", "`instep train`"), ("convert", "no conversion", "tool")],
+)
+def test_commands_that_are_not_there_say_why_and_what_else(command, why, instead, capsys):
     assert main([command, "--anything"]) == 2
-    assert "comes later" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert why in error and instead in error
+    for name in named_flags(error):
+        assert acts_in("train", find(name))
+
+
+def test_help_names_every_command_and_each_has_help(capsys):
+    assert set(re.findall(r"^  ([a-z]+) ", HELP, re.M)) == set(COMMANDS) and not set(MISSING) & set(COMMANDS)
+    for command in COMMANDS:
+        with contextlib.suppress(SystemExit):  # argparse's
+            assert main([command, "--help"]) == 0
+        assert f"usage: instep {command}" in capsys.readouterr().out
 
 
 def test_report_wants_a_folder(tmp_path, capsys):
@@ -85,7 +106,7 @@ def test_other_ways_to_start(start, tmp_path):
         [sys.executable, *start, "--offload"], env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert "--offload" in done.stderr and "memory work" in done.stderr
+    assert "--offload" in done.stderr and "offloading comes later" in done.stderr
 
 
 def test_train_async_comes_later():

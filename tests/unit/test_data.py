@@ -138,7 +138,7 @@ def test_no_chat_template_is_refused_before_the_file_is_read(tokenizer: PreTrain
 
 
 BAD_ROWS = [
-    ('{"prompt": "x", ', "not a JSON object"),
+    ('{"prompt": "x", ', "the row is not JSON: Expecting property name enclosed in double quotes at column 16"),
     ("[1, 2]", "must be a JSON object, not list"),
     ({"label": "1"}, "has no 'prompt'"),
     ({"prompt": "x"}, "has no 'label'"),
@@ -213,10 +213,11 @@ def test_checking_a_file_imports_neither_torch_nor_transformers(tmp_path: Path):
     code = (
         "import sys; from instep.data.dataset import check_file, load_dataset\n"
         "from instep.data.rows import RowFormat; rows = RowFormat('prompt')\n"
-        f"assert check_file({path!r}, rows) == 2 == len(load_dataset({path!r}, rows))\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        f"print(check_file({path!r}, rows), len(load_dataset({path!r}, rows)))\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2 2\nset()\n"), done.stderr
 
 
 # --- the data source ----------------------------------------------------------------------------------------------
@@ -233,11 +234,16 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "apply_chat_template_kwargs": {},
         "rollout_max_prompt_len": None,
         "skip_bad_rows": False,
+        "trust_remote_code": False,
         "rollout_global_dataset": True,
         "rollout_shuffle": False,
         "rollout_seed": 42,
         "n_samples_per_prompt": 2,
         "buffer_filter_path": None,
+        "rm_type": None,
+        "custom_rm_path": None,
+        "custom_generate_function_path": None,
+        "rollout_sample_hook_path": [],
         "rollout_function_path": "instep.rollout.vllm_rollout.generate_rollout",
         "hf_checkpoint": None,
     }

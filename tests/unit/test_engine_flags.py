@@ -121,7 +121,7 @@ WRONG = [
     ("--router-polcy x", "unknown flag of vllm-router 0.1.17", "did you mean --router-policy?"),
     ("--vllm-gpu-memory-utilization much", "'much' is not a number", ""),
     ("--vllm-data-parallel-size 1.5", "'1.5' is not a whole number", ""),
-    ("--vllm-kv-cache-memory-bytes 4X", "'4X' is neither a whole number nor one like 2k", ""),
+    ("--vllm-kv-cache-memory-bytes 4X", "'4X' must be a whole number below 1e18, or one like 2k", ""),
     ("--vllm-compilation-config {x", "'{x' is not JSON", ""),
     ("--vllm-hf-overrides {x}", "'{x}' is not JSON", ""),
     ("--router-policy fair", "'fair' is none of random, round_robin", ""),

@@ -16,6 +16,7 @@ from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url
 from tests.plans import (
     AT,
+    AUTH,
     COMMON,
     DISAGGREGATED,
     FED,
@@ -77,13 +78,13 @@ vllm:
 @pytest.mark.parametrize(
     "words, ports",
     [
-        ("--rollout-backend embedded", [None, None, 8001]),
-        ("--rollout-backend embedded --engine-port 9000", [9000, 9001, 8001]),
+        ("--rollout-backend embedded", [None, None, None]),
+        ("--rollout-backend embedded --engine-port 9000", [9000, 9001, 9002]),
         ("--rollout-backend vllm", [None, None, None]),
     ],
 )
 def test_each_model_is_served_at_a_port_of_its_own(words, ports):
-    """That of its router, or of its only engine."""
+    """That of its gate, before its router or its only engine."""
     args = arguments(words, MIXED).replace(port=8000)  # as `instep serve` does
     found = plan_engines(args)
     assert [engine.port for engine in found] == ports
@@ -196,7 +197,8 @@ def test_prefill_and_decode_on_a_vllm_whose_token_route_passes_over_the_cache(mo
     for engine in engines(f"{given} --prefill-num-servers 1"):
         at = engine.flags.index("instep_vllm.kv_params.Middleware")
         assert engine.flags[at - 1] == "--middleware" and engine.flags[:2] == ("--middleware", "my.Own")
-    assert all(engine.flags.count("--middleware") == 1 for engine in engines(given))
+        assert engine.flags[at + 1 : at + 3] == ("--middleware", AUTH)  # the last one is the outermost
+    assert all(engine.flags.count("--middleware") == 2 and AUTH in engine.flags for engine in engines(given))
 
 
 # ---- more of --vllm-config -------------------------------------------------------------------------------------------
@@ -295,6 +297,7 @@ def test_what_instep_adds():
         *("--kv-cache-memory-bytes", "128M", "--dtype", "float16", "--no-enforce-eager"),
         *("--seed", "1234", "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"),
         *("--weight-transfer-config", '{"backend": "instep_shm"}', "--enable-scale-out"),
+        *("--middleware", AUTH),
         *("--no-enable-chunked-prefill", "--distributed-executor-backend", "uni"),
     )
     (engine,) = engines("--device cpu --rollout-num-gpus-per-engine 2")

@@ -17,7 +17,7 @@ def here(tmp_path, monkeypatch):
 
 TRAIN = (
     "--hf-checkpoint model --prompt-data data.jsonl --rollout-batch-size 4 --num-rollout 1 --rm-type math "
-    "--actor-num-gpus-per-node 1 "
+    "--label-key label --actor-num-gpus-per-node 1 "
 )
 
 
@@ -88,7 +88,7 @@ FILES = [
     ("vllm: [{name: a", "topology.yaml", "is no YAML"),
     ("vllm: [{name: a, server_group: []}]", "vllm[0].server_group", "did you mean server_groups?"),
     ("vllm: [{name: a, server_groups: [{num_gpu: 1}]}]", "server_groups[0].num_gpu", "did you mean num_gpus?"),
-    ("vllm: [{name: a, server_groups: [{num_gpus: 0}]}]", "num_gpus", "0 is no whole number above 0"),
+    ("vllm: [{name: a, server_groups: [{num_gpus: 0}]}]", "num_gpus", "0 is no whole number from 1 to 32768"),
     ("vllm: [{name: a, server_groups: [{}]}]", "vllm[0].server_groups[0].num_gpus", "is missing"),
     ("vllm: [{server_groups: [{num_gpus: 1}]}]", "vllm[0].name", "is missing"),
     ("vllm: [{name: a}]", "vllm[0].server_groups", "is no list of groups"),

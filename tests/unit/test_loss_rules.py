@@ -19,7 +19,8 @@ def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
     make_prompts(tmp_path / "train.jsonl", 8)
     line = f"--hf-checkpoint {tmp_path}/hf --prompt-data {tmp_path}/train.jsonl --rollout-batch-size 4 --num-rollout 3 "
-    line += "--rm-type math --actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
+    line += "--rm-type math --label-key label "
+    line += "--actor-num-gpus-per-node 1 --device cpu --rollout-max-response-len 8 --input-key prompt"
     return line.split()
 
 
@@ -45,6 +46,8 @@ REFUSED = [
     ("--tis-upper-bound 3", "without --use-tis or --use-rs"),
     ("--use-tis --rs-veto-threshold 1e-4", "without --use-rs"),
     ("--opsm-delta 0.1", "without --use-opsm"),
+    ("--use-opsm", "no sample is masked out"),
+    ("--gspo-gradient sequence", "without the ratio of a response"),
     ("--loss-type custom_loss", "it needs the loss"),
     ("--custom-loss-function-path tests.loss_hooks.ppo_loss", "without --loss-type custom_loss"),
     (
@@ -95,6 +98,7 @@ def test_clip_bounds(argv: list[str], extra: str, bounds: tuple[float, float]):
 def test_corrections(argv: list[str]):
     line = "--use-tis --tis-level geometric --tis-mode mask --tis-lower-bound 0.99 --tis-clip 1.01 --use-rs --rs-level "
     line += "sequence --rs-veto-threshold 1e-4 --advantage-estimator sapo --sapo-tau-neg 1.1 --use-opsm --opsm-delta .1"
+    line += " --num-steps-per-rollout 2"
     args = parse(argv + line.split(), "train")
     assert (args.tis_clip_low, args.tis_clip) == (args.tis_lower_bound, args.tis_upper_bound) == (0.99, 1.01)
     assert (args.rs_lower_bound, args.rs_upper_bound) == (0.99, 1.01)

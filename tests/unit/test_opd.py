@@ -26,7 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(root: Path, more: str, reward: str = "--rm-type math", command: str = "train"):
+def arguments(root: Path, more: str, reward: str = "--rm-type math --label-key label", command: str = "train"):
     line = f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt {reward} "
     line += "--rollout-batch-size 2 --num-rollout 2 --actor-num-gpus-per-node 1 --device cpu "
     return parse(f"{line}{'' if command == 'sft' else '--rollout-max-response-len 8'} {more}".split(), command)
@@ -119,7 +119,7 @@ REFUSED = [
 @pytest.mark.parametrize(("more", "words"), REFUSED)
 def test_refused(root: Path, more: str, words: str):
     with pytest.raises(ConfigError) as error:
-        arguments(root, more.format(root=root), "" if "--rm-type" in more else "--rm-type math")
+        arguments(root, more.format(root=root), "" if "--rm-type" in more else "--rm-type math --label-key label")
     assert words in str(error.value)
 
 

@@ -194,7 +194,7 @@ REFUSED = [
     ("--n-samples-per-prompt 2", "responses from the data"),
     ("--apply-chat-template", "the messages themselves"),
     ("--calculate-per-token-loss", "no meaning for `instep dpo`"),
-    ("--rollout-temperature 0.5", "no meaning for `instep dpo`"),
+    ("--rollout-temperature 0.5", "`instep dpo` has none"),
     ("--label-key label", "no meaning for `instep dpo`"),
     ("--use-kl-loss", "no meaning for `instep dpo`"),
     ("--dpo-beta 0", "must be above 0"),

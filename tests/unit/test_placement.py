@@ -132,7 +132,7 @@ def train(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"0")
     base = f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/data.jsonl --rollout-batch-size 32 --num-rollout 1 "
-    base += "--rm-type math --train-backend hf --rollout-num-gpus 1 "
+    base += "--rm-type math --label-key label --train-backend hf --rollout-num-gpus 1 "
     return lambda words: parse((base + words).split())
 
 

@@ -176,6 +176,16 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_that_of_the_curre
     assert out.sums["log_prob_gap_mean"].item() == pytest.approx(gap, **TOLERANCE)
 
 
+def test_metrics_that_are_means_are_divided_by_the_weights():
+    """Weights add up to less than 1 where samples are masked out, to more with --constant-loss-length."""
+    means = ["log_prob", "entropy", "pg_clipfrac", "ppo_kl", "kl_loss", "tis", "tis_clipfrac", "rs_clipfrac"]
+    means += ["opsm_clipfrac", "value_clipfrac"]
+    sums = {name: float(i + 1) for i, name in enumerate(means)}
+    out = finish_metrics({**sums, "loss": 5.0, "pg_loss": 6.0, "loss_weight": 0.5}, {})
+    assert out == {**{name: 2 * x for name, x in sums.items()}, "loss": 5.0, "pg_loss": 6.0, "loss_weight": 0.5}
+    assert finish_metrics({**sums, "loss_weight": 0.0}, {})["ppo_kl"] == 4.0  # nothing to divide by
+
+
 def test_use_rollout_logprobs_takes_the_engines_as_old_and_still_shows_the_gap():
     batch, current = make_batch()
     x = tensor(current, grad=True)

@@ -114,6 +114,22 @@ def test_a_stopped_process_under_a_child_is_a_fault_of_the_child(tmp_path, monke
         child.kill()
 
 
+def test_a_child_ends_with_its_partner_whatever_it_is_busy_with(tmp_path):
+    """As an embedded engine that loads its model when its HTTP process is killed."""
+    pair = "import os, socket, time; from instep.processes import follow_parent; ours, theirs = socket.socketpair()\n"
+    pair += "pid = os.fork()\nif pid == 0: time.sleep(60)\n"
+    pair += "theirs.close(); follow_parent(partner=ours); print(pid, flush=True); time.sleep(60)"
+    child = SupervisedProcess("engine 0", [sys.executable, "-c", pair], tmp_path / "log")
+    try:
+        assert wait_until(lambda: child.log_tail().strip().isdigit())
+        os.kill(int(child.log_tail()), signal.SIGKILL)
+        assert child.died_within(10) and child.fault() == (
+            f"died with exit code 1: process {child.pid}: the process at the other end of its pipe has ended"
+        )
+    finally:
+        child.kill()
+
+
 def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path):
     many = "import time, instep.processes as p; p.BEAT_SECONDS = 0.001; p.follow_parent(); time.sleep(60)"
     child = SupervisedProcess("c", [sys.executable, "-c", many], tmp_path / "log")

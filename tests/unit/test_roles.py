@@ -28,7 +28,16 @@ def cores(monkeypatch):
 
 
 def arguments(folder, *more):
-    words = ["--hf-checkpoint", str(folder / "hf"), "--prompt-data", str(folder / "train.jsonl"), "--rm-type", "math"]
+    words = [
+        "--hf-checkpoint",
+        str(folder / "hf"),
+        "--prompt-data",
+        str(folder / "train.jsonl"),
+        "--rm-type",
+        "math",
+        "--label-key",
+        "label",
+    ]
     words += ["--input-key", "prompt", "--rollout-batch-size", "4", "--num-rollout", "9", "--device", "cpu"]
     return parse([*words, "--actor-num-gpus-per-node", "1", "--lr", "1e-3", *more], "train")
 

@@ -10,13 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import sft_rollout
 from instep.rollout.client import get_model_url, to_vllm
 from instep.rollout.execute import sampling_seed
-from instep.rollout.filters import check_reward_nonzero_std, verdict_of
+from instep.rollout.filters import (
+    DynamicFilterOutput,
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+    verdict_of,
+)
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import stop_string, trim_stop
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
@@ -100,6 +106,7 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0), done(1, 1)]], "mixed"),
         ([[done(None, 0)]], "missing"),  # type: ignore[arg-type]
         ([[[done(0, 0, execution_id="a"), done(0, 0, execution_id="b")]]], "several execution ids"),
+        ([[done(0, 0, execution_id="0")], [done(1, 1, execution_id="0")]], "'0' stands in two groups"),
         ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),
@@ -154,6 +161,13 @@ def test_what_filters_may_return() -> None:
     assert verdict(True).keep
     assert verdict(False).reason == "answers"
     assert verdict(SimpleNamespace(keep=False, reason="dull")).reason == "dull"
+    tensor = torch.tensor([1.0, 2.0]).std() > 0  # what older filters of slime return
+    assert verdict(tensor).keep and not verdict(~tensor).keep
+    kept = DynamicFilterOutput(keep=~tensor, reason="dull", keep_when_insufficient=True)
+    assert verdict(kept) == DynamicFilterOutput(False, "dull", True)
+    alike = [done(0, i, execution_id=str(i), reward=1.0) for i in range(2)]
+    output = check_reward_nonzero_std_with_fallback(SimpleNamespace(reward_key=None), alike)
+    assert output == DynamicFilterOutput(False, "zero_std_1.0", True)
     with pytest.raises(RolloutError, match="answers returned None"):
         verdict(None)
 
@@ -179,7 +193,11 @@ class Conversations:
 def test_sft_rollout(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "hf", layers=1)
     args = SimpleNamespace(
-        hf_checkpoint=str(checkpoint), rollout_batch_size=2, loss_mask_type="qwen", apply_chat_template_kwargs={}
+        hf_checkpoint=str(checkpoint),
+        trust_remote_code=False,
+        rollout_batch_size=2,
+        loss_mask_type="qwen",
+        apply_chat_template_kwargs={},
     )
 
     def talk(*turns: tuple[str, str, int]) -> list[dict[str, Any]]:

@@ -186,9 +186,10 @@ def test_only_an_export_of_instep_is_replaced(tmp_path):
 
 
 def test_how_an_interrupted_run_goes_on(tmp_path):
-    def said(**given):
+    def said(has_saved=True, **given):
         names = "save load save_interval ckpt_step finetune start_rollout_id".split()
-        return how_to_go_on(argparse.Namespace(**{**dict.fromkeys(names), "finetune": False, **given}))
+        args = argparse.Namespace(**{**dict.fromkeys(names), "finetune": False, **given})
+        return how_to_go_on(args, has_saved=has_saved)
 
     save = str(tmp_path)
     assert said() == "nothing was saved (no --save): the same command begins anew"
@@ -198,6 +199,7 @@ def test_how_an_interrupted_run_goes_on(tmp_path):
     assert "nothing was saved yet (no --save-interval): " in said(save=save)
     last = save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
     assert said(save=save, load=save) == f"the last checkpoint is {last}: the same command goes on from it"
+    assert "nothing was saved yet" in said(has_saved=False, save=save)  # that checkpoint is of an earlier run
     assert said(save=save, load="other", finetune=True) == (
         f"the last checkpoint is {last}: the same command, with --load {save}, without --finetune, goes on from it"
     )

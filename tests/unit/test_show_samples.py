@@ -71,6 +71,14 @@ def test_filters(run):
     assert heads(limited) == [1] and "1 of 3 samples" in limited
 
 
+@pytest.mark.parametrize(
+    "flag,value", [("--limit", "0"), ("--limit", "1e20"), ("--step", "-1"), ("--index", "9" * 5000)]
+)
+def test_numbers_have_a_range(run, flag, value):
+    with pytest.raises(ConfigError, match=f"argument {flag}: .* (must be at least|is not a whole number)"):
+        shown(run, flag, value)
+
+
 def test_the_worst_of_rewards_that_are_dicts(tmp_path):
     with open(tmp_path / "samples.jsonl", "w") as file:
         for i, score in enumerate((0.5, 1.0, 0.0)):
@@ -103,7 +111,7 @@ def test_what_is_not_there_is_an_error_that_says_what_is(run, tmp_path):
         with pytest.raises(ConfigError, match="no sample") as error:
             shown(run, *words)
         assert remedy in error.value.remedy
-    with pytest.raises(ConfigError, match="no samples are logged"):
+    with pytest.raises(ConfigError, match="no such folder"):
         shown(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="invalid choice"):
         shown(run, "--worst", "colour")

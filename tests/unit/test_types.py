@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from instep.types import Sample, Status, TokenBatch, VersionSpan
 def test_append_keeps_all_columns_aligned():
     sample = Sample(tokens=[1, 2, 3])
     sample.append_response_tokens([4, 5], [-0.5, -0.25], weight_versions=[VersionSpan("1", 0, 2)])
-    assert sample.loss_mask is None and sample.prompt_length == 3
+    assert sample.loss_mask == [1, 1] and sample.prompt_length == 3 and sample.effective_response_length == 2
     sample.append_response_tokens([6, 7], trainable=False)
     sample.append_response_tokens([8], [-1.0], weight_versions=[VersionSpan("1", 0, 1)])
     sample.append_response_tokens(
@@ -25,6 +26,7 @@ def test_append_keeps_all_columns_aligned():
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0]
     spans = [(s.version, s.start, s.end) for s in sample.weight_versions]
     assert spans == [("1", 0, 2), ("1", 4, 6), ("2", 6, 7)]
+    assert sample.effective_response_length == 5 and Sample(response_length=3).effective_response_length == 3
 
 
 def test_a_response_that_begins_with_tool_tokens():
@@ -32,6 +34,43 @@ def test_a_response_that_begins_with_tool_tokens():
     sample.append_response_tokens([2, 3], trainable=False)
     sample.append_response_tokens([4], [-1.0])
     assert sample.loss_mask == [0, 0, 1] and sample.rollout_log_probs == [0.0, 0.0, -1.0]
+
+
+def test_append_in_slimes_form():
+    args, sample = SimpleNamespace(reward_key=None), Sample(tokens=[1], loss_mask=[], response="a")
+    mask = sample.loss_mask  # slime's examples keep a second name for it
+    said = {"finish_reason": {"type": "stop"}, "weight_version": 3}
+    sample.append_response_tokens(
+        args, tokens=torch.tensor([2, 3]), log_probs=torch.tensor([-0.5, -0.25]), meta_info=said, text="b"
+    )
+    sample.append_response_tokens(args, tokens=[4], trainable=False, text="c")
+    assert (sample.tokens, sample.response_length, sample.response) == ([1, 2, 3, 4], 3, "abc")
+    assert mask is sample.loss_mask and mask == [1, 1, 0] and sample.rollout_log_probs == [-0.5, -0.25, 0.0]
+    assert sample.status is Status.COMPLETED and sample.weight_versions == [VersionSpan("3", 0, 2)]
+    for reason, status in (
+        ("length", Status.TRUNCATED),
+        ({"type": "abort"}, Status.ABORTED),
+        ("other", Status.ABORTED),
+    ):
+        sample.append_response_tokens(args, tokens=[], log_probs=[], meta_info={"finish_reason": reason})
+        assert sample.status is status and sample.response_length == 3
+    sample.append_response_tokens(meta_info={"finish_reason": "stop"}, update_terminal_info=False)
+    assert sample.status is Status.ABORTED
+    fresh = Sample()
+    fresh.append_response_tokens(args, tokens=[], log_probs=[], meta_info={"finish_reason": {"type": "abort"}})
+    assert (fresh.rollout_log_probs, fresh.loss_mask, fresh.status) == ([], [], Status.ABORTED)
+
+
+def test_the_value_of_a_reward_and_slimes_name_of_an_execution():
+    plain, keyed = SimpleNamespace(reward_key=None), SimpleNamespace(reward_key="score")
+    assert Sample(reward=0.5).get_reward_value(plain) == 0.5
+    assert Sample(reward={"score": 2.0, "other": 0}).get_reward_value(keyed) == 2.0
+    with pytest.raises(KeyError):
+        Sample(reward={"other": 0}).get_reward_value(keyed)
+    sample = Sample()
+    assert sample.rollout_id is None
+    sample.rollout_id = 7
+    assert sample.execution_id == sample.rollout_id == "7"
 
 
 def test_append_without_log_probs_keeps_them_unknown():

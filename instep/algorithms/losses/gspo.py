@@ -9,6 +9,8 @@ from torch import Tensor
 from instep.algorithms.losses.ratio import PolicyLoss, clipped_surrogate
 from instep.algorithms.segments import expand, segment_mean
 
+GRADIENTS = ("token", "sequence")
+
 
 def gspo_loss(
     log_probs: Tensor,
@@ -20,12 +22,14 @@ def gspo_loss(
     eps_clip: float = 3e-4,
     eps_clip_high: float | None = 4e-4,
     eps_clip_c: float | None = None,
+    gradient: str = "token",
 ) -> PolicyLoss:
     """max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A) with the ratio of the sample instead of the token's.
 
     s_i = exp(sum_t m_t (log_probs_t - old_log_probs_t) / sum_t m_t). Source: Zheng et al., arXiv:2507.18071, eq. 5;
-    in the form of its GSPO-token, s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value, and
-    the same gradient where a sample's tokens have one advantage and one weight; tokens may have their own.
+    gradient "token" is the form of its GSPO-token, s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value,
+    and the same gradient where a sample's tokens have one advantage and one weight; tokens may have their own. With
+    "sequence" it flows through s_i itself, so that every token of a sample gets the mean of their weights.
 
     The per-sample reduction is the paper's objective: the mean over responses of min(s A, clip(s) A). Under
     `--calculate-per-token-loss` a response counts as often as it has tokens: the gradient then is that of
@@ -35,12 +39,14 @@ def gspo_loss(
         log_probs, old_log_probs, advantages: `[num_tokens]`; the gradient flows through `log_probs` only.
         mask: `[num_tokens]`, above 0 for the tokens that count in the ratio.
         response_lengths: of each sample, all of whose tokens are here.
+        gradient: one of `GRADIENTS`.
 
     Raises:
         ValueError: a mask or lengths that do not fit.
     """
-    sequence = segment_mean((log_probs - old_log_probs).detach(), mask, response_lengths)
-    log_ratio = expand(sequence, response_lengths) + (log_probs - log_probs.detach())
+    log_ratio = expand(segment_mean(log_probs - old_log_probs, mask, response_lengths), response_lengths)
+    if gradient == "token":
+        log_ratio = log_ratio.detach() + (log_probs - log_probs.detach())
     return clipped_surrogate(
         log_ratio, advantages, eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c
     )

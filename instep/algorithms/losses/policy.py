@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.cispo import cispo_loss
-from instep.algorithms.losses.gspo import gspo_loss
+from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
 from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
 from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
 from instep.algorithms.losses.importance.rejection import rejection_mask
@@ -33,6 +33,7 @@ class PolicyLossConfig:
     eps_clip: float = 0.2
     eps_clip_high: float | None = None  # None: as eps_clip
     eps_clip_c: float | None = None
+    gspo_gradient: str = "token"
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     use_kl_loss: bool = False
@@ -57,6 +58,7 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for name, known in (
             ("form", FORMS),
+            ("gspo_gradient", GRADIENTS),
             ("kl_loss_type", KL_TYPES),
             ("tis_level", LEVELS),
             ("rs_level", LEVELS),
@@ -95,7 +97,7 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], Poli
 FORMS: dict[str, Form] = {
     "ppo_clip": lambda now, old, a, mask, lengths, c: ppo_clip_loss(now, old, a, **c.bounds, eps_clip_c=c.eps_clip_c),
     "gspo": lambda now, old, a, mask, lengths, c: gspo_loss(
-        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c
+        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c, gradient=c.gspo_gradient
     ),
     "cispo": lambda now, old, a, mask, lengths, c: cispo_loss(now, old, a, **c.bounds),
     "sapo": lambda now, old, a, mask, lengths, c: sapo_loss(
@@ -135,6 +137,7 @@ def policy_loss(
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
+    older: Tensor | None = None,
     entropy: Tensor | None = None,
     correct: Correct | None = None,
     reduce: Reduce | None = None,
@@ -143,14 +146,16 @@ def policy_loss(
 
     pg is the form that `config.form` names, c the product of its corrections: weights (`use_tis`), rejection (`use_rs`)
     and off-policy sequence masking (`use_opsm`), which do not change the denominators in w. The ratio's base is
-    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1). Values at
-    tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
-    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN, and
+    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1); for tokens
+    that are `older` than the rollout's weights it is `rollout_log_probs`, unless `use_tis` corrects for these. Values
+    at tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
+    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN and which are not `older`, and
     `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`.
 
     Args:
         log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
         response_lengths: `[num_samples]`.
+        older: 1.0 or 0.0; see `data.batch.older_tokens`.
         correct: takes the place of `use_tis` and `use_rs`.
         reduce: takes the place of sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
 
@@ -168,6 +173,8 @@ def policy_loss(
     current, advantages, mask = only(log_probs), only(advantages), trained.to(log_probs.dtype)
     scored = current.detach() if old_log_probs is None else only(old_log_probs)
     old = only(_needed(rollout_log_probs, "rollout_log_probs")) if config.use_rollout_logprobs else scored
+    if older is not None and not (config.use_rollout_logprobs or config.use_tis or correct is not None):
+        old = torch.where(older > 0, only(_needed(rollout_log_probs, "rollout_log_probs")), old)
     policy = FORMS[config.form](current, old, advantages, mask, response_lengths, config)
     token_loss, keep = policy.loss, mask
     sums = {"log_prob": mean(current.detach()), "pg_clipfrac": mean(policy.clipped), "ppo_kl": mean(policy.ppo_kl)}
@@ -196,7 +203,8 @@ def policy_loss(
     sums |= {"loss": loss.detach(), "loss_weight": loss_weights.sum()}
     if rollout_log_probs is None:
         return LossTerms(loss, sums, {})
-    gaps, largest = _gap(scored, rollout_log_probs, loss_weights)
+    fresh = rollout_log_probs if older is None else rollout_log_probs.masked_fill(older > 0, torch.nan)
+    gaps, largest = _gap(scored, fresh, loss_weights)
     return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
 
 

@@ -2,13 +2,16 @@
 
 from instep.algorithms.catalog import ALGORITHMS, OFFLINE, listed, names_where
 from instep.arguments.flag import (
+    COEFFICIENT,
     COUNT,
-    FLOAT,
     FRACTION,
+    GPUS,
+    GPUS_PER_NODE,
     INDEX,
     MOE,
     NON_NEGATIVE,
     POSITIVE,
+    RATE,
     Flag,
     FlagGroup,
     Number,
@@ -31,6 +34,8 @@ _OWN_LOSS = [a for a in ALGORITHMS.values() if a.estimator == _DEFAULT.estimator
 _DISCOUNTED = listed(names_where(lambda estimator, loss: estimator.discounts), "and")
 _WITH_CRITIC = listed(names_where(lambda estimator, loss: estimator.has_critic), "and")
 
+TAU = Number(float, 0.001, 1000)
+
 ALGORITHM = FlagGroup(
     "Algorithm",
     (
@@ -52,26 +57,37 @@ ALGORITHM = FlagGroup(
         ),
         Flag(
             "--eps-clip",
-            Number(float, 0, above=True),
+            POSITIVE,
             0.2,
             f"clip range of the ratio, below 1; unless given {_own_defaults('eps_clip')} (1: no lower bound)",
             whose="VC",
         ),
         Flag(
             "--eps-clip-high",
-            Number(float, 0, above=True),
+            POSITIVE,
             None,
             f"above 1; default: --eps-clip; unless that is given {_own_defaults('eps_clip_high')}",
             whose="C",
         ),
         Flag(
-            "--eps-clip-c", Number(float, 1, above=True), None, "dual-clip constant, above 1; off if unset", whose="C"
+            "--eps-clip-c",
+            Number(float, 1, 1e6, above=True),
+            None,
+            "dual-clip constant, above 1; off if unset",
+            whose="C",
         ),
-        Flag("--sapo-tau-pos", POSITIVE, 1.0, "temperature of SAPO's gate where the advantage is positive"),
-        Flag("--sapo-tau-neg", POSITIVE, 1.05, "the same where it is negative"),
-        Flag("--kl-coef", FLOAT, 0.0, "weight of the KL to the reference in the reward", whose="VC"),
+        Flag(
+            "--gspo-gradient",
+            default="token",
+            choices=("token", "sequence"),
+            help="of gspo where tokens have weights of their own (--use-tis, --use-rs): through each token's log-prob "
+            "(GSPO-token, verl), or through the ratio of the response, the same for all its tokens (slime, TRL)",
+        ),
+        Flag("--sapo-tau-pos", TAU, 1.0, "temperature of SAPO's gate where the advantage is positive"),
+        Flag("--sapo-tau-neg", TAU, 1.05, "the same where it is negative"),
+        Flag("--kl-coef", COEFFICIENT, 0.0, "weight of the KL to the reference in the reward", whose="VC"),
         switch("--use-kl-loss", "compute the KL to the reference in the loss", "C"),
-        Flag("--kl-loss-coef", FLOAT, 0.0, "its weight; 0 only reports it", whose="C"),
+        Flag("--kl-loss-coef", COEFFICIENT, 0.0, "its weight; 0 only reports it", whose="C"),
         Flag(
             "--kl-loss-type",
             default="k1",
@@ -86,7 +102,7 @@ ALGORITHM = FlagGroup(
             "--ref-load in the trainer",
         ),
         Flag("--ref-update-interval", COUNT, None, "copy the actor to the reference every so many rollouts", whose="C"),
-        Flag("--entropy-coef", FLOAT, 0.0, "weight of the entropy bonus", whose="C"),
+        Flag("--entropy-coef", COEFFICIENT, 0.0, "weight of the entropy bonus", whose="C"),
         switch("--calculate-per-token-loss", "mean over all tokens, not over each sample's mean", "VSCM"),
         Flag(
             "--constant-loss-length",
@@ -100,7 +116,7 @@ ALGORITHM = FlagGroup(
         switch("--normalize-advantages", "whiten the advantages over the rollout", "VC"),
         switch("--use-rollout-logprobs", "the engine's log-probs are the old policy's; nothing is recomputed", "C"),
         switch("--use-tis", "importance weights between trainer and engine (truncated importance sampling)", "VSC"),
-        Flag("--tis-clip", Number(float, 0, above=True), 2.0, "upper bound", aliases=("--tis-upper-bound",), whose="C"),
+        Flag("--tis-clip", POSITIVE, 2.0, "upper bound", aliases=("--tis-upper-bound",), whose="C"),
         Flag("--tis-clip-low", NON_NEGATIVE, 0.0, "lower bound", aliases=("--tis-lower-bound",), whose="C"),
         Flag(
             "--tis-level",
@@ -134,7 +150,13 @@ ALGORITHM = FlagGroup(
             whose="C",
         ),
         switch("--use-opsm", "leave out tokens of negative advantage of samples that the policy has left", "C"),
-        Flag("--opsm-delta", FLOAT, 1e-4, "mean of old minus new log-prob above which a sample is left out", whose="C"),
+        Flag(
+            "--opsm-delta",
+            COEFFICIENT,
+            1e-4,
+            "mean of old minus new log-prob above which a sample is left out",
+            whose="C",
+        ),
         Flag(
             "--custom-pg-loss-reducer-function-path",
             hook,
@@ -151,7 +173,7 @@ ALGORITHM = FlagGroup(
         ),
         Flag(
             "--value-clip",
-            Number(float, 0, above=True),
+            POSITIVE,
             0.2,
             f"clip range of the critic's values ({_WITH_CRITIC})",
             whose="VC",
@@ -163,9 +185,9 @@ ALGORITHM = FlagGroup(
             whose="VC",
         ),
         Flag(
-            "--critic-num-nodes", COUNT, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", whose="V"
+            "--critic-num-nodes", GPUS, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", whose="V"
         ),
-        Flag("--critic-num-gpus-per-node", COUNT, None, "its ranks on each; default: the actor's", whose="V"),
+        Flag("--critic-num-gpus-per-node", GPUS_PER_NODE, None, "its ranks on each; default: the actor's", whose="V"),
         Flag(
             "--critic-load",
             help="weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
@@ -173,7 +195,7 @@ ALGORITHM = FlagGroup(
             whose="V",
         ),
         Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", whose="V"),
-        Flag("--critic-lr", NON_NEGATIVE, None, "learning rate of the critic; default: --lr", whose="V"),
+        Flag("--critic-lr", RATE, None, "learning rate of the critic; default: --lr", whose="V"),
         Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", whose="V"),
         Flag("--gamma", FRACTION, 1.0, f"discount per trained token of {_DISCOUNTED}", whose="C"),
         Flag("--lambd", FRACTION, 1.0, f"lambda of the generalised advantage estimation ({_WITH_CRITIC})", whose="C"),
@@ -184,7 +206,12 @@ ALGORITHM = FlagGroup(
             "f(args, rollout_data): sets rollout_data['advantages'], instead of the estimator",
             whose="C",
         ),
-        Flag("--dpo-beta", POSITIVE, 0.1, "instep dpo: how closely the policy stays at the reference (2305.18290)"),
+        Flag(
+            "--dpo-beta",
+            Number(float, 0, 1000, above=True),
+            0.1,
+            "instep dpo: how closely the policy stays at the reference (2305.18290)",
+        ),
         Flag(
             "--dpo-label-smoothing",
             Number(float, 0, 0.49),
@@ -220,6 +247,11 @@ ALGORITHM = FlagGroup(
         ),
         *refused("entropy is reported at every step", "C", "--use-rollout-entropy"),
         *refused("the gap between trainer and engine is reported at every step", "C", "--get-mismatch-metrics"),
-        *later("comes with the memory work", "C", "--recompute-loss-function", "--log-probs-chunk-size"),
+        *refused(
+            "logits are made in chunks and recomputed in the backward pass wherever they are large",
+            "C",
+            "--recompute-loss-function",
+            "--log-probs-chunk-size",
+        ),
     ),
 )

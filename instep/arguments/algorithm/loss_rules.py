@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.algorithms.catalog import listed, names_where
+from instep.algorithms.catalog import DEFAULT_ROLLOUT, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given, only_with
 from instep.arguments.concern import Settings
 
@@ -14,6 +14,12 @@ _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 def _corrects(args: Settings) -> bool:
     """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
     return args.use_tis or args.use_rs
+
+
+def _always_on_policy(args: Settings) -> bool:
+    """Whether every ratio to the old policy is 1: one step per rollout, all of whose tokens the same weights make."""
+    makes_its_own = args.rollout_function_path == DEFAULT_ROLLOUT and args.load_debug_rollout_data is None
+    return makes_its_own and args.num_steps_per_rollout == 1 and not (args.use_rollout_logprobs or args.partial_rollout)
 
 
 RULES: tuple[Combination, ...] = (
@@ -52,6 +58,13 @@ RULES: tuple[Combination, ...] = (
         given("--sapo-tau-pos", "--sapo-tau-neg"),
         "has no effect without SAPO's gate",
         f"leave it out, or use {listed(_SMOOTH_GATE)}",
+    ),
+    Combination(
+        names_where(lambda estimator, loss: not loss.of_response),
+        "--gspo-gradient",
+        given("--gspo-gradient"),
+        "has no effect without the ratio of a response",
+        f"leave it out, or use {listed(names_where(lambda estimator, loss: loss.of_response))}",
     ),
     Combination(
         (),
@@ -96,6 +109,13 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.use_rs and a.rs_lower_bound > a.rs_upper_bound,
         "everything would be rejected",
         "exchange them",
+    ),
+    Combination(
+        (),
+        "--use-opsm with one step per rollout",
+        lambda a, given: a.use_opsm and _always_on_policy(a),
+        "no sample is masked out: the policy is still the one that the old log-probs are of",
+        "use --num-steps-per-rollout 2 or more, or --use-rollout-logprobs",
     ),
     *only_with(("--use-tis",), "--tis-level", "--tis-mode", "--custom-tis-function-path"),
     *only_with(("--use-tis", "--use-rs"), "--tis-clip", "--tis-clip-low"),

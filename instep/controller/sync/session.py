@@ -144,7 +144,8 @@ class Session:
         if not self.engines:
             what = error.what if error is not None else f"{engine.name} died"
             where = engine.process.describe() if engine.process is not None else engine.url
-            raise EngineGone(f"{what}; no engine is left in this sync", where=where, remedy="see its log") from error
+            remedy = engine.process.remedy() if engine.process is not None else "see its log"
+            raise EngineGone(f"{what}; no engine is left in this sync", where=where, remedy=remedy) from error
 
 
 class _Carriage:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.engines.guard import Guard
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
 
@@ -34,21 +35,27 @@ def parse_args() -> argparse.Namespace:
     args = p.parse_args()
     if args.max_num_seqs < 1 or (args.max_model_len or 1) < 1:
         refuse("--max-model-len and --max-num-seqs must be at least 1")
+    try:
+        Guard.from_environment()  # the server needs it later
+    except ValueError as error:
+        refuse(str(error))
     return args
 
 
 def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
-    config = check_hf_checkpoint(args.model)
+    check_hf_checkpoint(args.model)
     import torch  # only now: these take seconds
     import transformers
 
     from instep.engines.embedded.model import Runner, load_model
     from instep.engines.embedded.scheduler import Scheduler
     from instep.engines.embedded.weights import LiveWeights
+    from instep.models.rope import context_length
 
     transformers.utils.logging.disable_progress_bar()
-    limit = args.max_model_len or config["max_position_embeddings"]
     trust = args.trust_remote_code
+    hf_config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=trust)
+    limit = context_length(hf_config, args.max_model_len)
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)
@@ -77,6 +84,7 @@ def main() -> None:
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.model)
+        lifeline.close()  # the child's alone, so that its end shows
         follow_parent(partner=beats, own_pulse=True)
         sock.close()
         theirs.close()

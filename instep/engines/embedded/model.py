@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 
 from instep.errors import CheckpointError
+from instep.models.rope import fix_rope
 from instep.processes import pulse
 
 
@@ -37,7 +38,11 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers != {"full_attention"} or (window is not None and window < max_model_len):
-        raise CheckpointError(f"attention is not full ({layers}, window {window}): use vLLM for this model", where=path)
+        raise CheckpointError(
+            f"attention is not full ({layers}, window {window}): use vLLM for this model",
+            where=path,
+            remedy="use --rollout-backend vllm",
+        )
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
@@ -46,7 +51,12 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
         trust_remote_code=trust,
     )
     if info["missing_keys"]:
-        raise CheckpointError(f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}", where=path)
+        raise CheckpointError(
+            f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}",
+            where=path,
+            remedy="copy or download the checkpoint again",
+        )
+    fix_rope(model, max_model_len)
     return model.to(device).eval().requires_grad_(False)
 
 

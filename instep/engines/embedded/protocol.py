@@ -8,7 +8,8 @@ from typing import Any
 MAX_DEPTH = 64  # of the JSON of a request
 MAX_RESPONSES = 16384  # to one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
-STATUS = {"BadRequestError": 400, "NotFoundError": 404, "SessionError": 409, "WeightMismatch": 409, "Unavailable": 503}
+STATUS = {"BadRequestError": 400, "Unauthorized": 401, "Forbidden": 403, "NotFoundError": 404, "SessionError": 409}
+STATUS |= {"WeightMismatch": 409, "Unavailable": 503}
 
 
 @dataclass(eq=False)

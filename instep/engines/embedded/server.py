@@ -15,6 +15,7 @@ from instep.calls import Caller
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
+from instep.engines.guard import Guard
 
 Handler = Callable[[web.Request, Body], Awaitable[Body | web.StreamResponse]]
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
@@ -27,6 +28,7 @@ class Server:
     def __init__(self, pipe: Connection, name: str, calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any):
         self.engine, self.name, self.calls, self.eos_ids = Caller(pipe), name, calls, eos_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.guard = Guard.from_environment()
         self.routes: dict[str, Handler] = {"POST /inference/v1/generate": self.generate, "POST /pause": self.pause}
         self.routes |= {"POST /v1/completions": self.completions, "POST /v1/chat/completions": self.chat}
         self.routes["GET /v1/models"] = self.models
@@ -34,6 +36,7 @@ class Server:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Answer a request to any route with JSON; refusals have vLLM's form."""
         try:
+            self._check_key(http)
             body = protocol.read_body(await http.read())
             own = self.routes.get(route := f"{http.method} {http.path}")
             if own is None and route not in self.calls:
@@ -46,6 +49,11 @@ class Server:
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
         return web.json_response({"error": refusal.body()}, status=refusal.status)
+
+    def _check_key(self, http: web.Request) -> None:
+        address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
+        if (refusal := self.guard.refusal(http.path, http.headers, address)) is not None:
+            raise HttpError("Unauthorized" if refusal[0] == 401 else "Forbidden", refusal[1])
 
     async def generate(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         """Answer token ids with token ids."""

@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import defined_at, load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
 from instep.rollout.rewards import text
+from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.pool import shared_pool
 from instep.types import Group, Sample, name_of, reward_of
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 T = TypeVar("T")
-RULES = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type instead of --custom-rm-path
 MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
@@ -79,7 +80,9 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     where = f"{_named(args, path)}: {whose}"
     limit = args.reward_timeout
     hung = RewardError(
-        f"the reward function took more than {limit:g} s", where=where, remedy="mend it, or raise --reward-timeout"
+        f"the reward function took more than {limit:g} s",
+        where=where,
+        remedy="make it faster, or raise --reward-timeout",
     )
     try:
         if inspect.iscoroutinefunction(function):
@@ -93,7 +96,11 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
         raise
     except Exception as error:  # the border to the user's code
         at = f"{where}; {raised_at(error, function)}"
-        raise RewardError(f"the reward function raised {error!r}", where=at, remedy="mend it") from error
+        raise RewardError(
+            f"the reward function raised {error!r}",
+            where=at,
+            remedy="correct that line, or catch the error there and return a reward, such as 0.0",
+        ) from error
 
 
 async def _await(awaitable: Awaitable[T]) -> T:
@@ -117,8 +124,8 @@ def rm_type_of(args: HookSettings, sample: Sample) -> str:
     name = (sample.metadata or {}).get("rm_type") or args.rm_type
     if not name:
         raise ConfigError("no reward is chosen", where=name_of(sample), remedy="give --rm-type or --custom-rm-path")
-    if name.removeprefix("boxed_") not in RULES:
-        known = ", ".join(RULES)
+    if grader_of(str(name)) not in GRADERS:
+        known = ", ".join(GRADERS)
         raise ConfigError(
             f"unknown reward {name!r}", where="--rm-type", remedy=f"one of {known}; boxed_ may precede it"
         )
@@ -145,6 +152,8 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
         import random
 
         return float(random.Random(f"{args.rollout_seed}/{sample.execution_id}").random() < 0.5)
+    if name == "remote_rm":
+        return await _remote(args, sample, response)
     if sample.label is None:
         raise RewardError(
             "the sample has no label",
@@ -156,9 +165,7 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
     if name == "gpqa":
         return text.gpqa(response, sample.label, sample.metadata or {})
     if name == "dapo":
-        return text.dapo(response, sample.label)
-    if name == "remote_rm":
-        return await _remote(args, sample, response)
+        return dapo(response, sample.label)
     if name == "deepscaler":
         response = text.after_thinking(response) or ""
     return await _math(args, sample, text.last_boxed(response))

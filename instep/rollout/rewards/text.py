@@ -73,29 +73,26 @@ def after_thinking(response: str) -> str | None:
     return None
 
 
-def dapo(response: str, label: Any) -> dict[str, Any]:
-    """DAPO's grader (arXiv 2503.14476): the last `Answer:` line of the last 300 characters; score +1 or -1."""
-    lines = re.findall(r"(?i)answer *: *([^\n]+)", response[-300:])
-    pred = (last_boxed(lines[-1]) or lines[-1]).strip() if lines else "[INVALID]"
-    right = bool(lines) and quick_equal(pred, str(label)) is True
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": normalize(pred)}
-
-
 def f1(response: str, label: Any) -> float:
-    """Token F1 as in SQuAD (arXiv 1606.05250): lower case, without punctuation and articles; best over the labels."""
+    """Token F1 as in HotpotQA's evaluation (arXiv:1809.09600), the best over the labels.
+
+    Text is compared in lower case, without punctuation and articles. `yes`, `no` and `noanswer` are right as a whole or
+    not at all, and without a common word the result is 0, also where nothing was to be said.
+    """
     labels = label if isinstance(label, list) else [label]
     return max((_f1(_words(response), _words(str(x))) for x in labels), default=0.0)
 
 
 def _words(text: str) -> list[str]:
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return [word for word in text.split() if word not in ("a", "an", "the")]
+    return re.sub(r"\b(?:a|an|the)\b", " ", text).split()
 
 
 def _f1(prediction: list[str], truth: list[str]) -> float:
     common = sum((Counter(prediction) & Counter(truth)).values())
-    if not common:
-        return float(not prediction and not truth)
+    whole = any(words in (["yes"], ["no"], ["noanswer"]) for words in (prediction, truth))
+    if not common or (whole and prediction != truth):
+        return 0.0
     precision, recall = common / len(prediction), common / len(truth)
     return 2 * precision * recall / (precision + recall)
 

@@ -65,6 +65,7 @@ class HfBackend:
             recompute=args.recompute_granularity == "full",
             value_head=role == "critic",
             trust_remote_code=args.trust_remote_code,
+            max_model_len=args.vllm_max_model_len,
         )
         if self._sharded:
             _shard(self.policy, device, dtype)

@@ -273,6 +273,7 @@ def _initialise_parallel(args: Settings, num_layers: int, device: torch.device) 
         raise ConfigError(
             f"two models of one process want different tensor and pipeline parallel sizes: {now} and {sizes}",
             remedy="use the same sizes for all models of a worker",
+            where="--tensor-model-parallel-size and --pipeline-model-parallel-size",
         )
     torch.manual_seed(args.seed)
     with cpu_platform.scope():

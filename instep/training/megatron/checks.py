@@ -49,5 +49,5 @@ def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
         raise ConfigError(
             f"the megatron train backend cannot do: {'; '.join(problems)}",
             where="the Megatron arguments",
-            remedy="change these flags",
+            remedy="choose parallel sizes that divide these numbers of the model; leave out what is refused",
         )

@@ -76,7 +76,9 @@ def install() -> None:
     require_megatron("cpu_platform")
     if "megatron.core" in sys.modules:
         raise ConfigError(
-            "megatron.core was imported before cpu_platform.install()", remedy="import it in workers only"
+            "megatron.core was imported before cpu_platform.install()",
+            remedy="import it in workers only",
+            where="a worker that trains on a CPU",
         )
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: _CPU

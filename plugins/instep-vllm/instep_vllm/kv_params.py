@@ -15,12 +15,13 @@ PATH = "/inference/v1/generate"
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Middleware:
     """An ASGI middleware that moves `kv_transfer_params` of a request for tokens to where the core reads them."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
+    def __init__(self, app: App):
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

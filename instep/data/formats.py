@@ -1,0 +1,40 @@
+"""The format of the rows that a command line names: its columns, and the built-in reward that grades them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from instep.algorithms.catalog import DEFAULT_ROLLOUT, DPO_ROLLOUT, SFT_ROLLOUT
+from instep.data.rows import RowFormat
+
+if TYPE_CHECKING:
+    from instep.arguments import EvalDataset
+    from instep.arguments.settings import HookSettings, Settings
+
+
+def row_format(args: Settings) -> RowFormat:
+    """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
+    function = args.rollout_function_path
+    pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
+    keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
+    graded = function == DEFAULT_ROLLOUT and args.custom_rm_path is None and not _made_by_hooks(args)
+    return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, (args.rm_type or "") if graded else None)
+
+
+def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowFormat:
+    """The format of the rows of a data set of the evaluation."""
+    keys = (dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)
+    function = args.eval_function_path or args.rollout_function_path
+    own = dataset.custom_generate_function_path is not None or _made_by_hooks(args)
+    # the set's own rm_type goes before the run's --custom-rm-path
+    custom = dataset.custom_rm_path is not None and (
+        dataset.custom_rm_path != args.custom_rm_path or dataset.rm_type == args.rm_type
+    )
+    graded = function == DEFAULT_ROLLOUT and not custom and not own
+    rule = dataset.metadata_overrides.get("rm_type") or dataset.rm_type or ""
+    return RowFormat(*keys, grader=str(rule) if graded else None)
+
+
+def _made_by_hooks(args: HookSettings | Settings) -> bool:
+    """Whether a hook sees the samples before the reward: it may set labels, or the reward itself."""
+    return args.custom_generate_function_path is not None or bool(args.rollout_sample_hook_path)

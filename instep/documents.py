@@ -1,0 +1,71 @@
+"""JSON and YAML that users hand in: read, or refused with one line that says what is wrong and where in the text."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+MAX_DEPTH = 100  # of lists and objects; Python copies and prints some hundred levels, no more
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: no JSON; or a number of too many digits, lists that are nested too deep, half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"is not JSON: {error.msg} at {line}column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(f"is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError:  # of Python's conversion of whole numbers
+        most = sys.get_int_max_str_digits()
+        found = re.search(rf"\d{{{most + 1}}}", text)
+        at = f" at column {found.start() + 1}" if found else ""
+        raise ValueError(f"holds a whole number of more than {most} digits{at}") from None
+    if _HALF.search(text) or text.count("[") + text.count("{") > MAX_DEPTH:
+        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+            if wrong := _wrong(key, part):
+                raise ValueError(f"{wrong} (in {_printable(key)!r})" if key else wrong)
+    return value
+
+
+def _wrong(key: str, value: Any) -> str:
+    """What no process can handle in one value; empty: nothing."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [v for values in inner for v in values if isinstance(v, (dict, list))]
+    if level:
+        return f"is nested more than {MAX_DEPTH} levels deep"
+    try:
+        json.dumps([key, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair, no character"
+    return ""
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()[:60]
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: no YAML, or a value that Python cannot hold.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None

@@ -1,0 +1,84 @@
+"""`python -m instep.engines.gate_main --port N --to URL`: a public port that has generation and no other route.
+
+It passes requests on to a router or an engine with the run's key, which its clients do not have. `guard.py` says how
+it gets this key, and the one that clients need.
+"""
+
+import argparse
+import os
+from collections.abc import AsyncIterator
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
+from instep.processes import follow_parent
+
+MAX_BODY = 256 << 20  # bytes, as an engine takes
+# Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
+_OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
+_NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
+
+
+class Gate:
+    def __init__(self, to: str):
+        self.to, self.guard = to, Guard.from_environment()
+        self.key = os.environ[KEY_VARIABLE]
+
+    async def session(self, app: web.Application) -> AsyncIterator[None]:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False) as self.http:
+            yield
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path not in GENERATION_ROUTES | OPEN_ROUTES:
+            return _error(404, f"there is no {request.path} here")
+        address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
+        if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
+            return _error(*refusal)
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
+        headers.append(("Authorization", f"Bearer {self.key}"))
+        query = request.rel_url.raw_query_string
+        url = URL(self.to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
+        body = await request.read()  # decoded, if it came compressed
+        try:
+            async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
+                return await _pass_on(request, answer)
+        except aiohttp.ClientError as error:
+            return _error(503, f"no engine answers: {error}")
+        except UnicodeEncodeError:
+            return _error(400, "a header is no text")
+
+
+async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Hand the answer on piece by piece, as it comes."""
+    headers = [(name, value) for name, value in answer.headers.items() if name.lower() not in _OF_CONNECTION]
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    await response.prepare(request)
+    async for piece in answer.content.iter_any():
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "gate", "code": status}}, status=status)
+
+
+def main() -> None:
+    follow_parent()
+    parser = argparse.ArgumentParser(prog="python -m instep.engines.gate_main", allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--to", required=True, help="http://HOST:PORT of a router or an engine")
+    args = parser.parse_args()
+    gate, app = Gate(args.to), web.Application(client_max_size=MAX_BODY)
+    app.cleanup_ctx.append(gate.session)
+    app.router.add_route("*", "/{route:.*}", gate.handle)
+    web.run_app(app, host=args.host, port=args.port, print=None, access_log=None, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()

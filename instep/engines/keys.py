@@ -1,0 +1,103 @@
+"""Keys: of this run's own servers, and of those that somebody else runs. They are nowhere on a command line.
+
+A run makes its key itself. Its engines, routers and gates find it in their environment (`guard.py`), which other users
+of the host cannot read; on other hosts too, where it comes as an argument of an actor's method. Every request of
+instep's own gets the key of the address that it goes to, and no other address gets any.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
+from instep.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+KEY_FILE = "api_key"  # in the run's folder
+_by_address: dict[str, str] = {}
+
+
+@functools.cache
+def run_key() -> str:
+    """The key of the engines, routers and gates that this process starts; it opens all of their routes."""
+    return secrets.token_urlsafe(32)
+
+
+@functools.cache
+def _made_for_clients() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def given_key(args: Settings) -> str:
+    """The key in `--api-key-file`, else that of the variable; "" without either.
+
+    Raises:
+        ConfigError: the file cannot be read, other users can read it, or it holds no key.
+    """
+    if args.api_key_file is None:
+        return os.environ.get(KEY_VARIABLE, "")
+    return _read(args.api_key_file)
+
+
+def client_key(args: Settings) -> str:
+    """The key that opens generation for clients of this run: users of `instep serve`, and hooks."""
+    if args.command == "serve":
+        return given_key(args) or _made_for_clients()
+    return args.vllm_router_ip is not None and given_key(args) or run_key()
+
+
+def server_environment(args: Settings) -> dict[str, str]:
+    """The environment variables with which a server of this run asks for keys."""
+    return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: EVERYONE if args.no_api_key else client_key(args)}
+
+
+def know(url: str, key: str) -> None:
+    """Send `key` with every request to the host and port of `url` from now on; "" sends none."""
+    _by_address[urlsplit(url).netloc] = key
+
+
+def key_of(url: str) -> str:
+    """The key that requests to `url` need, as far as this process knows; "" if it knows none."""
+    return _by_address.get(urlsplit(url).netloc, "")
+
+
+def headers_for(url: str) -> dict[str, str]:
+    """The headers that carry `key_of(url)`; none without a key."""
+    key = key_of(url)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def write(folder: Path, key: str) -> Path:
+    """Write `key` into a new file in `folder` that only this user can read, and return its path."""
+    path = folder / KEY_FILE
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+    return path
+
+
+@functools.cache  # it may be a pipe, which can be read once
+def _read(path: str) -> str:
+    where = f"--api-key-file {path}"
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            key = file.read(10_000).strip()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a file with one key") from None
+    if stat.S_ISREG(mode) and mode & 0o077:
+        raise ConfigError("other users can read this key", where=where, remedy=f"chmod 600 {path}")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        remedy = f"""python -c 'import secrets; print(secrets.token_urlsafe(32))' > {path}"""
+        raise ConfigError("holds no key: one line of ASCII without blanks", where=where, remedy=remedy)
+    return key

@@ -1,0 +1,44 @@
+"""A middleware that asks for a key: `--middleware instep_vllm.auth.Middleware`, last of all, so that it is outermost.
+
+vLLM's own key covers generation only; its control routes, such as /update_weights or /collective_rpc, ask for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from instep_vllm.guard import Guard
+from instep_vllm.kv_params import App, Message, Receive, Send
+
+
+class Middleware:
+    """An ASGI middleware that passes on what `guard.Guard` lets pass.
+
+    Raises:
+        ValueError: the environment holds no key.
+    """
+
+    def __init__(self, app: App):
+        self.app, self.guard = app, Guard.from_environment()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] != "lifespan":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
+        else:
+            await _answer(send, *refusal)
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    error = {"message": message, "type": "Unauthorized" if status == 401 else "Forbidden", "code": status}
+    body = json.dumps({"error": error}).encode()
+    fields: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body))}
+    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,93 @@
+"""Masks of conversations with tools: calls are trained on, a tool's answer never is, wherever a template puts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from instep.data.chat import tokenize_conversation
+from instep.errors import DataError
+from tests.chat import make_tokenizer
+from tests.unit.test_chat import trained
+
+# As Hermes and Qwen2.5: the answers of tools are a user's turn.
+HERMES = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n"
+    "{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Mistral 7B v0.3: tools stand before the last user message, calls must be followed by results.
+MISTRAL = (
+    "{% set ns = namespace(last=0, index=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if loop.index0 == ns.last %}[AVAILABLE_TOOLS] add[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] {{ m.tool_calls | map(attribute='function') | list | tojson }}<|im_end|>"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+# The answer is written where its call is, inside the model's turn; the tool's own message shows nothing.
+INSIDE = (
+    "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>"
+    "{% for t in messages if t.role == 'tool' and t.tool_call_id == c.id %}<result>{{ t.content }}</result>{% endfor %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ANSWER = {"role": "tool", "content": "4711", "tool_call_id": "c1"}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ANSWER,
+    {"role": "assistant", "content": "4711"},
+]
+FURTHER = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "bye"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def masked(tokenizer: PreTrainedTokenizerFast, template: str, talk: list[dict[str, Any]]) -> list[str]:
+    tokenizer.chat_template = template
+    return trained(tokenizer, *tokenize_conversation(talk, tokenizer))
+
+
+@pytest.mark.parametrize("further", [[], FURTHER])
+def test_hermes(tokenizer: PreTrainedTokenizerFast, further: list[dict[str, Any]]):
+    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    both = [*TALK[:2], ANSWER, ANSWER, TALK[3], *further]
+    assert masked(tokenizer, HERMES, both) == [call, "4711<|im_end|>", *["bye<|im_end|>"] * bool(further)]
+
+
+def test_mistral(tokenizer: PreTrainedTokenizerFast):
+    call = ' [{"name": "add", "arguments": {"a": 1}}]<|im_end|>'
+    assert masked(tokenizer, MISTRAL, TALK) == ["[TOOL_CALLS]" + call, " 4711<|im_end|>"]
+    # The tools move to the last user message, so that earlier turns are found by a mark; a turn with calls is not.
+    with pytest.raises(DataError, match=r"hides where message 1 \(assistant\)"):
+        masked(tokenizer, MISTRAL, [*TALK, *FURTHER])
+    only_later = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:], *FURTHER]
+    assert masked(tokenizer, MISTRAL, only_later) == ["4711<|im_end|>", " bye<|im_end|>"]
+
+
+def test_an_answer_inside_the_turn_of_the_model_is_refused(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = INSIDE
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert "<call>add</call><result>4711</result><|im_end|>" in text
+    with pytest.raises(DataError, match=r"hides where message 1 \(assistant\)") as error:
+        masked(tokenizer, INSIDE, TALK)
+    assert "step_loss_mask 0" in error.value.remedy
+    later = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
+    assert masked(tokenizer, INSIDE, later) == ["4711<|im_end|>"]

@@ -1,0 +1,88 @@
+"""The commands of the documents and of `--help`: typed as they stand, they are accepted."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from instep.arguments.all_flags import find, own_flags
+from instep.arguments.help import format_help
+from instep.arguments.parser import scan
+from instep.arguments.suggest import acts_in, named_flags
+from tests.command_line import CONFIG
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+# Documents that name flags which do not act, or those of vLLM and its router as they are there.
+OF_OTHERS = ("arguments.md", "migration.md", "engines_flags.md", "algorithms.md", "engines_topologies.md", "faults.md")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after `instep` of each command line that begins a line of a text."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    lines = re.findall(r"^\s*\$?\s*instep ((?:train|sft|dpo|serve|plan) (?:--|\.\.\.).*)$", joined, re.MULTILINE)
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [[word for word in line if word != "$@"] for line in words if "--flag" not in line]
+
+
+FOUND = [(path.name, words) for path in DOCUMENTS for words in commands(path.read_text(encoding="utf-8"))]
+FOUND += [("help", words) for command in ("train", "sft", "dpo", "serve") for words in commands(format_help(command))]
+
+
+def test_there_are_commands_to_try():
+    assert len(FOUND) > 12 and {"README.md", "quick_start.md", "help"} <= {name for name, _ in FOUND}
+
+
+@pytest.mark.parametrize(("name", "line"), FOUND, ids=[f"{name}-{i}" for i, (name, _) in enumerate(FOUND)])
+def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, *words = line
+    whole = "..." not in words
+    words = [word for word in words if word != "..."]
+    monkeypatch.syspath_prepend(tmp_path)
+    for flag, value in zip(words, words[1:], strict=False):
+        make(flag, value)
+    assert scan(words, command).problems == []
+    if not whole or "--vllm-config" in words or "ray" in words or "/shared/runs/one" in words:
+        return  # the rest of the command, its file or its cluster is not there
+    for value in words[words.index("--eval-prompt-data") + 1 :][1:2] if "--eval-prompt-data" in words else []:
+        make("--prompt-data", value)
+    args = parse([*words, *(["--num-rollout", "1"] if name == "quick_start.md" else [])], command)
+    assert args.command == command
+
+
+def make(flag: str, value: str) -> None:
+    """What a flag names: a model's folder, a data file, a module of hooks."""
+    path = Path(value)
+    if flag in ("--hf-checkpoint", "--ref-load"):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(CONFIG))
+        (path / "model.safetensors").write_bytes(b"0")
+    elif flag == "--prompt-data":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    elif flag in own_flags() and own_flags()[flag].type_label == "MODULE.NAME":
+        Path(value.partition(".")[0] + ".py").write_text("")
+
+
+def test_every_flag_that_the_documents_name_acts():
+    for path in DOCUMENTS:
+        if path.name in OF_OTHERS:
+            continue
+        text = re.sub(r"```(?!bash).*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for name in set(named_flags(text)) - {"--split"}:  # of `instep samples`
+            flag = find(name)
+            if flag is None:  # of pip, docker, Ray, Slurm, ...; not a misspelt one
+                assert not difflib.get_close_matches(name, own_flags(), cutoff=0.9), (path.name, name)
+            else:
+                assert any(acts_in(c, flag) for c in ("train", "sft", "dpo", "serve")), (path.name, name, flag.note)

@@ -1,0 +1,72 @@
+"""Architectures of transformers under the `hf` backend: each is right when packed, or refused by one clear message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import OPTConfig
+
+from instep.errors import ConfigError
+from instep.training.hf.model import Policy
+from tests.architectures import REASONS, REFUSED, RIGHT, compare
+
+
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_right(model_type: str):
+    difference = compare(model_type)
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
+
+
+@pytest.mark.parametrize("model_type", REASONS)
+def test_refused(model_type: str):
+    with pytest.raises(ConfigError, match=REASONS[model_type]) as error:
+        compare(model_type)
+    assert "cannot be trained packed" in error.value.what and error.value.remedy
+
+
+def test_the_document_lists_them():
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    listed, _, refused = text.partition("<!-- refused -->")
+    assert re.findall(r"`([a-z0-9_-]+)`", listed.partition("<!-- right -->")[2]) == list(RIGHT)
+    assert re.findall(r"^\| `(.+)` \|", refused, re.MULTILINE) == ["`, `".join(n.split()) for n in REFUSED.values()]
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def gradient(policy: Policy) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    tokens, at = torch.arange(5, 20), torch.arange(15)
+    bounds = torch.tensor([0, 15], dtype=torch.int32)
+    log_probs = policy(tokens, at, bounds, 15, at[:-1], tokens[1:], torch.ones(14), False)[0]
+    assert log_probs is not None
+    log_probs.sum().backward()
+    return log_probs.detach(), [p.grad for p in policy.parameters() if p.grad is not None]
+
+
+def test_recomputation_leaves_dropout_off_also_where_it_is_a_function(monkeypatch: pytest.MonkeyPatch):
+    """OPT's dropout is a function, which only train() turns on."""
+    config = OPTConfig(
+        vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.5,
+        attention_dropout=0.5, activation_dropout=0.5, word_embed_proj_dim=32, max_position_embeddings=32,
+    )  # fmt: skip
+    results, layers = [], 0
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        policy = Policy(config, torch.float32, recompute)
+        for parameter in policy.parameters():
+            nn.init.normal_(parameter, 0, 0.2)
+        calls = [0]
+        for layer in policy.model.base_model.decoder.layers:
+            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        results.append(gradient(policy))
+        layers += calls[0]
+        assert not any(module.training for module in policy.model.modules())
+    assert layers == 2 + 2 * 2  # the second policy has computed its layers twice
+    (log_probs, gradients), (again, recomputed) = results
+    torch.testing.assert_close(again, log_probs, rtol=0, atol=0)
+    for a, b in zip(gradients, recomputed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,165 @@
+"""Every remedy in the package that names a flag: the flag acts, with the value that is named."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from instep.arguments.all_flags import find, own_flags, passed_through
+from instep.arguments.flag import Flag
+from instep.arguments.parser import scan
+from instep.arguments.suggest import acts_in, named_flags
+from instep.engines.flags import PREFIXES, TABLES
+from instep.engines.reserved_flags import reserved
+from instep.errors import InstepError, NoAnswerError
+from tests.command_line import CONFIG, argv, make_folder, refusal
+
+PACKAGE = Path(__file__).parents[2] / "instep"
+# Flags of other programs, which remedies name: `pip`, `hf`, `docker`, `ray`, `instep samples`.
+FOREIGN = {
+    "--local-dir",
+    "--shm-size",
+    "--num-gpus",
+    "--num-cpus",
+    "--node-ip-address",
+    "--weight-transfer-config",
+    "--logprobs-mode",
+}
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """The text of each remedy in the source, with `{}` for what is filled in, and where it stands."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for value in _values(node):
+                for text in _texts(value):
+                    yield f"{file.relative_to(PACKAGE)}:{value.lineno}", text
+
+
+def _values(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and "remedy" in t.id.lower() for t in node.targets):
+        return [node.value]
+    if not isinstance(node, ast.Call):
+        return []
+    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    found = [k.value for k in node.keywords if k.arg == "remedy"]
+    place = {"Problem": 2, "Combination": 4}.get(name)
+    return found + (node.args[place : place + 1] if place is not None else [])
+
+
+def _texts(value: ast.expr) -> Iterator[str]:
+    """The alternatives of an expression."""
+    if isinstance(value, ast.IfExp):
+        yield from _texts(value.body)
+        yield from _texts(value.orelse)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+    elif isinstance(value, ast.JoinedStr):
+        parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in value.values)
+        yield "".join(str(p) for p in parts)
+        for part in value.values:
+            if isinstance(part, ast.FormattedValue):
+                yield from _texts(part.value)
+
+
+def wrong_values(text: str) -> list[str]:
+    """`--flag word` in a text, where the flag has choices and the word, which is none, is no word of the sentence."""
+    out = []
+    for name, word in re.findall(r"(--[a-z][\w-]*)(?: |=)([a-z_0-9]+)\b", text):
+        flag = find(name)
+        if (
+            flag is not None
+            and flag.choices
+            and word not in flag.choices
+            and word not in "and or with where for on out"
+        ):
+            out.append(f"{name} {word}")
+    return out
+
+
+def test_every_remedy_of_the_source_names_flags_that_act():
+    found = list(remedies())
+    naming = [(where, text) for where, text in found if named_flags(text)]
+    assert len(found) > 300 and len(naming) > 100
+    wrong = []
+    for where, text in naming:
+        names = [n for n in named_flags(re.sub(r"`[^`]*`", "", text)) if n not in FOREIGN]
+        wrong += [f"{where}: {n} does not act: {text}" for n in names if not _acts(n)]
+        wrong += [f"{where}: {pair}: {text}" for pair in wrong_values(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _acts(name: str) -> bool:
+    return any(acts_in(command, find(name)) for command in ("train", "sft", "dpo", "serve"))
+
+
+def flags_that_do_not_act() -> dict[str, Flag]:
+    flags = {name: flag for name, flag in {**passed_through(), **own_flags()}.items() if flag.status != "acts"}
+    for package in TABLES:
+        for field, _, _ in reserved(package):
+            flag = find(PREFIXES[package] + field.replace("_", "-"))
+            if flag is not None and flag.status != "acts":
+                flags[flag.name] = flag
+    for name in ("--sglang-anything", "--openai.anything", "--env.anything", "--slurm"):
+        flags[name] = find(name)
+    return flags
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "serve"])
+def test_what_is_named_instead_of_a_flag_acts_in_the_command(command):
+    flags = flags_that_do_not_act()
+    assert len(flags) > 550
+    for flag_name, flag in flags.items():
+        (problem,) = scan([flag_name], command).problems
+        assert problem.remedy and problem.what.startswith(flag.status), problem
+        for name in named_flags(problem.remedy):
+            assert acts_in(command, find(name)), (flag_name, problem.remedy)
+        assert not wrong_values(problem.remedy), problem
+        for name in named_flags(problem.remedy):
+            choices = find(name).choices  # a value that SGLang's flag takes is good for vLLM's, too
+            assert (
+                not choices
+                or flag_name.startswith("--sglang-")
+                or re.search(rf"{name} ({'|'.join(map(str, choices))})", problem.remedy)
+            ), problem
+
+
+def test_every_error_says_where_and_what_to_do():
+    """Each raise of a named error, and each problem of a command line, has a place and a remedy that are not empty."""
+    errors = {error.__name__ for error in (*InstepError.__subclasses__(), NoAnswerError)}
+    wanted, count = {"where", "remedy"}, 0
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            given = {k.arg for k in node.keywords if not (isinstance(k.value, ast.Constant) and not k.value.value)}
+            place = f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+            if node.func.id in errors:
+                assert wanted <= given, place
+                count += 1
+            elif node.func.id == "Problem" and "refused" not in {k.arg for k in node.keywords}:  # notes are no errors
+                assert len(node.args) > 2 or "remedy" in given, place
+    assert count > 250
+
+
+def test_no_reason_is_work_that_is_done():
+    """A reason is about the flag, not about the order in which instep was made."""
+    for name, flag in flags_that_do_not_act().items():
+        assert not re.search(r"comes with|\btoday\b|\bwork\b", flag.note), (name, flag.note)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_mixture_of_experts_is_refused_before_anything_loads(key, tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    Path("model/config.json").write_text(json.dumps({**CONFIG, key: 8}))
+    text = refusal("--train-backend hf")
+    assert f"{key} 8" in text and "give a dense model (qwen3, qwen2, llama)" in text and "--train-backend" not in text
+    assert parse(argv("--debug-rollout-only")).debug_rollout_only  # which the remedy names
+    Path("model/config.json").write_text(json.dumps({**CONFIG, key: 1}))
+    assert parse(argv("--train-backend hf")).train_backend == "hf"

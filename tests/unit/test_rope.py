@@ -1,0 +1,159 @@
+"""Rotary positions that transformers changes with the longest sequence of a batch are fixed, by vLLM's convention."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PretrainedConfig
+
+from instep.engines.embedded.model import Runner, load_model
+from instep.errors import ConfigError
+from instep.models.rope import context_length
+from instep.training import packing
+from instep.training.hf.model import Policy
+from instep.types import TokenBatch
+
+ORIGINAL, LONGEST = 16, 64
+TINY: dict[str, Any] = dict(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=LONGEST, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.7 * i for i in range(8)],
+    "original_max_position_embeddings": ORIGINAL,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def phi3() -> Phi3Config:
+    return Phi3Config(**TINY, rope_parameters=copy.deepcopy(LONGROPE), original_max_position_embeddings=ORIGINAL)
+
+
+def llama(**rope: Any) -> LlamaConfig:
+    return LlamaConfig(**{**TINY, "max_position_embeddings": ORIGINAL}, rope_parameters={**DYNAMIC, **rope})
+
+
+def plain(config: PretrainedConfig) -> Any:
+    """The model as transformers has it, with weights that make the positions matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def scored(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        log_p = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return log_p.gather(1, tokens[1:, None])[:, 0]
+
+
+def packed(policy: Policy, *samples: torch.Tensor) -> list[torch.Tensor]:
+    """Log-probs of each sample's tokens but the first, all samples in one stream."""
+    lengths = torch.tensor([len(s) for s in samples])
+    batch = TokenBatch(torch.cat(samples), lengths, lengths - 1, {}, {"temperature": torch.ones(len(samples))})
+    bounds, longest = packing.cu_seqlens(batch)
+    at = (
+        packing.position_ids(batch),
+        bounds,
+        longest,
+        packing.response_positions(batch),
+        packing.response_targets(batch),
+    )
+    with torch.no_grad():
+        out = policy(batch.tokens, *at, packing.response_temperatures(batch), False, check=True)
+    return list(out[0].split((lengths - 1).tolist()))
+
+
+def policy_of(model: Any, config: PretrainedConfig, max_model_len: int | None) -> Policy:
+    policy = Policy(config, torch.float32, recompute=False, max_model_len=max_model_len)
+    policy.model.load_state_dict(model.state_dict())
+    return policy
+
+
+SHORT, LONG = torch.arange(3, 13), torch.arange(40) * 7 % 47 + 3
+CASES = {"longrope, long": (phi3, LONGEST), "longrope, short": (phi3, ORIGINAL), "dynamic": (llama, None)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_do_not_depend_on_the_neighbours_in_the_pack(case: str):
+    make, limit = CASES[case]
+    model = plain(make())
+    policy = policy_of(model, make(), limit)
+    alone, together = packed(policy, SHORT)[0], packed(policy, SHORT, LONG)[0]
+    torch.testing.assert_close(alone, together, rtol=0, atol=2e-5)
+    # transformers itself takes other frequencies for the short sample where a long one stands beside it
+    both = torch.nn.functional.pad(SHORT, (0, len(LONG) - len(SHORT)))
+    assert (scored(model, both)[: len(SHORT) - 1] - scored(model, SHORT)).abs().max() > 1e-2
+
+
+def test_long_factors_where_long_sequences_are_possible_else_short_ones():
+    model = plain(phi3())
+    (long,) = packed(policy_of(model, phi3(), LONGEST), LONG)
+    torch.testing.assert_close(long, scored(model, LONG), rtol=0, atol=2e-5)
+    for limit in (ORIGINAL, None):
+        (short,) = packed(policy_of(model, phi3(), limit), SHORT)
+        torch.testing.assert_close(short, scored(model, SHORT), rtol=0, atol=2e-5)
+    assert context_length(phi3(), None) == ORIGINAL and context_length(phi3(), LONGEST) == LONGEST
+    assert context_length(llama(), None) == ORIGINAL
+
+
+def test_dynamic_keeps_the_frequencies_of_its_own_length():
+    model = plain(llama())
+    (short,) = packed(policy_of(model, llama(), None), SHORT)
+    torch.testing.assert_close(short, scored(model, SHORT), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_embedded_engine_has_the_same(case: str, tmp_path: Path):
+    make, limit = CASES[case]
+    model = plain(make())
+    model.save_pretrained(tmp_path)
+    runner = Runner(load_model(str(tmp_path), torch.float32, torch.device("cpu"), limit or ORIGINAL, False), 2, LONGEST)
+    policy = policy_of(model, make(), limit)
+    for tokens in (SHORT, LONG, SHORT):
+        assert runner.score(tokens.tolist()) == pytest.approx(packed(policy, tokens)[0].tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("more", [{"max_trained_positions": 8}, {"alpha": 2.0}])
+def test_what_cannot_be_fixed_is_refused(more: dict[str, float]):
+    with pytest.raises(ConfigError, match="change with the longest sequence") as error:
+        Policy(llama(**more), torch.float32, recompute=False)
+    assert "rope_parameters of config.json" in error.value.where
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("limit", [ORIGINAL, LONGEST])
+def test_the_frequencies_are_those_of_vllm(limit: int, monkeypatch: pytest.MonkeyPatch):
+    from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_scaling_rope, phi3_long_rope_scaled_rope
+
+    engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit))
+    monkeypatch.setattr(phi3_long_rope_scaled_rope, "get_current_vllm_config", lambda: engine)
+    theirs = phi3_long_rope_scaled_rope.Phi3LongRoPEScaledRotaryEmbedding(
+        16, 16, LONGEST, ORIGINAL, 10000.0, True, torch.float32, LONGROPE["short_factor"], LONGROPE["long_factor"]
+    )
+    start = ORIGINAL if theirs.use_long_rope else 0
+    cache = theirs.long_short_cos_sin_cache[start : start + ORIGINAL]
+    check_rotation(policy_of(plain(phi3()), phi3(), limit), cache)
+    dynamic = object.__new__(dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding)
+    vars(dynamic).update(base=10000.0, scaling_factor=4.0, rotary_dim=16, head_size=16)
+    vars(dynamic).update(max_position_embeddings=ORIGINAL, max_trained_positions=ORIGINAL)
+    check_rotation(policy_of(plain(llama()), llama(), None), dynamic._compute_cos_sin_cache())
+
+
+def check_rotation(policy: Policy, cache: torch.Tensor) -> None:
+    """`cache`: `[num_positions, cos and sin]`."""
+    rotary = policy.model.base_model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), torch.arange(len(cache))[None])
+    half = cache.shape[1] // 2
+    torch.testing.assert_close(torch.cat([cos[0, :, :half], sin[0, :, :half]], -1), cache, rtol=1e-6, atol=1e-6)
