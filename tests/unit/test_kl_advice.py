@@ -57,7 +57,9 @@ def argv(folder: Path, words: str) -> list[str]:
     (folder / "hf" / "model.safetensors").write_bytes(b"")
     make_prompts(folder / "train.jsonl", 4)
     line = f"--hf-checkpoint {folder}/hf --prompt-data {folder}/train.jsonl --rollout-batch-size 4 --num-rollout 3 "
-    return (line + f"--rm-type math --actor-num-gpus-per-node 1 --device cpu --input-key prompt {words}").split()
+    return (
+        line + f"--rm-type math --actor-num-gpus-per-node 1 --device cpu --input-key prompt --label-key label {words}"
+    ).split()
 
 
 @pytest.mark.parametrize("words", [KL_IN_LOSS, "--use-kl-loss --kl-loss-coef 1e-3 --use-unbiased-kl"])
