@@ -170,7 +170,7 @@ class HookTrial:
         if path := args.dynamic_sampling_filter_path:
             hook = Hook("--dynamic-sampling-filter-path", path)
             for group in groups:
-                self._bound(hook, group[0], verdict_of(hook, self._hook_args, copy.deepcopy(group)))
+                self._bound(hook, group[0], verdict_of(hook, self._hook_args, copy.deepcopy(group), _row(group[0])))
         if path := args.rollout_sample_filter_path:
             self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
         if path := args.buffer_filter_path:

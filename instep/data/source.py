@@ -65,8 +65,7 @@ class RolloutDataSourceWithBuffer:
             if not isinstance(groups, list) or len(groups) > num_groups:
                 expected = f"a list of at most {num_groups} groups, taken out of the buffer it was given"
                 raise self._filter.wrong(groups, expected)
-            with self._filter.guard():
-                groups = [checked_group(g) for g in groups]
+            groups = [checked_group(g, self._filter.place()) for g in groups]
             return groups + [self._fresh_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[Group]) -> None:
@@ -161,11 +160,12 @@ class UserSource:
             groups = self.source.get_samples(num_groups)
         if not isinstance(groups, list):
             raise self.hook.wrong(groups, "a list of groups, which are lists of Sample", where)
-        with self.hook.guard(where):
-            groups = [checked_group(group) for group in groups]
-            if any(sample.group_index is None for group in groups for sample in group):
-                raise RolloutError("a sample has no group_index", remedy="give each group a number of its own")
-            return groups
+        place = self.hook.place(where)
+        groups = [checked_group(group, place) for group in groups]
+        if any(sample.group_index is None for group in groups for sample in group):
+            remedy = "give each group a number of its own"
+            raise RolloutError("a sample has no group_index", where=place, remedy=remedy)
+        return groups
 
     def __len__(self) -> int:
         with self.hook.guard("its length, for --num-epoch"):
@@ -219,18 +219,18 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
     )
 
 
-def checked_group(group: Any) -> Group:
+def checked_group(group: Any, where: str = "data_source.add_samples") -> Group:
     if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
         raise RolloutError(
             f"a group must be a list of samples, not {_describe(group)}",
             remedy="hand back whole groups, flat",
-            where="data_source.add_samples",
+            where=where,
         )
     if len({s.group_index for s in group}) != 1:
         raise RolloutError(
             f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group",
             remedy="hand samples back in the groups they came in",
-            where="data_source.add_samples",
+            where=where,
         )
     return group
 

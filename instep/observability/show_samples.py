@@ -68,7 +68,7 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
         key = reward_key(options.run, rows[0]["split"])
         if options.worst in ("reward", "loss") and all(row.get(options.worst) is None for row in rows):
             what, other = f"these samples have no {options.worst}", "loss" if options.worst == "reward" else "reward"
-            raise ConfigError(what, where=f"--worst {options.worst}", remedy=f"sort by {other}, gap or length")
+            raise ConfigError(what, where=f"--worst {options.worst}", remedy=f"{other}, gap and length sort them")
         rows = sorted(rows, key=lambda row: _badness(row, options.worst, key), reverse=True)
     console = console or Console(soft_wrap=True)
     for row in rows[: options.limit]:

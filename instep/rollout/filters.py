@@ -46,13 +46,16 @@ def check_reward_nonzero_std_with_fallback(args: HookSettings, group: Any) -> Dy
     return replace(check_reward_nonzero_std(args, group), keep_when_insufficient=True)
 
 
-async def verdict_of(hook: Hook, args: HookSettings, group: Group) -> DynamicFilterOutput:
+async def verdict_of(hook: Hook, args: HookSettings, group: Group, where: str = "") -> DynamicFilterOutput:
     """Ask a filter about a group.
+
+    Args:
+        where: the name of the group in errors; default: its number.
 
     Raises:
         RolloutError: it raised, or returned neither true or false nor an object with `keep` and `reason`.
     """
-    where = f"group {group[0].group_index}"
+    where = where or f"group {group[0].group_index}"
     output, name = await hook.acall(args, group, where=where), hook.path.rpartition(".")[2]
     if as_number(output) in (0, 1):  # a bool, also numpy's and a tensor's
         return DynamicFilterOutput(bool(output), None if output else name)

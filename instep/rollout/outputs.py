@@ -13,18 +13,18 @@ from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sampl
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
-def flatten(group: Any) -> Iterator[Sample]:
-    """The samples of a group, which may nest lists (fan-out), in order."""
+def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
+    """The samples of a group, which may nest lists (fan-out), in order. `where` is what made the group, for errors."""
     if isinstance(group, Sample):
         yield group
     elif isinstance(group, (list, tuple)):
         for item in group:
-            yield from flatten(item)
+            yield from flatten(item, where)
     else:
         raise RolloutError(
             f"a group holds {type(group).__name__}, not Sample",
             remedy="return groups of Sample",
-            where="--rollout-function-path",
+            where=where,
         )
 
 
@@ -72,8 +72,7 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
     expected = "RolloutFnTrainOutput, or a list of groups (lists of Sample)"
     if not isinstance(output, RolloutFnTrainOutput) or not isinstance(output.samples, (list, tuple)):
         raise hook.wrong(output, expected)
-    with hook.guard():
-        groups = [_as_group(group) for group in output.samples]
+    groups = [_as_group(group, hook.place()) for group in output.samples]
     seen: set[int | None] = set()
     group_of: dict[str | None, int | None] = {}  # of each execution
     for group in groups:
@@ -111,16 +110,16 @@ def _metrics(metrics: Any, hook: Hook) -> dict[str, float]:
     return out
 
 
-def _as_group(group: Any) -> Group:
+def _as_group(group: Any, where: str) -> Group:
     if not isinstance(group, (list, tuple)) or not group:
-        raise RolloutError(f"a group is {group!r:.80}", remedy="a group is a list of Sample")
+        raise RolloutError(f"a group is {group!r:.80}", where=where, remedy="a group is a list of Sample")
     out: Group = []
     for position, item in enumerate(group):
-        siblings = list(flatten(item))
+        siblings = list(flatten(item, where))
         named = {s.execution_id for s in siblings if s.execution_id is not None}
         if len(named) > 1:
             what = f"fan-out siblings have several execution ids: {sorted(named)}"
-            raise RolloutError(what, remedy="set one, or none")
+            raise RolloutError(what, where=where, remedy="set one, or none")
         for sample in siblings:
             sample.execution_id = next(iter(named), f"{sample.group_index}.{position}")
         out.extend(siblings)
@@ -148,8 +147,7 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
         lists = isinstance(result, Mapping) and all(isinstance(result.get(c), _COLUMN) for c in columns)
         if not lists:
             raise hook.wrong(result, 'by data set a dict of the lists "rewards", "truncated" and "samples"', where)
-        with hook.guard(where):
-            samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item)]
+        samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item, hook.place(where))]
         result = {**result, "samples": samples}
         if result.get("rewards") is None:
             result["rewards"] = [s.reward for s in samples]

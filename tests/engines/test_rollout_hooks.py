@@ -120,7 +120,10 @@ def test_a_failing_reward_ends_the_rollout(make_args: Callable[..., Any]) -> Non
     args = make_args("--custom-rm-path", f"{ME}.fails_on_five")
     with pytest.raises(RewardError, match="no finite number") as caught:
         generate_rollout(args, 0, source_of(args))
-    assert caught.value.where == f"{ME}.fails_on_five: group 2, sample 5"
+    where = caught.value.where
+    assert where.startswith(f"--custom-rm-path {ME}.fails_on_five, {__file__}:") and where.endswith(
+        ": group 2, sample 5"
+    )
 
 
 async def forgets_the_status(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

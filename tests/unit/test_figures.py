@@ -75,7 +75,7 @@ def test_samples_and_report(tmp_path: Path, loss_type: str) -> None:
     assert ("pair chosen" in first and "pair rejected" in first) == (loss_type == "dpo_loss")
     with pytest.raises(ConfigError, match="no reward") as caught:
         show([str(tmp_path), "--worst", "reward"], Console(file=out))
-    assert "--worst loss" in caught.value.remedy
+    assert "loss, gap and length" in caught.value.remedy
     page = (tmp_path / "report.html").read_text()
     assert "loss, first \u2192 last" in page and "loss 2.2500" in page and "5 tokens, 2 trained on" in page
     assert "3.0000 \u2192 1.5000" in page

@@ -236,7 +236,7 @@ WRONG: dict[str, list[Any]] = {
     "--custom-generate-function-path": [None, 3, [], [None], Sample()],
     "--custom-rm-path": [None, "1.0", float("nan"), {"score": 1.0}, [1.0, 2.0]],
     "--rollout-sample-hook-path": [3, [], "x", Sample(index=5)],
-    "--dynamic-sampling-filter-path": [None, 1, "keep", (True, "x")],
+    "--dynamic-sampling-filter-path": [None, 2, "keep", (True, "x")],
     "--rollout-sample-filter-path": [],  # what these two return is not looked at
     "--rollout-all-samples-process-path": [],
     "--buffer-filter-path": [None, 3, [None], [[]], [[3]], [GROUP] * 5, not_awaited],

@@ -58,7 +58,7 @@ def argv(folder: Path, words: str) -> list[str]:
     make_prompts(folder / "train.jsonl", 4)
     line = f"--hf-checkpoint {folder}/hf --prompt-data {folder}/train.jsonl --rollout-batch-size 4 --num-rollout 3 "
     return (
-        line + f"--rm-type math --label-key label --actor-num-gpus-per-node 1 --device cpu --input-key prompt {words}"
+        line + f"--rm-type math --actor-num-gpus-per-node 1 --device cpu --input-key prompt --label-key label {words}"
     ).split()
 
 
