@@ -224,13 +224,11 @@ def checked_group(group: Any) -> Group:
         raise RolloutError(
             f"a group must be a list of samples, not {_describe(group)}",
             remedy="hand back whole groups, flat",
-            where="data_source.add_samples",
         )
     if len({s.group_index for s in group}) != 1:
         raise RolloutError(
             f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group",
             remedy="hand samples back in the groups they came in",
-            where="data_source.add_samples",
         )
     return group
 

@@ -24,7 +24,6 @@ def flatten(group: Any) -> Iterator[Sample]:
         raise RolloutError(
             f"a group holds {type(group).__name__}, not Sample",
             remedy="return groups of Sample",
-            where="--rollout-function-path",
         )
 
 
