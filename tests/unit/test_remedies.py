@@ -156,7 +156,7 @@ def test_no_reason_is_work_that_is_done():
         assert not re.search(r"comes with|\btoday\b|\bwork\b", flag.note), (name, flag.note)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_a_mixture_of_experts_is_refused_before_anything_loads(key, tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     Path("model/config.json").write_text(json.dumps({**CONFIG, key: 8}))
