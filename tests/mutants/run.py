@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
     args = parser.parse_args()
     for name in _LOADED:  # once, before the forks
-        import_module(name).__name__
+        import_module(name)
     import torch
 
     torch.set_num_threads(1)
