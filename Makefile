@@ -17,7 +17,7 @@ TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles te
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
-	    while IFS='|' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
+	    while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
 	@scripts/setup_venv.sh
@@ -53,8 +53,7 @@ test-peers: venv  ## our losses against TRL's and verl's own functions (makes .v
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
 
 test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants.toml, planted one at a time [ONLY=words JOBS=]
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m tests.mutants.run $(if $(ONLY),-k "$(ONLY)") \
-	    --jobs $(if $(filter command line,$(origin JOBS)),$(JOBS),$(shell nproc))
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m tests.mutants.run -k "$(ONLY)" --jobs $(JOBS)
 
 test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [LEARNERS=1]
 	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(LEARNERS)

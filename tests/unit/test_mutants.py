@@ -1,4 +1,4 @@
-"""The list of planted faults is in step with the code: `make test-mutants` finds what it plants, and means what it says."""
+"""The list of faults that `make test-mutants` plants is in step with the code."""
 
 from __future__ import annotations
 
