@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -17,7 +17,7 @@ TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles te
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
-	    while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	    while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
 	@scripts/setup_venv.sh
@@ -51,6 +51,9 @@ test-vllm: install-vllm  ## all tests that need vLLM, on a CPU, one after the ot
 test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
 	@scripts/setup_peers.sh
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
+
+test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants.toml, planted one at a time [ONLY=words JOBS=]
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m tests.mutants.run -k "$(ONLY)" --jobs $(JOBS)
 
 test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [LEARNERS=1]
 	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(LEARNERS)

@@ -69,7 +69,8 @@ class Hook:
             if self.path.startswith("instep."):
                 raise
             at = raised_at(error, self.function if self.path else None)
-            raise RolloutError(f"{self.path} raised {error!r}", where=self._at(at, where), remedy="mend it") from error
+            remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
+            raise RolloutError(f"{self.path} raised {error!r}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
         """The error of a function that returned `got`; `expected` says what it is to return."""

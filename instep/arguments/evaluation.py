@@ -225,7 +225,7 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
                 try:
                     bounds.check(value)
                 except ValueError as error:
-                    yield Problem(f"{key}: {value} {error}", where, "use a value in its range")
+                    yield Problem(f"{key}: {value} {error}", where, f"use a value of {bounds.range}")
         if dataset.top_k == 0:
             yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
         for key, check in (("custom_rm_path", hook), ("custom_generate_function_path", hook), ("rm_type", rm_type)):

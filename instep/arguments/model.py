@@ -16,7 +16,7 @@ from instep.models.shape import FAMILIES
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 MODEL = FlagGroup(
     "Model and checkpoints",

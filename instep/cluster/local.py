@@ -210,7 +210,7 @@ class WorkerGroup:
         raise WorkerError(
             f"{self.role} rank {rank} raised in '{method}':\n{traceback}",
             where=str(self._processes[rank].log_path),
-            remedy="if this came from a hook of yours, mend it there; otherwise please report it with this text",
+            remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
         )
 
     def _raise_timeout(self, ranks: list[int], method: str, timeout: float) -> None:

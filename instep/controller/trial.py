@@ -200,7 +200,7 @@ class HookTrial:
             return runtime.run(coro, timeout=limit)
         except InstepError as error:
             error.where = "; ".join(part for part in (error.where, NOT_BEGUN) if part)
-            error.remedy = error.remedy or "mend the hook"
+            error.remedy = error.remedy or "correct the hook; `instep train --help` shows what it gets"
             raise
 
     # ---- rows, without a trace -----------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ class Gate:
                 return
             except OSError:
                 if time.monotonic() > deadline:
-                    raise EngineError("the gate does not listen", where=self.process.describe()) from None
+                    raise EngineError(
+                        "the gate does not listen", where=self.process.describe(), remedy="see its log"
+                    ) from None
             time.sleep(0.05)
 
     def check_alive(self) -> None:

@@ -145,7 +145,8 @@ class VllmKind(EngineKind):
     def environment(
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
-        return vllm_env(args, num_threads) | node_environment(spec, at, node_host)
+        here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"} if node_host == "127.0.0.1" else {}
+        return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 

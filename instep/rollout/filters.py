@@ -57,7 +57,7 @@ async def verdict_of(hook: Hook, args: HookSettings, group: Group, where: str = 
     """
     where = where or f"group {group[0].group_index}"
     output, name = await hook.acall(args, group, where=where), hook.path.rpartition(".")[2]
-    if as_number(output) in (0, 1):  # a bool, also numpy's and a tensor's
+    if isinstance(output, bool) or (type(output) not in (int, float) and as_number(output) in (0, 1)):  # a tensor's
         return DynamicFilterOutput(bool(output), None if output else name)
     try:
         return DynamicFilterOutput(

@@ -267,3 +267,8 @@ ACCEPTED = [
 def test_accepted(arguments, flags, note):
     notes = arguments(flags).notes
     assert len(notes) == bool(note) and all(note in text for text in notes)
+
+
+def test_without_the_std_a_reward_is_only_centred(arguments):
+    columns, _ = advantages(arguments("--disable-grpo-std-normalization"), [sample(0, 0, 3.0), sample(0, 1, 1.0)])
+    assert columns["advantages"].tolist() == [1.0] * 3 + [-1.0] * 3

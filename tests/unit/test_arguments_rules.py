@@ -247,6 +247,19 @@ def test_eval_flags():
     )
 
 
+def test_an_evaluation_may_be_greedy():
+    words = "--eval-interval 2 --eval-prompt-data data.jsonl --rollout-temperature 0.7"
+    given, own = (parse(argv(f"{words}{more}")).eval_datasets[0] for more in (" --eval-temperature 0", ""))
+    assert (given.temperature, own.temperature) == (0.0, 0.7)
+
+
+def test_a_prompt_leaves_room_for_a_token():
+    words = "--apply-chat-template --vllm-max-model-len 100 --rollout-max-response-len 10"
+    assert parse(argv(words)).rollout_max_prompt_len == 99
+    assert parse(argv(f"{words} --rollout-max-context-len 60")).rollout_max_prompt_len == 59
+    assert parse(argv(f"{words} --rollout-max-prompt-len 20")).rollout_max_prompt_len == 20
+
+
 def test_eval_config():
     Path("eval.yaml").write_text(
         "eval:\n  defaults: {temperature: 0, max_response_len: 64}\n  datasets:\n"

@@ -80,3 +80,12 @@ def test_no_module_outside_knows_an_algorithm_by_name() -> None:
 def test_the_catalog_imports_no_torch() -> None:
     code = "import sys, instep.algorithms.catalog; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_given_bound_is_the_upper_one_too_unless_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, monkeypatch)
+    for words, bounds in (("", (3e-4, 4e-4)), ("--eps-clip 0.1", (0.1, 0.1)), ("--eps-clip-high 0.3", (3e-4, 0.3))):
+        args = parse(argv(f"--advantage-estimator gspo {words}"))
+        assert (args.eps_clip, args.eps_clip_high) == bounds

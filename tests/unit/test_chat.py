@@ -67,6 +67,9 @@ def test_step_loss_mask_zeroes_a_turn(tokenizer: PreTrainedTokenizerFast):
     ids, mask = tokenize_conversation(talk, tokenizer)
     assert trained(tokenizer, ids, mask) == ["It is 4.<|im_end|>"]
     assert ids == tokenize_conversation(TALK, tokenizer)[0]
+    last = [*TALK[:3], {**TALK[3], "step_loss_mask": 0}]
+    for messages in (last, TALK[:3]):  # what follows the last trained turn
+        assert trained(tokenizer, *tokenize_conversation(messages, tokenizer)) == ["It is 2.<|im_end|>"]
     talk[3]["step_loss_mask"] = 0
     for messages in (talk, [USER]):
         with pytest.raises(DataError, match="no assistant turn to train on"):

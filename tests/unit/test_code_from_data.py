@@ -44,6 +44,14 @@ def test_an_index_that_names_a_function_is_refused(tmp_path, trace):
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("name", ["_generate_uuid", "os", "pickle"])
+def test_an_index_may_name_classes_of_its_modules_and_nothing_else(tmp_path, name):
+    module = "torch.distributed.checkpoint.filesystem"
+    (tmp_path / METADATA).write_bytes(b"c" + f"{module}\n{name}\n".encode() + b".")  # a pickle that is that object
+    with pytest.raises(CheckpointError, match=f"names {module}.{name}"), trusting_no_code(tmp_path):
+        raise AssertionError("the block runs")
+
+
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(Metadata({}))[:-9]])
 def test_an_index_that_is_none_is_named(tmp_path, content):
     (tmp_path / METADATA).write_bytes(content)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import Args
-from instep.controller.round_metrics import evaluation_metrics, metrics_of_rollout, training_metrics, wandb_settings
+from instep.controller.round_metrics import (
+    evaluation_metrics,
+    evaluation_summary,
+    metrics_of_rollout,
+    speed_metrics,
+    training_metrics,
+    wandb_settings,
+)
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
 from instep.controller.sync.proof import any_equal, largest_gap
 from instep.data.ledger import Ledger
@@ -156,3 +163,16 @@ def test_scores_of_replicas_are_compared_one_by_one():
     assert not any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
     assert any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
     assert not any_equal([-1.0, -2.0], [], 2)
+
+
+def test_a_step_lasts_as_long_as_its_phases_without_the_evaluation():
+    out = speed_metrics({"rollout": 2.0, "train": 3.0, "eval": 5.0}, 10, 30)
+    assert out["perf/step_seconds"] == 5.0 and out["perf/eval_seconds"] == 5.0
+    assert out["perf/rollout_tokens_per_second"] == 5.0 and out["perf/train_tokens_per_second"] == 10.0
+
+
+def test_the_summary_names_evaluations_of_the_two_ends_only():
+    rows = [{"rollout_id": i, "eval/a/reward_mean": i / 10} for i in (0, 2, 4)]
+    assert evaluation_summary(rows, 4) == {"eval_reward_before": 0.0, "eval_reward_after": 0.4, "evaluations": rows}
+    assert evaluation_summary(rows, 5) == {"eval_reward_before": 0.0, "evaluations": rows}
+    assert evaluation_summary(rows[1:], 4) == {"eval_reward_after": 0.4, "evaluations": rows[1:]}

@@ -24,6 +24,7 @@ from instep.data.rows import RowFormat
 from instep.errors import DataError, InstepError
 from instep.preflight import check_inputs
 from instep.rollout.rewards import text
+from instep.rollout.rewards.dapo import dapo
 from instep.types import Sample
 from tests import fuzz
 from tests.assets import make_checkpoint
@@ -129,7 +130,7 @@ def use(record: Any, rows: RowFormat, tokenizer: Any) -> None:
     sample.response = "so \\boxed{2}. Answer: 2"
     rule = (record.metadata or {}).get("rm_type") or rows.grader
     if rule and rows.grader is not None and str(rule) in NEED_LABELS:
-        grade = {"f1": text.f1, "dapo": text.dapo}.get(str(rule))
+        grade = {"f1": text.f1, "dapo": dapo}.get(str(rule))
         if grade:
             grade(sample.response, sample.label)
         elif rule == "gpqa":

@@ -45,7 +45,9 @@ def test_num_rollout_0_without_an_evaluation_is_refused():
         "--num-rollout 0 --eval-prompt-data data.jsonl --debug-train-only --rollout-function-path json.dumps"
     )
     for command in ("sft", "dpo"):
-        assert "trains nothing\n  where:  --num-rollout 0" in refusal("--num-rollout 0", "--rm-type", command)
+        assert "trains nothing\n  where:  --num-rollout 0" in refusal(
+            "--num-rollout 0", "--rm-type --label-key", command
+        )
 
 
 def test_no_figure_of_before_is_shown_as_new():

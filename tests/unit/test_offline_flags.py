@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(command: str, words: list[str]) -> str:
     """What is wrong with the command line; empty if nothing is."""
     try:
-        parse([*argv(without="--rm-type"), *words], command)
+        parse([*argv(without="--rm-type --label-key"), *words], command)
     except ConfigError as error:
         return str(error)
     return ""
@@ -68,7 +68,9 @@ def test_each_flag_acts_or_is_refused(command: str, flag: Flag) -> None:
 def test_cross_entropy_has_no_temperature() -> None:
     assert "--rollout-temperature" in answer("sft", ["--rollout-temperature", "0.5"])
     own = ["--rollout-function-path", "tests.unit.test_offline_flags.one_conversation", "--rollout-temperature", "0.5"]
-    args = parse([*argv(without="--rm-type"), *own], "sft")  # a function of the user's may read it; the loss does not
+    args = parse(
+        [*argv(without="--rm-type --label-key"), *own], "sft"
+    )  # a function of the user's may read it; the loss does not
 
     class Stop(Exception):
         pass
@@ -99,7 +101,7 @@ def test_long_conversations_are_left_out(tmp_path: Path) -> None:
     ]
     Path("talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = f"--hf-checkpoint {tmp_path}/hf --prompt-data talks.jsonl --input-key messages --rollout-max-prompt-len 100"
-    args = parse([*argv(without="--rm-type --hf-checkpoint --prompt-data"), *words.split()], "sft")
+    args = parse([*argv(without="--rm-type --label-key --hf-checkpoint --prompt-data"), *words.split()], "sft")
     source = RolloutDataSourceWithBuffer(args)
     assert len(source) == 1
     output = generate_rollout(args.view({}), 0, source)

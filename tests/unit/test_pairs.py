@@ -221,3 +221,13 @@ def test_defaults(root: Path):
                 "--num-rollout 3 --actor-num-gpus-per-node 1 --device cpu --dpo-beta 0.2 --rollout-max-response-len 8"
             )
             parse([*line.split(), "--rm-type", "math"] if command == "train" else line.split(), command)
+
+
+def test_accuracy_and_margin_speak_for_the_chosen(root: Path):
+    batch, _ = batch_of(root)
+    lengths = batch.response_lengths.tolist()
+    now = torch.cat([torch.full((n,), -3.0 * (i % 2)) for i, n in enumerate(lengths)])  # log-prob 0 of the chosen
+    sums = dpo_loss_fn(0.4)(batch, TokenOutputs(now)).sums
+    assert sums["reward_accuracy"].item() == pytest.approx(1)
+    assert sums["chosen_reward"] > 0 > sums["rejected_reward"]
+    assert sums["reward_margin"].item() == pytest.approx(float(sums["chosen_reward"] - sums["rejected_reward"]))

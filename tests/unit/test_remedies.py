@@ -23,6 +23,7 @@ from tests.command_line import CONFIG, argv, make_folder, refusal
 PACKAGE = Path(__file__).parents[2] / "instep"
 # Flags of other programs, which remedies name: `pip`, `hf`, `docker`, `ray`, `instep samples`.
 FOREIGN = {
+    "--worst",
     "--local-dir",
     "--shm-size",
     "--num-gpus",
@@ -133,7 +134,7 @@ def test_what_is_named_instead_of_a_flag_acts_in_the_command(command):
 def test_every_error_says_where_and_what_to_do():
     """Each raise of a named error, and each problem of a command line, has a place and a remedy that are not empty."""
     errors = {error.__name__ for error in (*InstepError.__subclasses__(), NoAnswerError)}
-    wanted, count = {"where", "remedy"}, 0
+    count = 0
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -141,7 +142,8 @@ def test_every_error_says_where_and_what_to_do():
             given = {k.arg for k in node.keywords if not (isinstance(k.value, ast.Constant) and not k.value.value)}
             place = f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
             if node.func.id in errors:
-                assert wanted <= given, place
+                missing = {"where", "remedy"} - given  # `Hook.guard` names the place of an error of a rollout
+                assert not missing or (missing == {"where"} and node.func.id == "RolloutError"), place
                 count += 1
             elif node.func.id == "Problem" and "refused" not in {k.arg for k in node.keywords}:  # notes are no errors
                 assert len(node.args) > 2 or "remedy" in given, place
@@ -154,7 +156,7 @@ def test_no_reason_is_work_that_is_done():
         assert not re.search(r"comes with|\btoday\b|\bwork\b", flag.note), (name, flag.note)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_a_mixture_of_experts_is_refused_before_anything_loads(key, tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     Path("model/config.json").write_text(json.dumps({**CONFIG, key: 8}))

@@ -81,6 +81,7 @@ def test_hostile_responses_are_read_in_linear_time() -> None:
         ("34.0", 34.0, True),
         ("1/0", "3", None),
         ("", "3", False),
+        ("", "", False),  # nothing is no answer
         (r"\text{Tuesday}", "Tuesday", True),
         ("x+1", "1+x", None),
         ("0.30000000000000004", "0.3", False),  # exact, not floating point

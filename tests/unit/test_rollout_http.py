@@ -137,6 +137,8 @@ def test_an_answer_whose_parts_do_not_fit_is_refused() -> None:
         completion({**good, "logprobs": {"content": content[:1]}})
     with pytest.raises(EngineError, match="do not cover 2 tokens"):
         completion({**good, "weight_versions": spans[:1]})
+    with pytest.raises(EngineError, match="do not cover 2 tokens"):
+        completion({**good, "weight_versions": spans[1:]})
     with pytest.raises(EngineError, match=r"of another form than 1 choices; it has \['other'\]"):
         completion({})
 

@@ -177,6 +177,7 @@ def test_a_continued_response_has_other_random_numbers(checkpoint: Path) -> None
         sample.status = Status.ABORTED
     run(checkpoint, group=samples)
     assert [s.response_length for s in samples] == [4, 4]
+    assert [params["max_tokens"] for params in sent] == [12, 12, 10, 10]  # the limit is that of the whole response
     assert len({*begun, *(params["seed"] for params in sent[2:])}) == 4
     sent.clear()
     run(checkpoint, group=group_of(2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from instep.arguments import parse
 from instep.controller.trial import HookTrial
@@ -26,6 +29,10 @@ async def equal_or_minus_one(args, sample):
 
 async def equal_in_groups(args, samples):
     return [float(sample.response == sample.label) for sample in samples]
+
+
+async def by_chance(args, sample):
+    return float(torch.rand(()) + random.random() + np.random.rand())
 
 
 def contained(args, sample):
@@ -52,12 +59,16 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def notes(folder: Path, reward: str, *more: str) -> list[str]:
+def trial_of(folder: Path, reward: str, *more: str) -> HookTrial:
     line = f"--hf-checkpoint {folder}/hf --prompt-data {folder}/train.jsonl --input-key prompt --label-key label "
     line += "--rollout-batch-size 4 --num-rollout 1 --actor-num-gpus-per-node 1 --device cpu --apply-chat-template "
     line += f"--rollout-max-response-len 8 --custom-rm-path {__name__}.{reward}"
     args = parse([*line.split(), *more], "train")
-    trial = HookTrial(args, args.view({}), RolloutDataSourceWithBuffer(args))
+    return HookTrial(args, args.view({}), RolloutDataSourceWithBuffer(args))
+
+
+def notes(folder: Path, reward: str, *more: str) -> list[str]:
+    trial = trial_of(folder, reward, *more)
     trial.before_start()
     return trial.notes
 
@@ -85,3 +96,16 @@ def test_a_made_up_response_is_like_an_engines(folder):
         notes(folder, "equal", *more)
         assert seen[0][0].endswith(END) is ends
         assert all(ids[-1] == 2 for _, ids in seen)  # the tokens are the same either way
+
+
+def test_it_leaves_no_trace_in_rows_and_random_numbers(folder):
+    source = RolloutDataSourceWithBuffer(trial_of(folder, "by_chance")._args)
+    trial = trial_of(folder, "by_chance")
+    numbers = []
+    for tried in (False, True):
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        if tried:
+            trial.before_start()
+        numbers.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert numbers[0] == numbers[1]
+    assert trial._source.state_dict() == source.state_dict()

@@ -84,3 +84,13 @@ def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, 
             way_named("shm").drive(carriage)
     finally:
         freed.set()
+
+
+def test_a_digest_tells_every_byte():
+    weight = torch.zeros(5000)
+    digests = {tensor_digest(weight)}
+    for place in (0, 17, 4999):
+        changed = weight.clone()
+        changed[place] = 1e-30
+        digests.add(tensor_digest(changed))
+    assert len(digests) == 4

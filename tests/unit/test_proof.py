@@ -1,0 +1,68 @@
+"""The proof that an engine holds the weights that were sent, against trainer and engines whose scores are given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from instep.controller.sync.proof import Proof
+from instep.errors import SyncError
+from instep.weights.manifest import TensorRecord
+from instep.weights.way import Sent
+
+LENGTH, LARGEST = 6, 40.0  # of the two probes; the largest |log-prob| in them
+
+
+class World:
+    """A session in which the trainer's scores fall from -1 to -40; those of the engine are off by `off` and `shift`."""
+
+    def __init__(self) -> None:
+        self.off, self.shift, self.version = 0.0, 0.0, "1"
+        digests = SimpleNamespace(digests=False)
+        engine = SimpleNamespace(name="engine 0", url="http://e", num_replicas=1, capabilities=digests)
+        engine.prompt_log_probs = lambda tokens, **_: [x + self.off for x in self.scores()]
+        self.engines = [engine]
+        actor = SimpleNamespace(check_weights=lambda timeout: None, weight_digests=lambda way, timeout: {})
+        actor.probe_log_probs = lambda batch, timeout: [*self.scores(), *self.scores()]
+        self.actor = actor
+
+    def scores(self) -> list[float]:
+        return [-1.0 - i - self.shift for i in range(LENGTH - 2)] + [-LARGEST]
+
+    def each(self, call: Any) -> dict[str, Any]:
+        return {engine.url: call(engine) for engine in self.engines}
+
+    def seconds_left(self) -> float:
+        return 10.0
+
+
+def sent(digest: str) -> Sent:
+    return Sent((TensorRecord("w", (1,), "float32", 0, 4, digest),), "xxh3-128")
+
+
+@pytest.fixture
+def proof() -> Proof:
+    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None)
+    return Proof(args, vocab_size=50, max_len=LENGTH + 1)
+
+
+def test_in_fp32_scores_may_differ_by_roundings_of_the_largest(proof: Proof) -> None:
+    world: Any = World()
+    world.off = 3.5e-4
+    proven = proof.prove(world, "shm", sent("a"))
+    assert proven.tolerance == pytest.approx(1e-5 * LARGEST) and proven.last == pytest.approx(3.5e-4)
+    world.off = 5e-4
+    with pytest.raises(SyncError, match=r"does not hold version 1: .* differ from the trainer's by 0.0005"):
+        proof.prove(world, "shm", sent("b"))
+
+
+def test_old_scores_after_a_change_of_weights_are_old_weights(proof: Proof) -> None:
+    world: Any = World()
+    proof.prove(world, "shm", sent("a"))
+    proof.prove(world, "shm", sent("a"))  # a step that was skipped changes nothing
+    world.shift = 0.5
+    proof.prove(world, "shm", sent("b"))
+    with pytest.raises(SyncError, match=r"still answers with old weights: 1 tensors changed \(w, ...\)"):
+        proof.prove(world, "shm", sent("c"))

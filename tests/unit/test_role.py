@@ -1,0 +1,96 @@
+"""A role's share of a round over two data-parallel ranks: what each of them gets, and where its answers go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from instep.controller.role import RoleTrainer
+from instep.controller.round import TrainingRound
+from instep.data.batch import build_batch
+from instep.training.lr_schedule import LRSchedule
+from instep.types import Group, Sample, TokenBatch
+
+LENGTHS = [2, 9, 3, 8, 1, 7, 4, 6]
+SCHEDULE = LRSchedule(lr=1.0, decay=8)
+
+
+class Ranks:
+    """Two ranks that answer for every token of sample i with -i, and note their learning rates."""
+
+    role = "actor"
+
+    def __init__(self) -> None:
+        self.lrs: list[list[float]] = []
+
+    def start(self, call: str, *, timeout: float, per_rank: list[tuple[Any, ...]]) -> Any:
+        return lambda: [getattr(self, call)(*words) for words in per_rank]
+
+    def log_probs(self, batch: TokenBatch, micro_batches: list[list[int]], names: list[str]) -> dict[str, torch.Tensor]:
+        order = [i for indices in micro_batches for i in indices]
+        return {name: scores(batch.select(order)) for name in names}
+
+    def train(self, batch: TokenBatch, steps: Any, lrs: list[float], keep: list[int], limit: float | None) -> Any:
+        self.lrs.append(lrs)
+        rows = scores(batch).split(batch.response_lengths.tolist())
+        return [{"skipped_steps": 0.0, "lr": lr} for lr in lrs], {i: rows[i] for i in keep}, None
+
+
+def scores(batch: TokenBatch) -> torch.Tensor:
+    return -batch.sample_columns["index"].float().repeat_interleave(batch.response_lengths)
+
+
+def args_of(**more: Any) -> Any:
+    values = dict(
+        command="train", advantage_estimator="grpo", use_dynamic_batch_size=True, max_tokens_per_gpu=12,
+        balance_data=True, global_batch_size=4, train_timeout=10.0, overlong_buffer_len=None, kl_coef=0.0,
+        custom_advantage_function_path=None, custom_reward_post_process_path=None, normalize_advantages=False,
+        rewards_normalization=True, grpo_std_normalization=True, loss_type="policy_loss", use_kl_loss=False,
+        use_rollout_logprobs=False, use_opd=False, ref_served_model=None, reward_key=None, rollout_temperature=1.0,
+        calculate_per_token_loss=False, constant_loss_length=None, use_tis=False, use_rs=False, gamma=1.0, lambd=1.0,
+    )  # fmt: skip
+    return SimpleNamespace(**values | more)
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    """Two groups of four, of two steps."""
+    samples = []
+    for i, length in enumerate(LENGTHS):
+        sample = Sample(group_index=i // 4, index=i, reward=float(i % 2), tokens=[1], status=Sample.Status.COMPLETED)
+        sample.append_response_tokens(list(range(length)), [-1.0] * length)
+        samples.append(sample)
+    return [samples[:4], samples[4:]]
+
+
+def role(args: Any, ranks: Ranks) -> RoleTrainer:
+    layout: Any = [SimpleNamespace(dp_rank=rank, dp_size=2) for rank in range(2)]
+    return RoleTrainer(args, ranks, layout, SCHEDULE)  # type: ignore[arg-type]
+
+
+def test_scores_of_the_ranks_go_to_their_samples(groups: list[Group]) -> None:
+    actor, batch = role(args_of(), Ranks()), build_batch(groups)
+    schedule = actor.plan(batch)
+    by_rank = [[i for step in schedule for m in step[rank] for i in m] for rank in range(2)]
+    assert by_rank == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    actor.score(batch, schedule, ["log_probs"])()
+    assert torch.equal(batch.token_columns["log_probs"], scores(batch))
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_kept_log_probs_are_those_of_the_samples_asked_for(groups: list[Group], scored: bool) -> None:
+    args = args_of(use_rollout_logprobs=not scored)  # then the old log-probs are not scored first
+    keep = [3, 0, 2] if not scored else [6, 3, 0]
+    out = TrainingRound(args, args, role(args, Ranks())).run(groups, 0, keep)
+    assert ("log_probs" in out.batch.token_columns) == scored
+    assert {i: row.tolist() for i, row in out.log_probs.items()} == {i: [-float(i)] * LENGTHS[i] for i in keep}
+
+
+def test_the_learning_rate_goes_on_from_round_to_round(groups: list[Group]) -> None:
+    ranks = Ranks()
+    actor, batch = role(args_of(), ranks), build_batch(groups)
+    steps, _ = actor.train(batch, actor.plan(batch), 2)()
+    assert ranks.lrs == [[0.75, 0.625]] * 2 and [step["lr"] for step in steps] == [0.75, 0.625]
