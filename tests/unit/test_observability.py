@@ -60,6 +60,9 @@ def test_rollout_metrics_leave_out_what_is_unknown() -> None:
     assert no_reward["rollout/response_length_mean"] == 4.0
     one_each = [[Sample(reward=1.0, response_length=1)], [Sample(reward=0.0, response_length=1)]]
     assert "rollout/zero_std_groups_ratio" not in rollout_metrics(one_each)
+    pair = [Sample(reward=1.0, tokens=[1, 2, 3], response_length=2, remove_sample=removed) for removed in (True, False)]
+    assert rollout_metrics([*one_each, pair])["rollout/zero_std_groups_ratio"] == 1.0  # of those that can be compared
+    assert rollout_metrics([pair])["rollout/masked_ratio"] == 1 - 2 / 6
 
 
 def test_dict_rewards_need_their_key() -> None:

@@ -34,6 +34,9 @@ def test_a_response_that_begins_with_tool_tokens():
     sample.append_response_tokens([2, 3], trainable=False)
     sample.append_response_tokens([4], [-1.0])
     assert sample.loss_mask == [0, 0, 1] and sample.rollout_log_probs == [0.0, 0.0, -1.0]
+    begun = Sample(tokens=[1, 2, 3], response_length=2)  # without a mask, which means that all of it is trained on
+    begun.append_response_tokens([4], trainable=False)
+    assert begun.loss_mask == [1, 1, 0]
 
 
 def test_append_in_slimes_form():
