@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -107,7 +108,7 @@ def rewards_and_stdout(place: Place) -> None:
         os.close(read)
         run.mark()
         run.recovered("stdout_lost", "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt")
-        run.wait(lambda: " | rollout 0 (" in (run.run_dir / "logs" / "stdout.txt").read_text())
+        run.wait(lambda: bool(re.search(r" \| rollout \d+ \(", (run.run_dir / "logs" / "stdout.txt").read_text())))
         run.signal("controller", signal.SIGHUP)
         run.interrupted("terminal_closed", "nothing was saved (no --save)")
     assert "stdout was lost (Broken pipe)" in (run.run_dir / "summary.json").read_text()
