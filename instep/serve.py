@@ -73,7 +73,6 @@ def _watch(fleet: Fleet) -> None:
             fleet.check()
             for engine in fleet.waiting():
                 fleet.admit([engine])
-                _say(f"{engine.name} serves again")
             time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
         _say("ending")

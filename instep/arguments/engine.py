@@ -50,8 +50,8 @@ ENGINE = FlagGroup(
             default="stop",
             choices=("stop", "warn"),
             help="when the log-probs of tokens that the current weights have made differ between engine and trainer by "
-            "more than ten times --sync-tolerance in the mean (fp32: 1e-3, bf16: 0.2 nats): end the run before the "
-            "step, or train on",
+            "more than ten times --sync-tolerance in the mean (fp32: 1e-3, bf16: 0.2 to 0.5 nats): end the run before "
+            "the step, or train on",
         ),
         Flag(
             "--update-weight-buffer-size",

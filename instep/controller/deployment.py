@@ -201,7 +201,6 @@ class Deployment:
                 except EngineGone:
                     continue  # the fleet sees it, too
             fleet.admit([engine])
-            self._log.progress.line(f"{engine.name} serves again")
 
     def _require_fleet(self) -> Fleet:
         assert self._fleet is not None, "the controller is used as a context manager"

@@ -66,6 +66,7 @@ class Fleet:
         self._ready = False  # all of them have been; until then no engine is restarted or done without
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
+        self._away = set[str]()  # those that have served, and do not now
         self._closed = threading.Event()
         self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
         self._fault: EngineError | None = None  # that another thread has found; `check` raises it
@@ -170,6 +171,9 @@ class Fleet:
             for engine in engines:
                 if self._states[engine.url] == "ready":
                     self._states[engine.url] = "serving"
+                    if engine.url in self._away:
+                        self._away.discard(engine.url)
+                        self._status(f"{engine.name} serves again")
             for model in self.routers:
                 self._tell_router(model)
 
@@ -179,6 +183,7 @@ class Fleet:
             for engine in began:
                 if engine not in held and self._states[engine.url] == "serving":
                     self._states[engine.url] = "ready"
+                    self._away.add(engine.url)
             self.admit(held)
 
     def check(self) -> None:
@@ -272,6 +277,7 @@ class Fleet:
             raise EngineError(f"{engine.name} {fault}", where=where or engine.url, remedy=remedy)
         if comes_back:
             self._states[engine.url] = "starting"
+            self._away.add(engine.url)
         else:
             self._give_up(engine)
         what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
@@ -301,7 +307,6 @@ class Fleet:
                 self._states[engine.url] = "ready"
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
-                    self._status(f"{engine.name} serves again")
         except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
             self._give_up(engine)
             what = error.what if isinstance(error, InstepError) else repr(error)

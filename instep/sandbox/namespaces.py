@@ -85,6 +85,7 @@ def die_with(parent: int) -> None:
 def main() -> None:
     parent, binds, command = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     die_with(parent)
+    os.umask(0o022)  # not that of a run, which keeps its files to itself: the command is another user's
     if binds is None:
         os.execve(command[0], command, ENVIRONMENT)
     apart = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS

@@ -71,7 +71,7 @@ class _Faulty(Runner):
 
 
 def _compute(pipe: Connection, path: Path) -> None:
-    model = load_model(str(path), torch.float32, torch.device("cpu"), 128)
+    model = load_model(str(path), torch.float32, torch.device("cpu"), 128, False)
     tokenizer = SimpleNamespace(get_vocab=dict, apply_chat_template=print)
     Scheduler(_Faulty(model, 8, 128), LiveWeights(model), tokenizer, pipe).run()
 

@@ -16,6 +16,7 @@ def test_turns_with_a_tool_a_keyed_reward_and_a_filter(make_args: Callable[..., 
     args = make_args(
         *("--custom-generate-function-path", f"{ME}.generate_with_tool", "--custom-rm-path", f"{ME}.reward_func"),
         *("--reward-key", "score", "--dynamic-sampling-filter-path", f"{ME}.keep_groups_that_differ"),
+        "--deterministic-mode",  # which groups are first must not depend on the clock
     )
     output = rollout(args)
     assert [group[0].group_index for group in output.samples] == [2, 3, 4, 5]  # the filter dropped 0 and 1

@@ -15,11 +15,14 @@ from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.teacher import ServedTeacher
 from instep.types import TokenBatch
+from tests import keys
 from tests.engines.conftest import MAX_MODEL_LEN
 
 
 @pytest.fixture(autouse=True)
-def _end_of_the_loop():
+def _end_of_the_loop(request):
+    if "engine" in request.fixturenames:
+        keys.knowing(request.getfixturevalue("engine").url)
     yield
     runtime.shutdown()
 

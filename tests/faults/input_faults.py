@@ -192,11 +192,12 @@ def killed_in_save(place: Place, name: str, times: int) -> None:
     router_killed="error: the router in front of the engines is killed (SIGKILL)",
 )
 def two_engines(place: Place) -> None:
-    with place.run(*ENDLESS, "--rollout-num-gpus", "2") as run:
+    said = place.folder / "said"
+    with said.open("w") as out, place.run(*ENDLESS, "--rollout-num-gpus", "2", stdout=out.fileno()) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGKILL)
         run.recovered("one_engine_killed", "a line; its requests are made again, and it is started anew")
-        run.wait_steps(3)
+        run.wait(lambda: "serves again" in said.read_text())
         run.signal("engine", signal.SIGSTOP)
         run.recovered("one_engine_stopped", "a line; its requests are made again, and it is started anew", 20)
         run.signal("router", signal.SIGKILL)

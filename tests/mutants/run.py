@@ -61,15 +61,15 @@ class Mutant:
 
 
 class Outcome(NamedTuple):
-    """How the tests ended: one of the constants above, or pytest's exit status; and the last line that they wrote."""
+    """How the tests ended: one of the constants above, or pytest's exit status; and the line that tells most."""
 
     status: int
-    last_line: str
+    line: str
 
     @property
     def told(self) -> str:
         known = {PASSED: "all tests pass", HUNG: f"no end in {SECONDS:.0f} s", BROKEN: "no test could run"}
-        return f"{known.get(self.status, f'pytest ended with {self.status}')}: {self.last_line}"
+        return f"{known.get(self.status, f'pytest ended with {self.status}')}: {self.line}"
 
 
 def read_mutants(words: str = "") -> list[Mutant]:
@@ -97,7 +97,8 @@ def try_tests(tests: Sequence[str], mutant: Mutant | None = None, seconds: float
             _run_tests(tree, tests)
         status = _wait(child, seconds)
         lines = (tree / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        return Outcome(status, next((line for line in reversed(lines) if line.strip()), ""))
+        told = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines
+        return Outcome(status, next((line for line in reversed(told) if line.strip()), ""))
 
 
 class _Failures:

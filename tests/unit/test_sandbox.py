@@ -42,6 +42,17 @@ def test_it_computes_with_input_and_output(python):
     assert python("print('\\ud800'.encode('utf-8', 'replace'))").stdout == "b'?'\n"
 
 
+def test_it_works_under_the_umask_of_a_run(python):
+    before = os.umask(0o077)
+    try:
+        assert (
+            python("import random; open('/tmp/x', 'w').write('a'); print(random.Random(0).random() > 0)").stdout
+            == "True\n"
+        )
+    finally:
+        os.umask(before)
+
+
 def test_it_sees_no_file_of_the_host(python, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("1234")
