@@ -199,6 +199,7 @@ def two_engines(place: Place) -> None:
         run.recovered("one_engine_killed", "a line; its requests are made again, and it is started anew")
         run.wait(lambda: "serves again" in said.read_text())
         run.signal("engine", signal.SIGSTOP)
+        run.wait(lambda: "is stopped: it is started anew" in said.read_text())
         run.recovered("one_engine_stopped", "a line; its requests are made again, and it is started anew", 20)
         run.signal("router", signal.SIGKILL)
         run.error("router_killed", "EngineError: the router died (SIGKILL)", "log")
