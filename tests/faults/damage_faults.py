@@ -60,7 +60,7 @@ def tracker_missing(place: Place) -> None:
     place.results["samples_cut"] = Result(seconds, "nothing: half a line is left out")
 
 
-@scenario(run_dir_deleted="error: the run's folder is deleted under it")
+@scenario(slow=True, run_dir_deleted="error: the run's folder is deleted under it")
 def run_dir_deleted(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()

@@ -68,14 +68,16 @@ def main() -> None:
         return place.results
 
     results: dict[str, Result] = {}
+    failed = []
     with tempfile.TemporaryDirectory(prefix="instep-faults-") as root, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         prepared = prepare(Path(root) / "prepared")
-        futures = [pool.submit(work, name) for name in SCENARIOS]
-        try:
-            for future in futures:
+        for name, future in [(name, pool.submit(work, name)) for name in SCENARIOS]:
+            try:
                 results |= future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+            except AssertionError as error:
+                failed.append(f"{name}: {error}")
+    if failed:
+        sys.exit("\n\n".join([*failed, f"{len(failed)} scenarios failed, {PATH} is as it was"]))
     PATH.write_text(document(FAULTS, results))
 
 

@@ -30,7 +30,7 @@ ROLES = {
     "engine": "instep.engines.embedded",
     "controller": "instep.cli",
     "reward": "instep.rollout.rewards.worker",
-    "router": "instep.engines.router_main",
+    "router": "vllm::router",  # as vllm-router names itself
 }
 PREAMBLE = f"""\
 import os, sys, time

@@ -112,7 +112,7 @@ def too_many_ranks(place: Place) -> None:
         run.error("too_many_ranks", *words, code=2)
 
 
-@scenario(foreign_weights="error: somebody else changes the weights of the engine between two syncs")
+@scenario(slow=True, foreign_weights="error: somebody else changes the weights of the engine between two syncs")
 def foreign_weights(place: Place) -> None:
     """In the engine, when the first request of a rollout comes (those of a sync's proof want one token)."""
     patch = """
@@ -199,6 +199,7 @@ def two_engines(place: Place) -> None:
         run.recovered("one_engine_killed", "a line; its requests are made again, and it is started anew")
         run.wait(lambda: "serves again" in said.read_text())
         run.signal("engine", signal.SIGSTOP)
+        run.wait(lambda: "is stopped: it is started anew" in said.read_text())
         run.recovered("one_engine_stopped", "a line; its requests are made again, and it is started anew", 20)
         run.signal("router", signal.SIGKILL)
         run.error("router_killed", "EngineError: the router died (SIGKILL)", "log")

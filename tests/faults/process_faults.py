@@ -108,9 +108,8 @@ def rewards_and_stdout(place: Place) -> None:
         os.close(read)
         run.mark()
         run.recovered("stdout_lost", "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt")
-        run.wait(
-            lambda: re.search(r" \| rollout \d+ \(", (run.run_dir / "logs" / "stdout.txt").read_text()) is not None
-        )
+        kept = run.run_dir / "logs" / "stdout.txt"
+        run.wait(lambda: re.search(r" rollout \d+ \(", kept.read_text()) is not None)
         run.signal("controller", signal.SIGHUP)
         run.interrupted("terminal_closed", "nothing was saved (no --save)")
     assert "stdout was lost (Broken pipe)" in (run.run_dir / "summary.json").read_text()

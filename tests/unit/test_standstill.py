@@ -27,7 +27,7 @@ def test_a_stopped_process_is_told_by_name_and_pid(tmp_path, monkeypatch):
     engine = SupervisedProcess("engine 3", ["sleep", "60"], tmp_path / "log")
     nameless = subprocess.Popen(["sleep", "60"])
     try:
-        told = lines_of(6, [engine], (engine.pid, signal.SIGSTOP), (engine.pid, signal.SIGCONT))
+        told = lines_of(4, [engine], (engine.pid, signal.SIGSTOP), (engine.pid, signal.SIGCONT))
         stopped = f"stands stopped: somebody sent it SIGSTOP; kill -CONT {engine.pid} lets it go on"
         assert told == [f"engine 3 (pid {engine.pid}) {stopped}", f"engine 3 (pid {engine.pid}) goes on"]
         told = lines_of(3, [engine], (nameless.pid, signal.SIGSTOP), (nameless.pid, signal.SIGKILL))
