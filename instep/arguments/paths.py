@@ -55,7 +55,7 @@ USES = {
     "save_debug_train_data": Use(Role.WRITES),
 }
 # A run goes on with what it has saved.
-_GOES_ON = {("save", "load"), ("critic_save", "critic_load")}
+_GOES_ON = {("save", "load"), ("save", "critic_load"), ("critic_save", "critic_load")}
 
 
 class Named(NamedTuple):

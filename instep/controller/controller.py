@@ -45,7 +45,7 @@ from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.engines.kind import kind_of
-from instep.errors import SyncError, writing
+from instep.errors import CheckpointError, SyncError, writing
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -275,29 +275,16 @@ class Controller:
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
-        args, trainer = self.args, self._require_trainer()
         if not self._saved:
             self._move_checkpoints_aside()
             self._saved = True
         with self.log.phase("save", rollout_id) as phase:
             self.log.sync()  # rows that the checkpoint covers
-            saved = None
-            if args.save:
-                state = {
-                    "rollout_id": rollout_id,
-                    "num_steps": self.num_steps,
-                    "num_critic_steps": self.num_critic_steps,
-                    "version": self.deployment.version,
-                    **data_state(self.data_source, rollout_id),
-                    "evaluations": self.evaluations,
-                    "wandb_run_id": self.log.wandb_run_id,
-                    "args": self.args.to_dict(),
-                }
-                saved = trainer.save(Path(args.save), rollout_id, state)
-            if args.critic_save:
-                trainer.save_critic(Path(args.critic_save), rollout_id, saved)
-            if args.save_hf:
-                trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
+            try:
+                self._write_checkpoints(rollout_id)
+            except CheckpointError:
+                self.log.check()  # the better name for it, where the run's folder is gone
+                raise
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
     def _goes_on_in(self, root: str | None) -> bool:
@@ -313,6 +300,26 @@ class Controller:
                     place = move_checkpoints_aside(Path(root))
                 if place is not None:
                     self.log.progress.line(f"{root} held checkpoints that this run did not --load: see {place}")
+
+    def _write_checkpoints(self, rollout_id: int) -> None:
+        args, trainer = self.args, self._require_trainer()
+        saved = None
+        if args.save:
+            state = {
+                "rollout_id": rollout_id,
+                "num_steps": self.num_steps,
+                "num_critic_steps": self.num_critic_steps,
+                "version": self.deployment.version,
+                **data_state(self.data_source, rollout_id),
+                "evaluations": self.evaluations,
+                "wandb_run_id": self.log.wandb_run_id,
+                "args": self.args.to_dict(),
+            }
+            saved = trainer.save(Path(args.save), rollout_id, state)
+        if args.critic_save:
+            trainer.save_critic(Path(args.critic_save), rollout_id, saved)
+        if args.save_hf:
+            trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
 
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
         """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""

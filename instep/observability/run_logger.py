@@ -140,6 +140,10 @@ class RunLogger:
             row = sample_row(sample, texts, (log_probs or {}).get(id(sample)), rewarded=rewarded)
             self._samples.write({**head, **row})
 
+    def check(self) -> None:
+        """Raise OutputError if the run's folder is not where it was."""
+        self._metrics.check()
+
     def sync(self) -> None:
         """Bring all rows so far to the disk."""
         self._metrics.sync()

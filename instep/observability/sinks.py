@@ -84,6 +84,10 @@ class JsonLines:
         with writing(self._path):
             self._file.write(_line(row))
             self._file.flush()
+        self.check()
+
+    def check(self) -> None:
+        """Raise OutputError if the file is not at its place any more."""
         try:
             there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except OSError:
