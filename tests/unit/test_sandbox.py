@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -142,3 +144,17 @@ def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(monkeypatch, tmp
     assert not trace.exists() and "--unsafe-local-exec" in caught.value.remedy
     assert asyncio.run(run_python(code, unsafe=True)) == ("ran\n", "", 0) and trace.exists()
     assert "MemoryError" in asyncio.run(run_python("'a' * 10**9", unsafe=True, limits=Limits(memory=256 << 20))).stderr
+
+
+def test_the_reward_of_the_docs(monkeypatch):
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    written = text.split("A reward that runs code:")[1].split("```python\n", 1)[1].rpartition("```")[0]
+    names: dict[str, Any] = {}
+    exec(written, names)
+    args = SimpleNamespace(unsafe_local_exec=False)
+
+    def rewarded(program: str) -> float:
+        sample = SimpleNamespace(response=f"So:\n```python\n{program}\n```\nDone.", label=42)
+        return asyncio.run(names["reward"](args, sample))
+
+    assert [rewarded(p) for p in ("print(6 * 7)", "print(6 * 8)", "print(42); 1 / 0")] == [1.0, 0.0, 0.0]
