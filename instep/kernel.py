@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -17,8 +18,8 @@ def state_and_cpu_ticks(pid: int) -> tuple[str, int]:
     if sys.platform != "linux":
         return "?", 0
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # see proc(5)
+    except OSError:  # it has ended, or is hidden
         return "X", 0
     return fields[0], int(fields[11]) + int(fields[12])
 
@@ -26,25 +27,24 @@ def state_and_cpu_ticks(pid: int) -> tuple[str, int]:
 def name_of(pid: int) -> str:
     """The kernel's name of a process, at most 15 characters; empty for one that has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
     except OSError:
         return ""
 
 
 def set_name(name: str) -> None:
     """Name this process for `name_of`, `ps` and `top`."""
-    if sys.platform == "linux":
+    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: it is a comfort
         Path("/proc/self/comm").write_text(name)
 
 
 def family(pid: int) -> list[int]:
     """`pid` and its descendants; nothing for a process that has ended, or where this is not Linux."""
-    try:
-        threads = [tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children")]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    mine = [pid] if threads else []
-    return mine + [p for text in threads for child in text.split() for p in family(int(child))]
+    found = [pid] if Path(f"/proc/{pid}").exists() else []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # this thread has ended
+            found += [p for child in tasks.read_text().split() for p in family(int(child))]
+    return found
 
 
 def catches(pid: int, number: int) -> bool:
@@ -77,6 +77,8 @@ class Standstill:
         now = time.monotonic()
         if now - self._looked < min(LOOK_SECONDS, STOPPED_SECONDS / 4):
             return self._stopped
+        if now - self._looked > STOPPED_SECONDS:  # nobody looked, or this process stood still itself
+            self._seen = {}
         self._looked = now
         if now - self._counted >= FAMILY_SECONDS:
             self._counted, self._family = now, family(self._root) or [self._root]

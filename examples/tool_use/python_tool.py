@@ -56,4 +56,4 @@ async def evaluate(expression: str, unsafe: bool = False) -> str:
         outcome = await run_python(TOOL, expression.strip(), limits=LIMITS, unsafe=unsafe)
     if outcome.status is None:
         return "TimeoutError"
-    return outcome.stdout.strip() or f"ended by signal {-outcome.status}"
+    return outcome.stdout.strip() or f"ended with status {outcome.status}"

@@ -16,12 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct
+from torch.distributed.checkpoint.metadata import Metadata
 
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load obeys it also where its caller says weights_only=False
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+}
 _NAMES = {
     ("collections", "OrderedDict"),
     ("pathlib", "Path"),
@@ -38,16 +44,9 @@ class _Unpickler(pickle.Unpickler):
     """Makes only what an index of a distributed checkpoint is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = None
-        if module in _MODULES and "." not in name or (module, name) in _NAMES:
-            found = super().find_class(module, name)
-            allowed = (module, name) in _NAMES or (isinstance(found, type) and found.__module__ == module)
-        elif module == "torch":
-            found = getattr(torch, name, None)
-            allowed = isinstance(found, torch.dtype)
-        else:
-            allowed = False
-        if not allowed:
+        known = (module, name) in _NAMES or name in _CLASSES.get(module, "").split()
+        found = super().find_class(module, name) if known else getattr(torch, name, None) if module == "torch" else None
+        if not known and not isinstance(found, torch.dtype):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
         return found
 
@@ -60,10 +59,17 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
         CheckpointError: its index names something that is no data, or is no index.
     """
     index = folder / METADATA
+    if others := sorted(folder.glob("__*.metadata")):  # torch would read these in place of a broken index
+        raise CheckpointError(
+            f"{others[0].name} is an index of one rank alone, which is not read",
+            where=str(others[0]),
+            remedy="take another checkpoint: instep and Megatron write one index for all ranks",
+        )
     if index.is_file():
         try:
             with open(index, "rb") as file:
-                _Unpickler(file).load()
+                if not isinstance(_Unpickler(file).load(), Metadata):
+                    raise pickle.UnpicklingError("it holds something else")
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(
                 f"{METADATA} is no index of a checkpoint: {error}",
@@ -80,6 +86,9 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
         else:
             os.environ[_FORCED] = before
 
+
+# What an array of numpy's is pickled as: data, too.
+_NUMPY = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct]
 
 # ---- random states ---------------------------------------------------------------------------------------------------
 
@@ -109,11 +118,12 @@ def set_random_state(path: Path) -> None:
         CheckpointError: the file holds something else.
     """
     try:
-        state = torch.load(path, weights_only=True)
+        with torch.serialization.safe_globals(_NUMPY):  # as an earlier instep has saved them
+            state = torch.load(path, weights_only=True)
         version, words, gauss = state["python"]
-        keys, *rest = state["numpy"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+        keys, *rest = state["numpy"][-4:]  # it had the generator's name first
+        random.setstate((version, tuple(map(int, words)), gauss))
+        np.random.set_state(("MT19937", np.asarray(keys).astype(np.uint32), *rest))
         torch.set_rng_state(state["torch"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(

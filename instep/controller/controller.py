@@ -238,7 +238,7 @@ class Controller:
                     num_critic_steps_before=self.num_critic_steps,
                     critic_only=rollout_id < args.num_critic_only_steps,
                     version=self.deployment.version,
-                    gap_limit=self.deployment.gap_limit if args.on_gap == "stop" else None,
+                    gap_limit=self.deployment.gap_limit if args.on_gap == "stop" else math.inf,
                 )
         except SyncError as error:
             raise self.deployment.accused(error, rollout_id) from error
@@ -247,7 +247,7 @@ class Controller:
         self.ledger.consume(groups)
         metrics = {**batch.metrics, **training_metrics(batch.steps)}
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
-        if (gap := metrics.get("train/log_prob_gap_mean", 0.0)) > (limit := self.deployment.gap_limit):  # --on-gap warn
+        if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.num_steps += trained.num_steps
         self._num_tokens += trained.num_tokens
@@ -288,8 +288,8 @@ class Controller:
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
     def _goes_on_in(self, root: str | None) -> bool:
-        """Whether the run has begun with a checkpoint of the folder `root`."""
-        begins = self._beginning.checkpoint
+        """Whether the run goes on from a checkpoint of the folder `root`."""
+        begins = self._beginning.checkpoint if self._beginning.state is not None else None
         return begins is not None and root is not None and begins.parent.resolve() == Path(root).resolve()
 
     def _move_checkpoints_aside(self) -> None:

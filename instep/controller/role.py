@@ -7,6 +7,7 @@ once, each with a function that waits for the result, so that actor and critic c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,7 +122,7 @@ class RoleTrainer:
         schedule: Schedule,
         num_steps_before: int,
         keep_log_probs: Collection[int] = (),
-        gap_limit: float | None = None,
+        gap_limit: float = math.inf,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin the optimizer steps of `schedule`.
 
@@ -146,13 +147,16 @@ class RoleTrainer:
             answers = [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
             metrics: list[Metrics] = answers[0][1][0]
             self._check_steps(metrics)
-            if (gap := answers[0][1][2]) is not None:
+            gap: float | None = answers[0][1][2]
+            if gap is not None and gap > gap_limit:
                 raise SyncError(
                     f"the engine's log-probs of freshly sampled tokens differ from the trainer's by {gap:.3g} nats in "
                     f"the mean, more than {gap_limit:.3g}: the step was not trained",
                     where="--on-gap stop",
                     remedy="resume from the last checkpoint",
                 )
+            if gap is not None:
+                metrics[0]["log_prob_gap_fresh"] = gap
             return metrics, {shares[dp].order[n]: row for dp, answer in answers for n, row in answer[1].items()}
 
         return finish

@@ -5,6 +5,7 @@ Nothing of a round lives in the controller, so that a rollout may run ahead of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -129,7 +130,7 @@ class TrainingRound:
         num_critic_steps_before: int = 0,
         critic_only: bool = False,
         version: int = 0,
-        gap_limit: float | None = None,
+        gap_limit: float = math.inf,
     ) -> TrainedBatch:
         """Train on one rollout.
 
@@ -162,7 +163,7 @@ class TrainingRound:
             step_of_sample,
             batch.sample_columns["execution_id"],
         )
-        if version and self._has_rewards and bool((older := older_tokens(batch, version)).any()):
+        if version and self._has_rewards and bool((older := older_tokens(batch, version, samples)).any()):
             batch.token_columns["older"] = older
         per_token = args.calculate_per_token_loss
         constant = args.constant_loss_length

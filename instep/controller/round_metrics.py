@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Metrics that are not averaged over the steps of a rollout: the gap to the engine is that of the first step, before
 # the policy has moved away from the one that sampled.
-_FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage")
+_FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage", "log_prob_gap_fresh")
 
 
 def metrics_of_rollout(

@@ -29,7 +29,7 @@ class Saved(NamedTuple):
 def num_weights(folder: Path) -> int:
     """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files."""
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("model*.safetensors"):  # not the copies of another format beside them
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -87,18 +87,22 @@ def is_older(name: str, version: int) -> bool:
     return name.isdigit() and int(name) < version
 
 
-def older_tokens(batch: TokenBatch, version: int) -> torch.Tensor:
+def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> torch.Tensor:
     """Which response tokens older weights than `version` have made, with the engine's log-prob known: 1 or 0.
 
-    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new.
+    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new, and
+    so are those whose log-probs are of a truncated distribution (top-p, ...), no base for a ratio of the whole one.
+
+    Args:
+        samples: those of the batch, in its order.
 
     Returns:
         float32 `[num_response_tokens]`.
     """
     out = torch.zeros(int(batch.response_lengths.sum()))
     starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
-    for start, spans in zip(starts, batch.sample_columns["weight_versions"], strict=True):
-        for span in spans:
+    for start, sample in zip(starts, samples, strict=True):
+        for span in sample.weight_versions if not truncated_by(sample) else ():
             if is_older(span.version, version):
                 out[start + span.start : start + span.end] = 1
     known = batch.token_columns.get("rollout_log_probs")

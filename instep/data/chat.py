@@ -148,10 +148,11 @@ def _turn_span(
         end = place[1] + len(marker)
     start = place[0] if start is None else start
     for i, message in enumerate(messages[turn + 1 :], turn + 1):  # some templates write a tool's answer into the turn
-        if message["role"] not in ("system", "user", "assistant"):
-            answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
-            if answer is None or (answer[0] < end and answer[1] > start):
-                return None
+        if message["role"] in ("system", "user", "assistant"):
+            break
+        answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
+        if answer is None or (answer[0] < end and answer[1] > start):
+            return None
     return start, end
 
 

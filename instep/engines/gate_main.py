@@ -15,6 +15,7 @@ from yarl import URL
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.processes import follow_parent
 
+_BEGUN = "begun"
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
@@ -47,6 +48,10 @@ class Gate:
             async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
                 return await _pass_on(request, answer)
         except aiohttp.ClientError as error:
+            if _BEGUN in request:  # the client has a part, and must see that the rest is missing
+                if request.transport is not None:
+                    request.transport.close()
+                raise
             return _error(503, f"no engine answers: {error}")
         except UnicodeEncodeError:
             return _error(400, "a header is no text")
@@ -57,6 +62,7 @@ async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     headers = [(name, value) for name, value in answer.headers.items() if name.lower() not in _OF_CONNECTION]
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
+    request[_BEGUN] = True
     async for piece in answer.content.iter_any():
         await response.write(piece)
     await response.write_eof()

@@ -97,7 +97,7 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a file with one key") from None
     if stat.S_ISREG(mode) and mode & 0o077:
         raise ConfigError("other users can read this key", where=where, remedy=f"chmod 600 {path}")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+    if not key or key == EVERYONE or not key.isascii() or not key.isprintable() or " " in key:
         remedy = f"""python -c 'import secrets; print(secrets.token_urlsafe(32))' > {path}"""
         raise ConfigError("holds no key: one line of ASCII without blanks", where=where, remedy=remedy)
     return key

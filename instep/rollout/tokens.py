@@ -27,6 +27,14 @@ def tokenizer_of(args: Settings) -> Any:
     return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
 
 
+def without_end(args: Settings, response: str) -> str:
+    """The text of a response without the special tokens that it ends with (`<|im_end|>`, ...)."""
+    special = tuple(tokenizer_of(args).all_special_tokens)
+    while (cut := next((t for t in special if t and response.endswith(t)), "")) or response != response.rstrip():
+        response = response.removesuffix(cut).rstrip()
+    return response
+
+
 def where_of(sample: Sample) -> str:
     """The file and line of the sample's prompt if they are known, else its group; for errors."""
     return str(sample.extra.get("where", f"group {sample.group_index}"))

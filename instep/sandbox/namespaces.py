@@ -10,9 +10,11 @@ root does this in a user namespace; root gives up being root first, so that limi
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
+import struct
 import sys
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -20,6 +22,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (0x20000, 0x4000000, 0x8000000,
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = (1, 2, 4, 32, 4096, 16384, 1 << 18)
 KEPT = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a user namespace may not take them away
 DETACH = 2
+MOUNT_SETATTR, RECURSIVE = 442, 0x8000
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS = 1, 4, 38
 NOBODY = 65534
 TMP_BYTES = 16 << 20
@@ -45,6 +48,20 @@ def own_user_namespace(flags: int, proc: int, uid: int, gid: int) -> None:
         os.close(file)
 
 
+def make_read_only(target: str, more: int) -> None:
+    """Make a bound folder read-only, with every file system that is mounted below it."""
+    attributes = struct.pack("QQQQ", RDONLY | NOSUID | more, 0, 0, 0)
+    if LIBC.syscall(MOUNT_SETATTR, -100, target.encode(), RECURSIVE, attributes, len(attributes)) == 0:
+        return
+    number = ctypes.get_errno()
+    with open("/proc/self/mountinfo") as mounts:
+        below = [line for line in mounts if line.split()[4].startswith(f"{target}/")]
+    if number != errno.ENOSYS or below:  # before Linux 5.12 only the top can be made so
+        raise OSError(number, f"mount_setattr of {target}: {os.strerror(number)}")
+    kept = os.statvfs(target).f_flag & KEPT
+    mount("none", target, None, BIND | REMOUNT | RDONLY | NOSUID | more | kept)
+
+
 def make_root(binds: list[str]) -> None:
     """Make a file system that holds `binds` alone, and make it the root."""
     sources = {path: os.open(path, os.O_PATH) for path in binds if not os.path.islink(path)}
@@ -60,9 +77,7 @@ def make_root(binds: list[str]) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         mount(f"/proc/self/fd/{source}", target, None, BIND | REC)
-        kept = os.statvfs(target).f_flag & KEPT
-        device = path.startswith("/dev/")
-        mount("none", target, None, BIND | REMOUNT | RDONLY | NOSUID | (0 if device else NODEV) | kept)
+        make_read_only(target, 0 if path.startswith("/dev/") else NODEV)
         os.close(source)
     for path, text in links.items():
         os.makedirs(os.path.dirname(new + path), exist_ok=True)
@@ -74,6 +89,16 @@ def make_root(binds: list[str]) -> None:
     call("pivot_root", b".", b".")
     call("umount2", b".", DETACH)
     os.chdir("/tmp")
+
+
+def end_as(child: int) -> None:
+    """Wait for the end of a child, and end likewise."""
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        if os.getpid() == 1:  # which no signal ends
+            os._exit(128 + os.WTERMSIG(status))
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def die_with(parent: int) -> None:
@@ -99,11 +124,7 @@ def main() -> None:
     child = os.fork()  # into the PID namespace, as its process 1
     if child:
         os.close(alive)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):  # end by the same signal
-            call("prctl", DUMPABLE, 0, 0, 0, 0)  # without a core
-            os.kill(os.getpid(), os.WTERMSIG(status))
-        os._exit(os.waitstatus_to_exitcode(status))
+        end_as(child)
     os.close(watched)
     proc = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY)
     make_root(binds)
@@ -122,6 +143,10 @@ def main() -> None:
         os._exit(1)  # the parent died before it was watched
     except BlockingIOError:
         os.close(alive)
+    program = os.fork()  # process 1 stays ours: its end is the end of all, and the program cannot change what ends it
+    if program:
+        call("prctl", DUMPABLE, 0, 0, 0, 0)
+        end_as(program)
     os.execve(command[0], command, ENVIRONMENT)
 
 

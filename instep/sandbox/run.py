@@ -7,10 +7,12 @@ can, nothing runs, unless the user says `--unsafe-local-exec`: then only the lim
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import NamedTuple
 from instep.errors import ConfigError
 
 LAUNCHER = Path(__file__).with_name("namespaces.py")
+END_SECONDS = 5.0  # until a process that was killed must have gone
 FILES_BYTES = 16 << 20  # of all files of a sandbox
 OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: what comes after is cut, and ends the code
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
@@ -54,8 +57,8 @@ class Outcome(NamedTuple):
     """What became of the code.
 
     Attributes:
-        status: its exit status; negative: the signal that ended it; None: it was ended, as its time or its output
-            was over.
+        status: its exit status; below 0 or above 128: a signal ended it; None: it was ended, as its time or its
+            output was over.
     """
 
     stdout: str
@@ -113,7 +116,7 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
         "RLIMIT_CORE": 0,
     }
     if means != "none":  # there it would count all processes of the user
-        limited["RLIMIT_NPROC"] = limits.processes
+        limited["RLIMIT_NPROC"] = limits.processes + 1  # and process 1 of the namespace
     boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT.format(limits=limited)]
     own = sys.base_prefix if not sys.base_prefix.startswith("/usr") else "/usr"
     binds = [path for path in dict.fromkeys((*_SYSTEM, own)) if os.path.lexists(path)]
@@ -140,7 +143,9 @@ def _bubblewrap_flags(binds: list[str]) -> list[str]:
 
 async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, env={}, cwd="/")
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=pipe, stdout=pipe, stderr=pipe, env={}, cwd="/", start_new_session=True
+    )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     out, err, over = bytearray(), bytearray(), False
     try:
@@ -151,12 +156,16 @@ async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:
             tasks.create_task(process.wait())
     except (TimeoutError, ExceptionGroup):  # too slow; or `_read` says that it is too much
         over = True
-    finally:
-        if process.returncode is None:  # or the rollout was cancelled
-            process.kill()
-            while any([await stream.read(OUTPUT_BYTES) for stream in (process.stdout, process.stderr)]):
-                pass  # asyncio sees its end only when the pipes are empty
-            await process.wait()
+    finally:  # also when the rollout was cancelled
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(
+            TimeoutError
+        ):  # without a sandbox, something that has left its session may hold a pipe
+            async with asyncio.timeout(END_SECONDS):
+                while any([await stream.read(OUTPUT_BYTES) for stream in (process.stdout, process.stderr)]):
+                    pass  # asyncio sees its end only when the pipes are empty
+                await process.wait()
     status = None if over else process.returncode
     return Outcome(out.decode(errors="replace"), err.decode(errors="replace"), status)
 

@@ -6,7 +6,6 @@ log-probs came with them, the trainer's are computed anyway, and both must be of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -47,10 +46,13 @@ class FreshGap:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, batch: TokenBatch, log_probs: torch.Tensor) -> None:
-        """Add |trainer - engine| of the fresh tokens that are trained on; `log_probs` are the trainer's."""
+        """Add |trainer - engine| of the fresh tokens that are trained on; `log_probs` are the trainer's.
+
+        One that is not finite is left out: it is the trainer's fault, and its step will be skipped.
+        """
         columns = batch.token_columns
         engine = columns["rollout_log_probs"]
-        counted = (columns[COLUMN] > 0) & (columns["loss_weights"] > 0) & ~engine.isnan()
+        counted = (columns[COLUMN] > 0) & (columns["loss_weights"] > 0) & ~engine.isnan() & log_probs.isfinite()
         gaps = torch.where(counted, (log_probs.detach() - engine).abs(), torch.zeros_like(engine))
         self._sums += torch.stack([gaps.double().sum(), counted.double().sum()]).to(self._sums.device)
 
@@ -64,12 +66,10 @@ class FreshGap:
         return loss
 
     def mean(self) -> float:
-        """The mean over all ranks (collective); 0 without fresh tokens, infinite where the trainer's are no numbers.
+        """The mean over all ranks (collective); 0 without fresh tokens.
 
         A token that several ranks have scored counts as often in both sums.
         """
         dist.all_reduce(self._sums)
         total, count = self._sums.tolist()
-        if math.isnan(total):
-            return math.inf
         return total / count if count else 0.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import HookSettings
 
+_INTERNAL = ("fresh", "older")  # columns that no hook gets: a field of the user's may have the name
 _OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})
 
 
@@ -136,7 +137,9 @@ def custom_loss_fn(args: Args) -> LossFn:
 def hook_batch(batch: TokenBatch) -> dict[str, Any]:
     """A micro-batch as a custom loss sees it; see `custom_loss_fn`."""
     total, lengths = batch.total_lengths.tolist(), batch.response_lengths.tolist()
-    columns: dict[str, Any] = {name: list(column.split(lengths)) for name, column in batch.token_columns.items()}
+    columns: dict[str, Any] = {
+        name: list(column.split(lengths)) for name, column in batch.token_columns.items() if name not in _INTERNAL
+    }
     columns["loss_masks"] = columns["loss_mask"]
     tokens = {"tokens": batch.tokens[None], "unconcat_tokens": list(batch.tokens.split(total))}
     return {**batch.sample_columns, **columns, **tokens, "total_lengths": total, "response_lengths": lengths}

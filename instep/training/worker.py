@@ -5,6 +5,7 @@ The controller calls the same method on all ranks at once; tensors come in and g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
@@ -167,7 +168,7 @@ class Worker:
         steps: list[list[list[int]]],
         lrs: list[float],
         keep_log_probs: Collection[int] = (),
-        gap_limit: float | None = None,
+        gap_limit: float = math.inf,
     ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor], float | None] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
@@ -176,18 +177,19 @@ class Worker:
             lrs: the learning rate of each step.
             keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
             gap_limit: the largest mean gap of fresh tokens (`gap.py`) with which anything is trained; measured over the
-                rollout if it was scored first, else over the first step. None: not measured.
+                rollout if it was scored first, else over the first step.
 
         Returns:
             The metrics of each step; by index the log-probs `[response_length]` of the wanted samples of the first
-            step, from its forward pass, which is before the policy moves; and the mean gap for which nothing was
-            trained, if it is above `gap_limit`. None except on the output rank of this data-parallel rank.
+            step, from its forward pass, which is before the policy moves; and the mean gap of fresh tokens, None
+            where there is none to measure: above `gap_limit` nothing was trained. None except on the output rank of
+            this data-parallel rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
-        gap = FreshGap(self.device) if gap_limit is not None and COLUMN in batch.token_columns else None
+        gap = FreshGap(self.device) if COLUMN in batch.token_columns else None
         scored = batch.token_columns.get("log_probs")
-        refused: float | None = None
+        mean: float | None = None
         if gap is not None and scored is not None:
             gap.add(batch, scored)
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
@@ -198,8 +200,7 @@ class Worker:
             if gap is not None and scored is None and n == 0:
                 loss_fn = gap.adding(loss_fn)
             outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
-            if gap is not None and n == 0 and (mean := gap.mean()) > (gap_limit or 0.0):
-                refused = mean
+            if gap is not None and n == 0 and (mean := gap.mean()) > gap_limit:
                 break
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
@@ -207,7 +208,7 @@ class Worker:
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
         if not self.backend.parallel.is_output_rank:
             return None
-        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, refused
+        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, mean
 
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]

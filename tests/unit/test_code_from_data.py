@@ -52,7 +52,16 @@ def test_an_index_may_name_classes_of_its_modules_and_nothing_else(tmp_path, nam
         raise AssertionError("the block runs")
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(Metadata({}))[:-9]])
+def test_the_index_of_a_rank_is_not_read_in_place_of_a_broken_one(tmp_path, trace):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    (tmp_path / "c" / METADATA).write_bytes(pickle.dumps(None))
+    (tmp_path / "c" / "__0.metadata").write_bytes(pickle.dumps(Evil(trace)))
+    with pytest.raises(CheckpointError, match="an index of one rank alone"), trusting_no_code(tmp_path / "c"):
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "c")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(None), pickle.dumps(Metadata({}))[:-9]])
 def test_an_index_that_is_none_is_named(tmp_path, content):
     (tmp_path / METADATA).write_bytes(content)
     with pytest.raises(CheckpointError, match="no index of a checkpoint"), trusting_no_code(tmp_path):
@@ -89,6 +98,14 @@ def test_random_states_are_plain_and_exact(tmp_path):
     assert drawn() != expected
     set_random_state(tmp_path / "rng.pt")
     assert drawn() == expected
+
+
+def test_random_states_of_an_earlier_instep_are_read(tmp_path):
+    old = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    torch.save(old, tmp_path / "rng.pt")
+    expected = [random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()]
+    set_random_state(tmp_path / "rng.pt")
+    assert [random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()] == expected
 
 
 def test_a_random_state_that_is_code_is_refused(tmp_path, trace):

@@ -39,7 +39,7 @@ def test_of_losses() -> None:
     )
     preferences = dpo_loss_fn(0.1)(sample, TokenOutputs(torch.zeros(2))).sums
     names = {*finish_metrics(sums, maxes), "grad_norm", "lr", "skipped_steps", "reward_kl", "overlong_penalty"}
-    names |= {"opd_reverse_kl", *preferences}
+    names |= {"opd_reverse_kl", "log_prob_gap_fresh", *preferences}
     assert documented("train/") == {f"train/{name}" for name in names}
 
 

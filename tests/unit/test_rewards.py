@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import random
+import shutil
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +22,7 @@ from instep.rollout.rewards import text
 from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.dispatch import apply_rewards, compute_reward
 from instep.types import Sample
+from tests.assets import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +31,17 @@ def _shutdown() -> Any:
     runtime.shutdown()
 
 
+@functools.cache
+def checkpoint() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="rewards-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(make_checkpoint(folder / "hf"))
+
+
 def arguments(**changed: Any) -> Any:
     values: dict[str, Any] = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False)
     values |= dict(reward_timeout=20.0, reward_num_workers=1, rollout_seed=1)
+    values |= dict(hf_checkpoint=checkpoint(), trust_remote_code=False)
     return SimpleNamespace(**{**values, **changed})
 
 
@@ -104,6 +118,13 @@ def test_math_reward_knows_algebra() -> None:
     assert reward(r"\boxed{2\sqrt{2}}", r"\sqrt{8}") == 1.0
     assert reward(r"\boxed{x=5}", "5") == 1.0
     assert reward(r"\boxed{3\sqrt{2}}", r"\sqrt{8}") == 0.0
+
+
+def test_the_end_of_turn_token_is_no_part_of_an_answer() -> None:
+    for end in ("", "<|im_end|>", "<|im_end|>\n", "<|im_end|><|endoftext|>"):
+        assert reward(f"yes{end}", "yes", rm_type="f1") == 1.0
+        assert reward(f"A red house{end}", "house", rm_type="f1") == pytest.approx(2 / 3)
+        assert reward(f"Answer: 34{end}", "34", rm_type="dapo")["score"] == 1.0
 
 
 def test_other_rules() -> None:

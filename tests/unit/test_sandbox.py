@@ -106,6 +106,26 @@ def test_what_it_starts_dies_with_it(python):
     assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(3456)" in " ".join(p.info["cmdline"] or [])]
 
 
+def test_a_program_cannot_outlive_its_time(python):
+    """Not even one that asks the kernel not to end it with its parent, or ends its parent."""
+    started = time.monotonic()
+    escape = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+    escape += "try:\n    os.kill(1, 9)\nexcept OSError:\n    pass\nprint(os.getpid() > 1, flush=True)\ntime.sleep(2345)"
+    done = python(escape, seconds=1.0)
+    assert done.status is None and done.stdout == "True\n" and time.monotonic() - started < 15
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "RLIMIT_NPROC" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_without_a_sandbox_its_children_end_with_it(monkeypatch):
+    monkeypatch.setattr(run, "_found", (None, "none"))
+    code = "import subprocess\nsubprocess.Popen(['sleep', '1234'])\nprint('left')"
+    started = time.monotonic()
+    assert asyncio.run(run_python(code, unsafe=True, limits=Limits(seconds=3.0))).stdout == "left\n"
+    assert time.monotonic() - started < 15
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234"]]
+
+
 def test_a_cancelled_call_leaves_nothing(python):
     async def cancelled():
         task = asyncio.create_task(run_python("import time; time.sleep(60)", limits=Limits(seconds=60)))

@@ -20,7 +20,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
-from instep.errors import SyncError
+from instep.errors import InstepError, SyncError
 from instep.rollout import admission
 from instep.scratch import Scratch, memory_root
 from instep.weights.place import SYNC
@@ -111,8 +111,12 @@ class WeightSync:
 
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
-        session = Session(self._args, self._actor, engines, self.version, self._folder.path)
-        wrong = self.proof.differing(session)
+        try:
+            session = Session(self._args, self._actor, engines, self.version, self._folder.path)
+            wrong = self.proof.differing(session)
+        except InstepError as failure:
+            what = f"{error.what}; the engines could not be asked again: {failure.what}"
+            return SyncError(what, where=where, remedy="resume from the last checkpoint")
         off = "its scores of the probe are off by"
         names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]
         if names:

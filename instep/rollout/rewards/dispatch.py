@@ -15,6 +15,7 @@ from instep.rollout.http import post
 from instep.rollout.rewards import text
 from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.pool import shared_pool
+from instep.rollout.tokens import without_end
 from instep.types import Group, Sample, name_of, reward_of
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
             where=f"--rm-type {name}: {name_of(sample)}",
             remedy="name its column: --label-key",
         )
+    if name in ("f1", "dapo"):
+        response = without_end(args, response)
     if name == "f1":
         return text.f1(response, sample.label)
     if name == "gpqa":
