@@ -54,32 +54,45 @@ USES = {
     "save_debug_rollout_data": Use(Role.WRITES),
     "save_debug_train_data": Use(Role.WRITES),
 }
+_SOME_ROLLOUT = 90817263544  # stands for any number in a template
 # A run goes on with what it has saved.
 _GOES_ON = {("save", "load"), ("save", "critic_load"), ("critic_save", "critic_load")}
 
 
 class Named(NamedTuple):
-    """A path of the command line; `path` is its real one, without links."""
+    """A path of the command line.
+
+    Attributes:
+        path: its real one, without links; of a template that of rollout 0.
+        pattern: a regular expression of the real paths of all rollouts.
+    """
 
     attribute: str
     flag: str
     path: Path
     use: Use
+    pattern: str = ""
 
 
 def _named(args: Settings, given: set[str]) -> list[Named]:
     there = [name for name in USES if name in {*given, "run_dir"}]
-    found = [Named(name, flag_name(name), _real(getattr(args, name)), USES[name]) for name in there]
+    found = [
+        Named(name, flag_name(name), _real(path := getattr(args, name)), USES[name], _pattern(path)) for name in there
+    ]
     flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
     for dataset in args.eval_datasets:
         found.append(Named("", f"{flag}, data set {dataset.name}", _real(dataset.path), Use(Role.READS)))
     return found
 
 
-def _real(path: str) -> Path:
-    """The real path of FILE, FILE@[a:b], or of a template as it is for rollout 0."""
+def _pattern(path: str) -> str:
+    return re.escape(str(_real(path, _SOME_ROLLOUT))).replace(str(_SOME_ROLLOUT), r"\d+")
+
+
+def _real(path: str, rollout_id: int = 0) -> Path:
+    """The real path of FILE, FILE@[a:b], or of a template."""
     try:
-        path = str(split_slice(path)[0]).format(rollout_id=0, rank=0)
+        path = str(split_slice(path)[0]).format(rollout_id=rollout_id, rank=0)
     except (KeyError, IndexError, ValueError, AttributeError):
         pass  # other rules say what is wrong with it
     return Path(os.path.realpath(path))
@@ -127,9 +140,13 @@ def _harm_of_place(one: Named) -> str:
 def _harm(one: Named, other: Named) -> str:
     """What the run would do to `other` by writing to `one`; empty if nothing."""
     same, inside = one.path == other.path, one.path in other.path.parents
+    if one.use.role is Role.REPLACES:
+        same = re.fullmatch(one.pattern, str(other.path)) is not None
+        inside = any(re.fullmatch(one.pattern, str(folder)) for folder in other.path.parents)
     reads = other.use.role is Role.READS
     if one.use.role is Role.REPLACES and (same or inside):
-        return f"each save would replace {one.path}, {'which is' if same else 'and with it'} {other.flag}"
+        place = other.path if same else next(p for p in other.path.parents if re.fullmatch(one.pattern, str(p)))
+        return f"each save would replace {place}, {'which is' if same else 'and with it'} {other.flag}"
     if one.use.role is Role.ADDS:
         if same and reads and (one.attribute, other.attribute) not in _GOES_ON:
             return f"would be written into {one.path}, which {other.flag} reads"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines import keys
 from instep.engines.capabilities import Capabilities
-from instep.engines.http import open_directly
+from instep.engines.http import open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
@@ -98,7 +98,7 @@ class Engine:
         """Ask `/health`: well (200), unwell (an error: vLLM's core is dead), silent (no answer in time), away (no
         connection)."""
         try:
-            with open_directly(self.url + "/health", timeout=timeout):
+            with open_without_key(self.url + "/health", timeout=timeout):  # somebody else may listen there first
                 return "well"
         except urllib.error.HTTPError:
             return "unwell"

@@ -21,6 +21,11 @@ def open_directly(request: str | urllib.request.Request, *, timeout: float) -> A
     return _open(request, timeout=timeout)
 
 
+def open_without_key(url: str, *, timeout: float) -> Any:
+    """Open a URL that asks for no key, without one."""
+    return _open(url, timeout=timeout)
+
+
 def get_json(url: str, timeout: float) -> Any:
     """The JSON that answers a GET of `url`.
 
