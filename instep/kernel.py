@@ -77,8 +77,6 @@ class Standstill:
         now = time.monotonic()
         if now - self._looked < min(LOOK_SECONDS, STOPPED_SECONDS / 4):
             return self._stopped
-        if now - self._looked > STOPPED_SECONDS:  # nobody looked, or this process stood still itself
-            self._seen = {}
         self._looked = now
         if now - self._counted >= FAMILY_SECONDS:
             self._counted, self._family = now, family(self._root) or [self._root]

@@ -64,13 +64,13 @@ def hook(monkeypatch):
     """`hook(function)` makes it importable and gives its dotted path."""
 
     def make(function):
-        module = types.ModuleType("hooks_of_this_test")
+        module = types.ModuleType("hooks_of_advantages")
         module.function = function
-        monkeypatch.setitem(sys.modules, "hooks_of_this_test", module)
+        monkeypatch.setitem(sys.modules, "hooks_of_advantages", module)
         from instep.hooks import load_function
 
         load_function.cache_clear()
-        return "hooks_of_this_test.function"
+        return "hooks_of_advantages.function"
 
     return make
 
@@ -178,7 +178,7 @@ def test_a_custom_function_that_is_wrong_is_named(arguments, hook, function, wha
     with pytest.raises(RolloutError, match=what) as error:
         advantages(args, [sample(0, 7, 1.0), sample(0, 8, 0.0)])
     text = str(error.value)
-    assert "hooks_of_this_test.function" in text
+    assert "hooks_of_advantages.function" in text
     assert "not finite" not in what or "group 0, sample 8" in text
     assert "KeyError" not in what or "rollout_data has kl, log_probs, loss_masks" in text
 
