@@ -187,7 +187,7 @@ class Worker:
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
-        gap = FreshGap(self.device) if COLUMN in batch.token_columns else None
+        gap = FreshGap(self.device) if COLUMN in batch.token_columns and self.role == "actor" else None
         scored = batch.token_columns.get("log_probs")
         mean: float | None = None
         if gap is not None and scored is not None:

@@ -44,7 +44,7 @@ async def reward_that_looks_at_transfers(args: Any, sample: Any) -> float:
     """How many caches the engine that decodes has got, so far."""
     text = await asyncio.to_thread(_read, args.rollout_engine_urls[-1] + "/metrics")
     found = {name: float(value) for name, value in re.findall(r"^vllm:nixl_(\w+?)(?:{.*})? (\S+)$", text, re.MULTILINE)}
-    seen = {"transfers": found["xfer_time_seconds_count"], "failed": found["num_failed_transfers_total"]}
+    seen = {"transfers": found["xfer_time_seconds_count"]}
     with open(Path(args.run_dir, "transfers.jsonl"), "a") as file:
         file.write(json.dumps(seen) + "\n")
     return await observed.reward(args, sample)

@@ -127,15 +127,20 @@ def test_without_a_sandbox_its_children_end_with_it(monkeypatch):
 
 
 def test_a_cancelled_call_leaves_nothing(python):
+    def children():
+        return set(psutil.Process().children(recursive=True)) - before
+
     async def cancelled():
         task = asyncio.create_task(run_python("import time; time.sleep(60)", limits=Limits(seconds=60)))
-        while not (children := psutil.Process().children(recursive=True)):
+        while not children():
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.3)
-        children = psutil.Process().children(recursive=True)
+        started = children()
         task.cancel()
         await asyncio.wait([task])
-        return children
+        return started
+
+    before = set(psutil.Process().children(recursive=True))  # engines of other tests
 
     assert not psutil.wait_procs(asyncio.run(cancelled()), timeout=5)[1]
 
