@@ -19,7 +19,7 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
-from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_plan import elsewhere, plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
@@ -226,8 +226,8 @@ def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
         if not host or "/" in host or not port.isdigit():
             what = f"'{address}' is no HOST:PORT"
             yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
-        elif args.sync_way in ON_ONE_HOST and host not in ("127.0.0.1", "localhost") and args.command == "train":
-            remedy = "use --sync-way disk (through --run-dir, a folder that both hosts see)"
+        elif args.weight_sync in ON_ONE_HOST and address in elsewhere(args) and args.command == "train":
+            remedy = "use --weight-sync disk (through --run-dir, a folder that both hosts see)"
             yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
     if args.rollout_external_engine_addrs and args.colocate:
         yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
@@ -258,12 +258,12 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
-    if homes and away and args.command == "train" and args.sync_way in ON_ONE_HOST:
+    if homes and away and args.command == "train" and args.weight_sync in ON_ONE_HOST:
         yield Problem(
             f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
             "memory does not reach it",
-            f"--sync-way {args.sync_way} with --cluster ray",
-            "use --sync-way disk (through --run-dir, a folder that all hosts share), or --colocate; nccl comes later",
+            f"--weight-sync {args.weight_sync} with --cluster ray",
+            "use --weight-sync disk (through --run-dir, a folder that all hosts share), or --colocate",
         )
 
 

@@ -1,8 +1,21 @@
 """The flags of engines and of the weight sync."""
 
-from instep.arguments.flag import BATCH, GPUS, NON_NEGATIVE, PORT, Flag, FlagGroup, Number, refused, size, switch
+from instep.arguments.flag import (
+    BATCH,
+    GPUS,
+    NON_NEGATIVE,
+    PORT,
+    WAYS_HERE,
+    Flag,
+    FlagGroup,
+    Number,
+    refused,
+    size,
+    switch,
+)
 from instep.engines.kind import AUTO, kind_names
-from instep.weights.way import WAYS
+from instep.weights.way import AUTO as AUTO_WAY
+from instep.weights.way import LATER, WAYS
 
 PREFIX = "engine flags carry a prefix"
 
@@ -31,7 +44,16 @@ ENGINE = FlagGroup(
             choices=("auto", "float32", "bfloat16"),
             help="of the engine's weights; auto: the trainer's",
         ),
-        Flag("--sync-way", default=WAYS[0], choices=WAYS, help="how weights reach the engines"),
+        Flag(
+            "--weight-sync",
+            default=AUTO_WAY,
+            choices=(AUTO_WAY, *WAYS),
+            help="how weights reach the engines (docs/weight-sync.md); auto: shm where they are on the trainer's host, "
+            "else disk",
+            aliases=("--sync-way",),
+            later=LATER,
+            instead=WAYS_HERE,
+        ),
         Flag(
             "--pause-mode",
             default="abort",

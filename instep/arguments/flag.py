@@ -24,6 +24,7 @@ ASYNC = "asynchronous training comes later"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"
 SYNC_WAYS = "other ways of a weight sync come later"
+WAYS_HERE = "--weight-sync shm or --weight-sync disk"
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Flag:
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
         neutral: values of a flag that does not act which are accepted, because they ask for what instep does anyway.
+        later: values that are known and come later, of a flag that acts; `instead` says what to use.
         whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
             line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
         secret: never printed, saved or shown to hooks.
@@ -184,6 +186,7 @@ class Flag:
     note: str = ""
     instead: str = ""
     neutral: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     whose: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets

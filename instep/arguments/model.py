@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
-from instep.arguments.flag import COUNT, INDEX, SYNC_WAYS, Flag, FlagGroup, json_object, later, refused, switch
+from instep.arguments.flag import (
+    COUNT,
+    INDEX,
+    SYNC_WAYS,
+    WAYS_HERE,
+    Flag,
+    FlagGroup,
+    json_object,
+    later,
+    refused,
+    switch,
+)
 from instep.models.shape import FAMILIES
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -60,7 +71,7 @@ MODEL = FlagGroup(
         *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
         *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
         *later("own model builders come later", "C", "--custom-model-provider-path"),
-        *later(SYNC_WAYS, "C", "--update-weight-mode", instead="--sync-way shm or --sync-way disk", neutral=("full",)),
+        *later(SYNC_WAYS, "C", "--update-weight-mode", instead=WAYS_HERE, neutral=("full",)),
         *later(
             SYNC_WAYS,
             "C",
@@ -71,7 +82,7 @@ MODEL = FlagGroup(
             "--update-weight-delta-checksum",
             "--custom-update-weight-post-write-path",
             "--update-weight-local-checkpoint-dir",
-            instead="--sync-way shm or --sync-way disk",
+            instead=WAYS_HERE,
         ),
         *later("multi-token prediction comes later", "CM", "--mtp-num-layers", "--mtp-loss-scaling-factor"),
         *later("multi-token prediction comes later", "C", "--enable-mtp-training"),

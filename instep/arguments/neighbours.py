@@ -1,22 +1,21 @@
 """Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
-from instep.arguments.flag import FlagGroup, later, refused
+from instep.arguments.flag import WAYS_HERE, FlagGroup, later, refused
 
 ATROPOS = "a flag of Atropos' example trainer"
 BRIDGE = f"{ATROPOS}, whose weight bridges come later"
 LORA = "LoRA comes later, all weights are trained"
 SERVER = "a flag of a generation server, which `instep serve` is"
-SYNC = "--sync-way shm or --sync-way disk"
 
 NEIGHBOURS = FlagGroup(
     "Neighbours",
     (
-        *later(BRIDGE, "A", "--weight-bridge-mode", "--single-copy", instead=SYNC),
+        *later(BRIDGE, "A", "--weight-bridge-mode", "--single-copy", instead=WAYS_HERE),
         *refused(
             f"{ATROPOS}; a sync reaches the engines that run, without a restart",
             "A",
             *("--vllm-config-path", "--vllm-restart-interval"),
-            instead=SYNC,
+            instead=WAYS_HERE,
         ),
         *refused(f"{ATROPOS}; every run writes perf/* into metrics.jsonl", "A", "--benchmark"),
         *later(LORA, "A", "--lora-r", "--lora-alpha", "--enable-lora", "--max-lora-rank"),

@@ -79,6 +79,10 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
     if " ".join(values) in flag.neutral:
         return
     result.flags[flag.attribute] = flag
+    if values and values[0] in flag.later:
+        remedy = remedy_of(flag, command)
+        _reject(result, (Problem("later: this value comes later", f"{name} {values[0]}", remedy), [flag.name]))
+        return
     if flag.status != "acts":
         remedy = remedy_of(flag, command)
         _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))

@@ -237,7 +237,6 @@ class Settings:
     swiglu: bool
     sync_timeout: float
     sync_tolerance: float | None
-    sync_way: Literal["shm", "disk"]
     tensor_model_parallel_size: int
     tis_batch_normalize: bool
     tis_clip: float
@@ -285,6 +284,7 @@ class Settings:
     wandb_run_id: str | None
     wandb_team: str | None
     weight_decay: float
+    weight_sync: Literal["auto", "shm", "disk"]
     worker_start_timeout: float
     world_size: int
 

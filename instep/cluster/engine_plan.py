@@ -200,3 +200,9 @@ def _summary(alike: list[EngineSpec]) -> str:
     ports = "" if first.port is None else f", port {first.port}" + (f"-{last.port}" if last is not first else "")
     weights = "gets the trainer's weights" if first.update_weights else "keeps its weights"
     return f"{numbers}: {first.role}, {gpus} ({first.parallel}){ports}, {weights}"
+
+
+def elsewhere(args: Settings) -> list[str]:
+    """Those of `--rollout-external-engine-addrs` that are on another host."""
+    addresses = args.rollout_external_engine_addrs or ()
+    return [a for a in addresses if a.rpartition(":")[0] not in ("127.0.0.1", "localhost")]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import longest, plan_engines
+from instep.cluster.engine_plan import elsewhere, longest, plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
@@ -27,12 +27,15 @@ class Cluster(Protocol):
     Attributes:
         workers, critic: after `start` the ranks of the actor and of PPO's critic; empty groups without such a role.
         engines: the engines, which are not ready yet when `start` returns.
+        one_host: after `start` whether this process, rank 0 of the actor and all engines that get its weights share a
+            host.
         setup_requests: for each role the arguments of `Worker.setup`, rank by rank.
     """
 
     workers: WorkerGroup
     critic: WorkerGroup
     engines: list[Engine]
+    one_host: bool
     setup_requests: dict[str, list[tuple[Any, ...]]]
 
     def start(self) -> None:
@@ -68,6 +71,7 @@ class LocalCluster:
         self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
         self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
         self.engines: list[Engine] = []
+        self.one_host = not elsewhere(args)
         sizes = {} if args.debug_rollout_only else {"actor": args.world_size, "critic": num_critic_gpus(args)}
         self._num_threads = args.num_threads or num_usable_cpus()
         self._threads_per_rank = max(1, self._num_threads // max(1, sum(sizes.values())))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from instep.cluster.engine_plan import longest, plan_engines
+from instep.cluster.engine_plan import elsewhere, longest, plan_engines
 from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
@@ -61,6 +61,7 @@ class RayCluster:
         self._hosts: list[HostHandle] = []
         self._processes: list[RemoteProcess] = []
         self.engines: list[Engine] = []
+        self.one_host = False
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
 
     def start(self) -> None:
@@ -134,18 +135,20 @@ class RayCluster:
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids[planned.index(gpu)] for gpu in gpus)}
 
     def _check_hosts(self) -> None:
-        """Raise ConfigError if the run folder is not shared, or if `--sync-way` does not reach every engine."""
+        """Raise ConfigError if the run folder is not shared, or if `--weight-sync` does not reach every engine."""
         args, here = self._args, self._ray.is_here
-        if self._with_engines and self._plan.actor and args.sync_way in ON_ONE_HOST:
+        self.one_host = not elsewhere(args)
+        if self._with_engines and self._plan.actor:
             fed = [spec for spec in self._specs if spec.update_weights]
             needed = {self._plan.actor[0].node, *(slot.node for spec in fed for slot in spec.slots)}
             for host in (self._hosts[node] for node in sorted(needed)):
-                if not here(host):
+                self.one_host = self.one_host and here(host)
+                if not here(host) and args.weight_sync in ON_ONE_HOST:
                     raise ConfigError(
                         f"rank 0 of the trainer, the engines and this process share memory in this way of a sync, but "
                         f"node {host.info.address} is another host than this one",
-                        where=f"--sync-way {args.sync_way} with --cluster ray",
-                        remedy="use --sync-way disk (through --run-dir, on a folder that all hosts share), or start "
+                        where=f"--weight-sync {args.weight_sync} with --cluster ray",
+                        remedy="use --weight-sync disk (through --run-dir, on a folder that all hosts share), or start "
                         "from a node that has the CPUs and GPUs; nccl comes later",
                     )
         others = [host for host in self._hosts if not here(host)]

@@ -25,6 +25,7 @@ from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, places, sweep
+from instep.weights.way import AUTO, auto_way
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -108,11 +109,22 @@ class Deployment:
         admission.guard(get_model_url(self._hook_args, endpoint="/"))
         if self.engines and self.trainer is not None:
             vocab_size, max_len = int(self._hf_config["vocab_size"]), self._model_len(128)
-            self._sync = WeightSync(args, self.trainer.actor, vocab_size=vocab_size, max_len=max_len)
+            way, actor = self._chosen_way(), self.trainer.actor
+            self._sync = WeightSync(args, actor, way, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._beginning.state or {}).get("version", 0))  # versions go on, never back
         fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (name := args.ref_served_model) and (reference := served_reference(args, self._hook_args)) is not None:
             self._bound_context(reference.check(tokenizer_of(args), fleet.of_model(name)[0].url))
+
+    def _chosen_way(self) -> str:
+        """The way of the weight syncs; says what `auto` means here."""
+        assert self._cluster is not None
+        way: str = self._args.weight_sync
+        if way != AUTO:
+            return way
+        way, why = auto_way(self._cluster.one_host)
+        self._log.progress.line(f"weights travel by {way} (--weight-sync auto: {why})")
+        return way
 
     def close(self) -> None:
         """End all processes and remove their files that nobody needs any more."""

@@ -132,7 +132,7 @@ def _shm() -> Check:
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free in /dev/shm"
     if not os.access(path, os.W_OK):
         return Check("shared memory", "fail", "/dev/shm cannot be written", "mount it writable (docker: --shm-size=8g)")
-    remedy = "docker: --shm-size=8g; or a smaller --update-weight-buffer-size, or --sync-way disk"
+    remedy = "docker: --shm-size=8g; or a smaller --update-weight-buffer-size, or --weight-sync disk"
     return Check("shared memory", "ok" if usage.free >= MIN_SHM else "warn", text, remedy)
 
 

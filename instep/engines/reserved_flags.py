@@ -43,7 +43,7 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ("seed", "each sample has a seed of its own", "--seed"),
         ("logprobs_mode", "the trainer needs the log-probs of the distribution that was sampled from", ""),
         ("enable_scale_out tokens_only", "instep asks for tokens by /inference/v1/generate, and turns it on", ""),
-        ("weight_transfer_config", "the way of a weight sync has a flag", "--sync-way shm or --sync-way disk"),
+        ("weight_transfer_config", "the way of a weight sync has a flag", "--weight-sync shm or --weight-sync disk"),
         (
             "enable_sleep_mode",
             "engines that sleep while the trainer works come later",

@@ -104,7 +104,7 @@ def _write(path: Path, parts: list[torch.Tensor], num_bytes: int) -> None:
         raise SyncError(
             f"a bucket of {num_bytes / 1e6:,.1f} MB does not fit into shared memory: {error.strerror}",
             where=str(path),
-            remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --sync-way disk",
+            remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --weight-sync disk",
         ) from error
 
 

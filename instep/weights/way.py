@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
 
-WAYS = ("shm", "disk")  # choices of --sync-way; the first is the default
+AUTO = "auto"  # the value of --weight-sync that stands for a way
+WAYS = ("shm", "disk")
+LATER = ("nccl", "ipc", "single-copy", "restart", "lora")  # known, not there yet
 ON_ONE_HOST = frozenset({"shm"})  # these need trainer and engines on one host
 GOLDEN = "disk"  # the slow way that every other way is compared with
 
@@ -90,6 +92,13 @@ class Way(Protocol):
 
     def drive(self, carriage: Carriage) -> Sent:
         """Drive the session: the controller's side, which publishes and delivers to the engines what is emitted."""
+
+
+def auto_way(one_host: bool) -> tuple[str, str]:
+    """What `--weight-sync auto` means, and why; `one_host`: trainer, engines and controller share a host."""
+    if one_host:
+        return "shm", "trainer and engines share this host's memory"
+    return "disk", "an engine is on another host than the trainer's rank 0 or this process"
 
 
 def way_named(name: str) -> Way:

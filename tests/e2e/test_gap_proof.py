@@ -51,7 +51,7 @@ def synced(stack, tiny):
     """A sync of version 4, after which trainer and engine hold the same weights."""
     args, actor, engine, _ = stack
     actor.load_weights(tiny / "hf")
-    sync = WeightSync(args, actor, vocab_size=50, max_len=128)
+    sync = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
     sync.version = 3
     sync.run([engine])
     yield sync
@@ -62,7 +62,7 @@ def load_foreign(stack, tiny):
     """What another trainer does that takes the engine for its own, and says that it is of the same version."""
     args, actor, engine, other = stack
     actor.load_weights(other)
-    foreign = WeightSync(args, actor, vocab_size=50, max_len=128)
+    foreign = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
     foreign.version = 3
     foreign.run([engine])
     foreign.close()

@@ -210,7 +210,7 @@ def test_a_plan_that_does_not_fit_says_what_there_is(joined):
 
 def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
     """Trainer on node 0, engine on node 1, weights through the disk: the same rollouts and losses."""
-    common = ["--sync-way", "disk", "--actor-num-gpus-per-node", "2"]
+    common = ["--weight-sync", "disk", "--actor-num-gpus-per-node", "2"]
     more = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "2"]
     there = run(grpo_arguments(tiny, tmp_path / "ray", *common, *more))
     assert there.returncode == 0, there.stderr[-3000:]

@@ -181,7 +181,9 @@ def shm_full(place: Place) -> None:
         Shm.send = send_after_limit
         """
     with place.run(*ENDLESS, patches={"worker": patch}) as run:
-        run.error("shm_full", "SyncError: a bucket of 0.4 MB does not fit", "/dev/shm", "--shm-size", "--sync-way disk")
+        run.error(
+            "shm_full", "SyncError: a bucket of 0.4 MB does not fit", "/dev/shm", "--shm-size", "--weight-sync disk"
+        )
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------

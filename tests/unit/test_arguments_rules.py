@@ -108,7 +108,11 @@ CONTRADICTIONS = [
     ("--api-key-file nowhere", "", "no engine, router or teacher of somebody else's is named"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 --api-key-file nowhere", "", "cannot be read: No such file"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
-    ("--rollout-external-engine-addrs 10.0.0.1:8000", "", "shared memory does not reach 10.0.0.1:8000"),
+    (
+        "--rollout-external-engine-addrs 10.0.0.1:8000",
+        "--weight-sync shm",
+        "shared memory does not reach 10.0.0.1:80",
+    ),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
     ("--min-lr 1", "", "is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "", "give one of the two"),
@@ -310,7 +314,7 @@ def test_ranks_and_cores(monkeypatch):
         return parse(argv(f"--device cpu {flags}", without=ranks)).world_size
 
     assert num_ranks("") == 1 and num_ranks("--tensor-model-parallel-size 2") == 2
-    assert num_ranks("--cluster ray --rollout-batch-size 8 --sync-way disk") == 8
+    assert num_ranks("--cluster ray --rollout-batch-size 8 --weight-sync disk") == 8
     assert parse(argv(f"--device cpu {ranks} 2")).notes == []
     assert parse(argv(f"--device cpu {ranks} 4")).notes == [
         f"{ranks}: 4 trainer ranks on 2 CPU cores take turns, which is slow"

@@ -141,7 +141,10 @@ def train(tmp_path):
     [
         ("--actor-num-gpus-per-node 1 --actor-num-nodes 2", "the local cluster is one host"),
         ("--actor-num-gpus-per-node 1 --ray-address local", "no effect without --cluster ray"),
-        ("--actor-num-gpus-per-node 8 --cluster ray", "engine 0 is planned on another host than rank 0"),
+        (
+            "--actor-num-gpus-per-node 8 --cluster ray --weight-sync shm",
+            "engine 0 is planned on another host than rank 0",
+        ),
         ("--actor-num-gpus-per-node 9 --cluster ray", "9 GPUs of a node that has 8"),
     ],
 )
@@ -152,7 +155,7 @@ def test_train_refuses_before_anything_starts(train, words, text):
 
 
 def test_train_takes_what_can_be_placed(train):
-    args = train("--actor-num-gpus-per-node 8 --cluster ray --sync-way disk")
+    args = train("--actor-num-gpus-per-node 8 --cluster ray")
     assert make_plan(args).engines == (slots(1, [0]),)
     assert train("--actor-num-gpus-per-node 1 --colocate").colocate
 

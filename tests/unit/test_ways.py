@@ -12,7 +12,7 @@ from instep.weights.manifest import BucketManifest, tensor_digest
 from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
 from instep.weights.source import TensorSpec
-from instep.weights.way import GOLDEN, ON_ONE_HOST, WAYS, Order, way_named
+from instep.weights.way import GOLDEN, LATER, ON_ONE_HOST, WAYS, Order, auto_way, way_named
 from tests.assets import make_checkpoint
 
 TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
@@ -94,3 +94,8 @@ def test_a_digest_tells_every_byte():
         changed[place] = 1e-30
         digests.add(tensor_digest(changed))
     assert len(digests) == 4
+
+
+def test_auto_stays_in_memory_on_one_host_alone():
+    assert auto_way(one_host=True)[0] == "shm" and auto_way(one_host=False)[0] == GOLDEN
+    assert {*WAYS, *LATER} == {"nccl", "ipc", "shm", "single-copy", "disk", "restart", "lora"}

@@ -102,7 +102,7 @@ class Proof:
                     f"{engine.name} still answers with old weights: {len(changed)} tensors changed "
                     f"({', '.join(changed[:3])}, ...), but not one of its probe scores did",
                     where=engine.url,
-                    remedy=f"resume from the last checkpoint; try --sync-way {GOLDEN} if it happens again",
+                    remedy=f"resume from the last checkpoint; try --weight-sync {GOLDEN} if it happens again",
                 )
         self._scores, self._sent = {**self._scores, **scores}, sent
         return Proven(first, max(gaps.values()), self._tolerance)

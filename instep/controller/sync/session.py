@@ -105,7 +105,7 @@ class Session:
                 f"version {self.version} did not arrive: {refusal.what}{tensor}",
                 where=refusal.where,
                 remedy="the run stops before a token is made with wrong weights; resume from the last checkpoint, "
-                f"and try --sync-way {GOLDEN} if it happens again",
+                f"and try --weight-sync {GOLDEN} if it happens again",
             ) from refusal
         return sent
 

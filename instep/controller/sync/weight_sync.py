@@ -63,13 +63,14 @@ class WeightSync:
     """Owns the versions of the policy and the sessions that carry them to the engines.
 
     Args:
-        args: `sync_way`, `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
+        args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
+        way: the way of the run.
         vocab_size: the probe's tokens are drawn below it.
         max_len: the most tokens of a sequence that trainer and engines take.
     """
 
-    def __init__(self, args: Settings, actor: RoleTrainer, *, vocab_size: int, max_len: int):
-        self._args, self._actor = args, actor
+    def __init__(self, args: Settings, actor: RoleTrainer, way: str, *, vocab_size: int, max_len: int):
+        self._args, self._actor, self._way = args, actor, way
         self.version = 0
         self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)
         self._folder = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
@@ -79,7 +80,7 @@ class WeightSync:
         self._folder.remove()
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
-        """Bring a new version to `engines`, by `way` (default: --sync-way).
+        """Bring a new version to `engines`, by `way` (default: that of the run).
 
         Raises:
             SyncError: the weights did not arrive, or the proof failed; the error names engine and tensor.
@@ -133,7 +134,7 @@ class WeightSync:
         return SyncError(f"{error.what}; {found}", where=where, remedy=f"{remedy}; resume from the last checkpoint")
 
     def _carry(self, session: Session, way: str | None) -> SyncResult:
-        way = way or self._args.sync_way
+        way = way or self._way
         sent = session.transfer(way)
         proven = self.proof.prove(session, way, sent)
         return SyncResult(
