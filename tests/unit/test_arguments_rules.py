@@ -108,11 +108,7 @@ CONTRADICTIONS = [
     ("--api-key-file nowhere", "", "no engine, router or teacher of somebody else's is named"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 --api-key-file nowhere", "", "cannot be read: No such file"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
-    (
-        "--rollout-external-engine-addrs 10.0.0.1:8000",
-        "--weight-sync shm",
-        "shared memory does not reach 10.0.0.1:80",
-    ),
+    ("--rollout-external-engine-addrs 10.0.0.1:80 --weight-sync shm", "", "shared memory does not reach 10.0.0.1:80"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
     ("--min-lr 1", "", "is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "", "give one of the two"),
