@@ -321,7 +321,7 @@ OPENRLHF = (
     Row("vllm.num_engines or vllm_num_engines", "", "--rollout-num-gpus", "engines times GPUs of one"),
     Row("vllm.tensor_parallel_size or vllm_tensor_parallel_size", "1", "--rollout-num-gpus-per-engine"),
     Row("vllm.gpu_memory_utilization", "0.95", "--vllm-gpu-memory-utilization"),
-    Row("vllm.sync_backend or vllm_sync_backend", "nccl", "--weight-sync auto", "shm on one host, disk on several"),
+    Row("vllm.sync_backend or vllm_sync_backend", "nccl", "--weight-sync nccl"),
     Row("vllm.enable_sleep or vllm_enable_sleep", "False", "", "engines keep their memory today"),
     Row("ds.zero_stage or zero_stage", "2", "--train-backend hf", "FSDP2, which shards weights, gradients and states"),
     Row("ds.lora.rank or lora_rank", "0", "", "LoRA comes later, all weights are trained"),

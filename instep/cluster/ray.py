@@ -149,7 +149,7 @@ class RayCluster:
                         f"node {host.info.address} is another host than this one",
                         where=f"--weight-sync {args.weight_sync} with --cluster ray",
                         remedy="use --weight-sync disk (through --run-dir, on a folder that all hosts share), or start "
-                        "from a node that has the CPUs and GPUs; nccl comes later",
+                        "from a node that has the CPUs and GPUs",
                     )
         others = [host for host in self._hosts if not here(host)]
         if not others:

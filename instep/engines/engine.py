@@ -226,6 +226,10 @@ class Engine:
     def update(self, info: dict[str, Any], *, timeout: float) -> None:
         self.kind.update(self, info, timeout=timeout)
 
+    def num_workers(self, timeout: float) -> int:
+        """The number of processes that hold its weights, whole or in part."""
+        return self.kind.num_workers(self, timeout)
+
     def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
         self.kind.finish_update(self, version, names, timeout=timeout)
 

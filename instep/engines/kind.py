@@ -150,6 +150,10 @@ class EngineKind(Protocol):
 
     # ---- a weight session (docs/architecture.md): start, any number of updates, finish -------------------------------
 
+    def num_workers(self, engine: RunningEngine, timeout: float) -> int:
+        """How many of its processes take weights."""
+        return 1
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         """Begin a weight session; an earlier one that never ended is abandoned."""
         engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)

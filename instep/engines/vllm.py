@@ -184,6 +184,9 @@ class VllmKind(EngineKind):
         theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
         return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
 
+    def num_workers(self, engine: RunningEngine, timeout: float) -> int:
+        return int(get_json(engine.url + "/get_world_size", timeout)["world_size"])
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
         try:

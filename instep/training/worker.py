@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ class Worker:
             The place of this rank, without its process group.
         """
         self.args, self.role = args, role
+        self._host = urlsplit(rendezvous).hostname or ""  # of rank 0, if ranks may be on several hosts
         torch.set_num_threads(num_threads)
         cuda = args.device == "cuda"
         if cuda:
@@ -249,7 +251,7 @@ class Worker:
     def publish(self, way: str, order: Order) -> None:
         """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
         self.backend.publish(order.version)
-        way_named(way).send(self.backend.weight_source(), order, self._emit)
+        way_named(way).send(self.backend.weight_source(), replace(order, host=self._host), self._emit)
 
     def weight_digests(self, way: str) -> dict[str, str]:
         """The digest of every weight by name, as `way` computes it; collective, empty except on emitting ranks."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from instep.weights.source import WeightSource
 
 AUTO = "auto"  # the value of --weight-sync that stands for a way
-WAYS = ("shm", "disk")
-LATER = ("nccl", "ipc", "single-copy", "restart", "lora")  # known, not there yet
+WAYS = ("shm", "disk", "nccl")
+LATER = ("ipc", "single-copy", "restart", "lora")  # known, not there yet
 ON_ONE_HOST = frozenset({"shm"})  # these need trainer and engines on one host
 GOLDEN = "disk"  # the slow way that every other way is compared with
 
@@ -34,6 +34,9 @@ class Order:
         folder: where a way that writes files puts them.
         bucket_bytes: about how many bytes travel at a time.
         hf_checkpoint: the folder with configuration and tokenizer of the model.
+        seconds: how long the session may still take.
+        audience: which processes receive; num_receivers: how many of their workers.
+        host: the address of the sender that other hosts reach; "": all are on one host.
     """
 
     version: str
@@ -41,6 +44,10 @@ class Order:
     folder: Path
     bucket_bytes: int
     hf_checkpoint: Path
+    seconds: float = 600.0
+    audience: str = ""
+    num_receivers: int = 0
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,19 @@ class Carriage(Protocol):
     memory_folder: Path
     disk_folder: Path | None
 
-    def publish(self, folder: Path, on_event: Callable[[Any], None]) -> None:
+    def receivers(self) -> tuple[str, int]:
+        """Which processes the engines of the session are, as a text, and how many workers they have together."""
+
+    def publish(
+        self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
+    ) -> None:
         """Let every worker `send` into `folder`; `on_event` gets what they emit on the way."""
 
-    def deliver(self, info: dict[str, Any]) -> None:
-        """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`."""
+    def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
+        """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`.
+
+        `failed` is called as soon as one of them does not.
+        """
 
     def seconds_left(self) -> float:
         """The seconds until the deadline of the session. Raises SyncError when it has passed."""

@@ -1,6 +1,7 @@
 """Each way of the weights, without engines: what its sender announces and what its driver delivers."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,24 @@ import torch
 from safetensors.torch import load_file
 
 from instep.errors import SyncError
-from instep.weights.manifest import BucketManifest, tensor_digest
+from instep.weights import nccl
+from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
 from instep.weights.source import TensorSpec
+from instep.weights.stream import (
+    ROW_BYTES,
+    Group,
+    Invitation,
+    StreamMismatch,
+    checksum,
+    checksums,
+    open_store,
+    raw_bytes,
+    receive,
+    rows_of,
+    send_bucket,
+)
 from instep.weights.way import GOLDEN, LATER, ON_ONE_HOST, WAYS, Order, auto_way, way_named
 from tests.assets import make_checkpoint
 
@@ -36,12 +51,19 @@ class Carriage:
         self.memory_folder.mkdir(mode=0o700)
         self.loaded = {}
 
-    def publish(self, folder, on_event):
-        order = Order("3", "nonce", folder, 50, self._checkpoint)  # two tensors of 24 bytes do not fill a bucket
+    def receivers(self):
+        return str(self.memory_folder), 1
+
+    def publish(self, folder, on_event, audience="", num_receivers=0):
+        # Two tensors of 24 bytes do not fill a bucket.
+        order = Order("3", "nonce", folder, 50, self._checkpoint, 30.0, audience, num_receivers)
         way_named(self._way).send(Source(), order, on_event)
 
-    def deliver(self, info):
+    def deliver(self, info, failed=None):
         assert info["backend"] == self._way
+        if self._way == "nccl":
+            receive_stream(info, lambda tensors: self.loaded.update(tensors))
+            return
         if self._way == "shm":
             manifest = BucketManifest.from_json(info["manifest"])
             assert (manifest.version, manifest.nonce) == ("3", "nonce")
@@ -53,11 +75,20 @@ class Carriage:
         return 30.0
 
 
+def receive_stream(info, load, session=None):
+    invitation = Invitation(**info["invitation"])
+    group = Group(open_store(invitation.store, 30.0), invitation, torch.device("cpu"), 30.0)
+    try:
+        receive(group, session or {"version": "3", "nonce": "nonce"}, load, time.monotonic() + 30)
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     carriage = Carriage(name, tmp_path)
     sent = way_named(name).drive(carriage)
-    assert sent.digests == {name: tensor_digest(t) for name, t in TENSORS.items()}
+    assert sent.digests == {tensor: way_named(name).digest(t) for tensor, t in TENSORS.items()}
     assert sum(record.nbytes for record in sent.tensors) == 5 * 24
     assert carriage.loaded.keys() == TENSORS.keys()
     assert all(torch.equal(carriage.loaded[name], t) for name, t in TENSORS.items())
@@ -86,16 +117,116 @@ def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, 
         freed.set()
 
 
-def test_a_digest_tells_every_byte():
+@pytest.mark.parametrize("name", WAYS)
+def test_a_digest_tells_every_byte(name):
+    digest = way_named(name).digest
     weight = torch.zeros(5000)
-    digests = {tensor_digest(weight)}
+    digests = {digest(weight)}
     for place in (0, 17, 4999):
         changed = weight.clone()
         changed[place] = 1e-30
-        digests.add(tensor_digest(changed))
+        digests.add(digest(changed))
     assert len(digests) == 4
 
 
 def test_auto_stays_in_memory_on_one_host_alone():
     assert auto_way(one_host=True)[0] == "shm" and auto_way(one_host=False)[0] == GOLDEN
     assert {*WAYS, *LATER} == {"nccl", "ipc", "shm", "single-copy", "disk", "restart", "lora"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_tells_order_and_signs(dtype):
+    weight = torch.randn(96, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = [weight, weight.T.contiguous(), weight.flip(0), weight.flip(1), -weight, weight.roll(1)]
+    for i, j in ((0, 1), (0, 1024), (0, 4096), (5, 9000)):  # of one word, row and tensor
+        signs, swapped = weight.clone().view(-1), weight.clone().view(-1)
+        signs[[i, j]] *= -1
+        swapped[[i, j]] = swapped[[j, i]]
+        others += [signs, swapped]
+    assert len({checksum(t) for t in others}) == len(others)
+
+
+def test_checksums_of_a_bucket_are_those_of_its_tensors():
+    """Three tensors: of a part of a row, of more rows than are multiplied at once, of one byte."""
+    tensors = [torch.randn(300), torch.randn(5000, 1024), torch.tensor([7], dtype=torch.uint8)]
+    rows = [rows_of(t.nbytes) for t in tensors]
+    bucket = torch.zeros(sum(rows) * ROW_BYTES, dtype=torch.uint8)
+    for start, tensor in zip(torch.tensor([0, *rows]).cumsum(0).tolist(), tensors, strict=False):
+        bucket[start * ROW_BYTES :][: tensor.nbytes] = raw_bytes(tensor)
+    assert checksums(bucket, rows) == [checksum(t) for t in tensors]
+
+
+class Received:
+    """A receiver of streams, as an engine has it."""
+
+    def __init__(self, tmp_path):
+        self.carriage, self.streams, self.group = Carriage("nccl", tmp_path), [], None
+        self.carriage.deliver = self.deliver
+        self.load = lambda tensors: None
+        self.session = {"version": "3", "nonce": "nonce"}
+
+    def deliver(self, info, failed):
+        self.streams.append(invitation := Invitation(**info["invitation"]))
+        try:
+            if self.group is None or self.group.name != invitation.group:
+                self.group = Group(open_store(invitation.store, 30.0), invitation, torch.device("cpu"), 30.0)
+            receive(self.group, self.session, self.load, time.monotonic() + 30)
+        except BaseException:
+            failed()
+            raise
+
+
+def test_a_group_serves_many_sessions(tmp_path):
+    receiver = Received(tmp_path)
+    sent = [way_named("nccl").drive(receiver.carriage) for _ in range(3)]
+    assert sent[0] == sent[2] and len({i.group for i in receiver.streams}) == 1
+
+
+def test_a_refused_bucket_ends_nothing_but_its_session(tmp_path):
+    receiver, names = Received(tmp_path), []
+
+    def refuse(tensors):
+        names.extend(tensors)
+        raise ValueError("not this one")
+
+    receiver.load = refuse
+    with pytest.raises(ValueError, match="not this one"):
+        way_named("nccl").drive(receiver.carriage)
+    assert names == list(TENSORS)[:1]  # a bucket is one row here; nothing is loaded after it
+    receiver.session = {"version": "3", "nonce": "another"}
+    with pytest.raises(StreamMismatch, match="a bucket of .*'nonce': 'nonce'"):
+        way_named("nccl").drive(receiver.carriage)
+    receiver.load, receiver.session = (lambda tensors: None), {"version": "3", "nonce": "nonce"}
+    assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
+
+
+def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):
+    receiver = Received(tmp_path)
+
+    def torn(group, session, tensors, data, deadline):
+        data[5] ^= 1
+        return send_bucket(group, session, tensors, data, deadline)
+
+    monkeypatch.setattr(nccl, "send_bucket", torn)
+    with pytest.raises(StreamMismatch, match="do not have the checksum") as refusal:
+        way_named("nccl").drive(receiver.carriage)
+    assert refusal.value.tensor == "layer.0.weight"
+
+
+def test_a_receiver_that_does_not_come_ends_the_stream(tmp_path):
+    """What it raised is told, and the sender does not wait for its deadline of 30 s."""
+    receiver = Received(tmp_path)
+    way_named("nccl").drive(receiver.carriage)  # the group is open
+
+    def fail(info, failed):
+        failed()
+        raise SyncError("the engine is gone")
+
+    receiver.carriage.deliver = fail
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="the engine is gone"):
+        way_named("nccl").drive(receiver.carriage)
+    assert time.monotonic() - started < 10
+    receiver.carriage.deliver = receiver.deliver
+    assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
+    assert receiver.streams[0].group != receiver.streams[-1].group

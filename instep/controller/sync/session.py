@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import Engine, EngineRefusal
-from instep.errors import EngineError, SyncError
+from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
 from instep.weights.way import GOLDEN, Order, Sent, way_named
 
@@ -87,9 +87,28 @@ class Session:
     def transfer(self, way: str) -> Sent:
         """Bring the weights to all engines by `way`; they serve the new version when this returns, unproven.
 
+        The death of one engine may break what others receive: they receive once more.
+
         Raises:
             SyncError: an engine refused something; the message names the tensor.
         """
+        while True:
+            try:
+                return self._transfer(way)
+            except (SyncError, EngineError) as error:
+                if isinstance(error, EngineGone) or not self._leave_dead(error):
+                    raise
+
+    def _leave_dead(self, error: InstepError) -> bool:
+        """Whether engines have died, which leave the session."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            gone = list(pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), self.engines))
+        dead = [engine for engine, is_gone in zip(self.engines, gone, strict=True) if is_gone]
+        for engine in dead:
+            self._leave(engine, EngineError(error.what))
+        return bool(dead)
+
+    def _transfer(self, way: str) -> Sent:
         carriage = _Carriage(self, way, secrets.token_hex(8))
         try:
             self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
@@ -158,14 +177,29 @@ class _Carriage:
         elsewhere = args.cluster == "ray" or args.rollout_external_engine_addrs
         self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
 
-    def publish(self, folder: Path, on_event: Callable[[Any], None]) -> None:
-        args, version = self._session.args, self._session.version
-        size, model = int(args.update_weight_buffer_size), Path(args.hf_checkpoint)
-        order = Order(version, self.nonce, folder, size, model)
-        self._session.actor.publish(self._way, order, timeout=self.seconds_left(), on_event=on_event)
+    def receivers(self) -> tuple[str, int]:
+        engines = self._session.engines
+        audience = ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in engines)
+        return audience, sum(self._session.each(lambda e: e.num_workers(self.seconds_left())).values())
 
-    def deliver(self, info: dict[str, Any]) -> None:
-        self._session.each(lambda e: e.update(info, timeout=self.seconds_left()))
+    def publish(
+        self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
+    ) -> None:
+        args, left = self._session.args, self.seconds_left()
+        size, model = int(args.update_weight_buffer_size), Path(args.hf_checkpoint)
+        order = Order(self._session.version, self.nonce, folder, size, model, left, audience, num_receivers)
+        self._session.actor.publish(self._way, order, timeout=left, on_event=on_event)
+
+    def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
+        def load(engine: Engine) -> None:
+            try:
+                engine.update(info, timeout=self.seconds_left())
+            except InstepError:
+                if failed is not None:
+                    failed()
+                raise
+
+        self._session.each(load)
 
     def seconds_left(self) -> float:
         return self._session.seconds_left()

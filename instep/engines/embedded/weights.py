@@ -1,5 +1,6 @@
 """The engine's side of a weight sync: sessions that check all bytes before they load them (docs/architecture.md)."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from instep.processes import pulse
 from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
 from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
+from instep.weights.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 
@@ -28,6 +30,7 @@ class LiveWeights:
         self.version, self.failure = "default", ""
         self.session: tuple[str | None, str | None] | None = None  # version, nonce
         self.delivered: set[str] = set()
+        self.group: Group | None = None  # of the last stream
 
     def start(self, version: str | None, nonce: str | None) -> None:
         self.abandon()
@@ -38,7 +41,9 @@ class LiveWeights:
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         try:
-            written = {"shm": self._load_bucket, "disk": self._load_checkpoint}[info["backend"]](info)
+            written = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}[info["backend"]](
+                info
+            )
         except (KeyError, TypeError) as error:  # also a backend that is neither
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except HttpError as error:
@@ -81,6 +86,36 @@ class LiveWeights:
             return self._write(read_bucket(manifest), exact=True)
         except BucketMismatch as error:
             raise HttpError("WeightMismatch", str(error), error.tensor) from error
+
+    def _receive(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Receive all weights as a stream."""
+        invitation, seconds = Invitation(**info["invitation"]), float(info["seconds"])
+        deadline = time.monotonic() + seconds
+        version, nonce = self.session or (None, None)
+        received: dict[str, torch.Tensor] = {}
+
+        def load(tensors: dict[str, torch.Tensor]) -> None:
+            written = self._write(tensors, exact=True)
+            received.update(written)
+            self.delivered.update(written)
+
+        try:
+            if self.group is None or self.group.name != invitation.group:
+                self._leave_group()
+                device = next(iter(self.parameters.values())).device
+                self.group = Group(open_store(invitation.store, seconds), invitation, device, seconds, alive=pulse)
+            receive(self.group, {"version": str(version), "nonce": str(nonce)}, load, deadline)
+        except (StreamBroken, StreamMismatch) as error:
+            self._leave_group()
+            raise HttpError(
+                "WeightMismatch", f"the stream of weights: {error}", getattr(error, "tensor", None)
+            ) from error
+        return received
+
+    def _leave_group(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
     def _load_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Load a Hugging Face checkpoint, whose dtype may differ from the model's, but not its names and shapes."""

@@ -1,10 +1,11 @@
-"""The weight-transfer engine `instep_shm`, one per worker: buckets from shared memory, or a checkpoint from disk.
+"""The weight-transfer engine `instep_shm`, one per worker: buckets from shared memory or a stream, or a checkpoint.
 
 A session uses vLLM's own routes:
 
     POST /init_weight_transfer_engine {"init_info": {"protocol": 1, "version": "3", "nonce": "..."}}
     POST /start_weight_update
-    POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path"
+    POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
+                                                                                  or "nccl", "invitation", "seconds"
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
@@ -22,7 +23,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from vllm.logger import init_logger
 from instep_vllm import PROTOCOL
 from instep_vllm.bucket import Manifest, WeightMismatch, read
 from instep_vllm.place import NoPlace, check_checkpoint
+from instep_vllm.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
 logger = init_logger("vllm.instep")
 ACTIVE = "a session is active: POST /finish_weight_update ends it"
@@ -56,12 +59,17 @@ class Session(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """One step of a session; `backend` is shm (needs `manifest`), disk (`path`) or complete (`names`)."""
+    """One step of a session.
+
+    `backend` is shm (needs `manifest`), disk (`path`), nccl (`invitation`, `seconds`) or complete (`names`).
+    """
 
     backend: str
     manifest: dict[str, Any] = field(default_factory=dict)
     path: str = ""
     names: list[str] | None = None
+    invitation: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
@@ -70,6 +78,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._session: Session | None = None
+        self._group: Group | None = None  # of the last stream
         self._delivered: set[str] = set()
         self._complete = self._active = False
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
@@ -144,6 +153,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             self._load(self._checked(Manifest.from_json(update_info.manifest)))
         elif update_info.backend == "disk":
             self._load(self._checkpoint(Path(update_info.path)))
+        elif update_info.backend == "nccl":
+            self._receive(Invitation(**update_info.invitation), update_info.seconds)
         elif update_info.backend == "complete":
             self._check_complete(update_info.names)
             self._complete = True
@@ -173,15 +184,17 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         if got != want:
             first = manifest.tensors[0].name if manifest.tensors else None
             raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
-        for t in manifest.tensors:
-            if t.name in self._delivered:
-                raise WeightMismatch(f"{t.name} came twice", t.name)
-            if self._shapes and t.name not in self._shapes:
-                raise WeightMismatch(f"{t.name} is no tensor of this model", t.name)
-            if self._shapes and t.shape != self._shapes[t.name]:
-                message = f"{t.name}: received shape {t.shape}, the model has {self._shapes[t.name]}"
-                raise WeightMismatch(message, t.name)
+        self._check_names({t.name: t.shape for t in manifest.tensors})
         return read(manifest)
+
+    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            if name in self._delivered:
+                raise WeightMismatch(f"{name} came twice", name)
+            if self._shapes and name not in self._shapes:
+                raise WeightMismatch(f"{name} is no tensor of this model", name)
+            if self._shapes and shape != self._shapes[name]:
+                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
 
     def _checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
         """All tensors of a Hugging Face checkpoint."""
@@ -224,6 +237,31 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             first = next(iter(tensors), None)
             raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
         self._delivered.update(tensors)
+
+    def _receive(self, invitation: Invitation, seconds: float) -> None:
+        """Receive all weights as a stream, and load one bucket after another."""
+        assert self._session is not None, "receive_weights checks it"
+
+        def load(tensors: dict[str, torch.Tensor]) -> None:
+            self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
+            self._load(tensors)
+
+        deadline = time.monotonic() + seconds
+        try:
+            if self._group is None or self._group.name != invitation.group:
+                self._leave_group()
+                self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
+            receive(self._group, {"version": self._session.version, "nonce": self._session.nonce}, load, deadline)
+        except StreamMismatch as error:
+            raise WeightMismatch(str(error), error.tensor) from error
+        except StreamBroken as error:
+            self._leave_group()
+            raise WeightMismatch(f"the stream of weights broke: {error}") from error
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _forget_partial_layers(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
