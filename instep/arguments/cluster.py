@@ -229,8 +229,19 @@ def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
         elif args.weight_sync in ON_ONE_HOST and address in elsewhere(args) and args.command == "train":
             remedy = "use --weight-sync disk (through --run-dir, a folder that both hosts see)"
             yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
+        elif args.weight_sync == "nccl" and args.cluster == "local" and address in elsewhere(args):
+            remedy = "use --cluster ray, or --weight-sync disk (through --run-dir, a folder that both hosts see)"
+            yield Problem(f"the trainer's address does not reach {address}", "--weight-sync nccl", remedy)
     if args.rollout_external_engine_addrs and args.colocate:
         yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
+
+
+def own_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """NCCL joins no two processes on one GPU."""
+    if args.weight_sync == "nccl" and args.colocate and args.device == "cuda":
+        yield Problem(
+            "NCCL needs a GPU for each process", "--weight-sync nccl with --colocate", "use --weight-sync shm"
+        )
 
 
 def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -272,6 +283,6 @@ def bf16(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
 
 
-PLANNED_RULES = (hosts, placement)
+PLANNED_RULES = (hosts, placement, own_gpus)
 SERVED_RULES = (engine_size, external_engines, *PLANNED_RULES, bf16)
 RULES = (cpu_cores, *SERVED_RULES)

@@ -24,7 +24,7 @@ ASYNC = "asynchronous training comes later"
 MOE = "mixture-of-experts models come later"
 CONTEXT_PARALLEL = "context parallelism comes later"
 SYNC_WAYS = "other ways of a weight sync come later"
-WAYS_HERE = "--weight-sync shm, --weight-sync nccl or --weight-sync disk"
+WAYS_HERE = "--weight-sync shm or --weight-sync disk"
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class Settings:
     wandb_run_id: str | None
     wandb_team: str | None
     weight_decay: float
-    weight_sync: Literal["auto", "shm", "disk"]
+    weight_sync: Literal["auto", "shm", "disk", "nccl"]
     worker_start_timeout: float
     world_size: int
 

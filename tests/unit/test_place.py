@@ -19,9 +19,10 @@ def place(tmp_path, name="instep-sync-1", mode=0o700):
     return folder / "b.bin"
 
 
-def test_the_plugin_checks_as_the_engine_does():
-    ours = Path(instep.weights.place.__file__)
-    assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm/place.py").read_text() == ours.read_text()
+@pytest.mark.parametrize("name", ["place.py", "stream.py"])
+def test_the_plugin_checks_as_the_engine_does(name):
+    ours = Path(instep.weights.place.__file__).with_name(name)
+    assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm" / name).read_text() == ours.read_text()
 
 
 def test_a_bucket_of_a_run_is_read(tmp_path):

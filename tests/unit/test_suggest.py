@@ -34,7 +34,7 @@ SAID = [
     ("train --no-offload-train", "--offload-train is not there", "leave it out: it is off"),
     ("train --no-use-kl-loss", "--use-kl-loss is off unless it is given", "leave it out, and --use-kl-loss"),
     ("train --weight-bridge-mode shared_vllm", "later", "use --weight-sync shm or --weight-sync disk"),
-    ("train --weight-sync nccl", "later: this value", "use --weight-sync shm or --weight-sync disk"),
+    ("train --weight-sync ipc", "later: this value", "use --weight-sync shm or --weight-sync disk"),
     ("train --sync-way lora", "later: this value", "use --weight-sync shm or --weight-sync disk"),
     ("train data.train_files=x.parquet", "verl's data.train_files", "use --prompt-data"),
     ("train algorithm.adv_estimator=rloo", "verl's algorithm.adv_estimator", "use --advantage-estimator rloo"),

@@ -105,7 +105,7 @@ class Session:
             gone = list(pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), self.engines))
         dead = [engine for engine, is_gone in zip(self.engines, gone, strict=True) if is_gone]
         for engine in dead:
-            self._leave(engine, EngineError(error.what))
+            self._leave(engine, error)
         return bool(dead)
 
     def _transfer(self, way: str) -> Sent:
@@ -158,7 +158,7 @@ class Session:
             return seconds > 0 and not (engine.healthy(seconds) and engine.answers(seconds))
         return engine.process is not process or process.died_within(seconds)
 
-    def _leave(self, engine: Engine, error: EngineError | None) -> None:
+    def _leave(self, engine: Engine, error: InstepError | None) -> None:
         self.engines.remove(engine)
         if not self.engines:
             what = error.what if error is not None else f"{engine.name} died"
