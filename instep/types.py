@@ -67,7 +67,7 @@ class Sample:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
     sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
-    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # each other distribution that was sampled from
+    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # the distributions that its tokens are of
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched

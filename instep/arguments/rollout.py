@@ -8,6 +8,9 @@ from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, later, switch
 from instep.arguments.model import known_config
+from instep.engines.topology import max_model_lens
+from instep.errors import ConfigError
+from instep.models.rope import context_length, rope_by_layer
 
 TEMPERATURE = Number(float, 0.01, 100)  # vLLM takes 0.01 in place of less, and the trainer would not know
 TOP_K = Number(int, -1, 10**7)
@@ -95,9 +98,21 @@ ROLLOUT = FlagGroup(
 
 
 def context_of_model(args: Settings) -> int | None:
-    """The most tokens of a prompt and its response in an engine, as flags or config.json say; None: neither does."""
-    most = args.vllm_max_model_len or known_config(args).get("max_position_embeddings")
-    return most if isinstance(most, int) else None
+    """The most tokens of a prompt and its response that every engine with the trainer's weights takes, and the trainer.
+
+    Flags, groups of `--vllm-config` and config.json say it; None: none of them does.
+    """
+    found = _contexts(args)
+    return min((length for length in found if length is not None), default=None)
+
+
+def _contexts(args: Settings) -> list[int | None]:
+    config = known_config(args)
+    try:
+        given = max_model_lens(args)
+    except ConfigError:  # of --vllm-config, whose rule reports it
+        given = [args.vllm_max_model_len]
+    return [context_length(config, length) for length in given]
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
@@ -153,6 +168,18 @@ def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, flag_name(name), f"use less than {context}", refused=False)
 
 
+def one_context(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Engines and the trainer of a model with longrope take its short factors or its long ones, but all the same."""
+    config = known_config(args)
+    original = context_length(config, None)
+    if original is not None and any(rope["rope_type"] == "longrope" for rope in rope_by_layer(config).values()):
+        contexts = sorted({length for length in _contexts(args) if length is not None})
+        if contexts and contexts[0] <= original < contexts[-1]:
+            what = f"engines of {contexts[0]} and of {contexts[-1]} tokens have different rotary factors (longrope)"
+            remedy = f"give all of them at most {original} tokens, or all of them more"
+            yield Problem(what, "max_model_len of the groups in --vllm-config", remedy)
+
+
 def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:
     size = known_config(args).get("vocab_size")
     for token in args.rollout_stop_token_ids or ():
@@ -173,4 +200,4 @@ def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--over-sampling-batch-size", f"use at least {needed}")
 
 
-RULES = (partial_rollouts, prompt_length, response_length, stop_tokens, top_k, over_sampling)
+RULES = (partial_rollouts, prompt_length, response_length, one_context, stop_tokens, top_k, over_sampling)

@@ -122,13 +122,6 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
         )
 
 
-def longest(args: Settings) -> int | None:
-    """The most tokens of prompt + response that all engines with the trainer's weights take; None: the model's."""
-    found = [engine.max_model_len for engine in plan_engines(args) if engine.update_weights]
-    found.append(args.vllm_max_model_len)
-    return min((length for length in found if length is not None), default=None)
-
-
 def has_router(args: Settings, num_engines: int) -> bool:
     """Whether a router stands in front of `num_engines` engines of a model; a single engine may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
-from instep.cluster.engine_plan import elsewhere, longest, plan_engines
+from instep.arguments.rollout import context_of_model
+from instep.cluster.engine_plan import elsewhere, plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
@@ -79,7 +80,7 @@ class LocalCluster:
         first_gpu = 0
         for role, size in sizes.items():
             rendezvous = str(scratch / f"rendezvous-{role}")
-            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=context_of_model(args))
             self.setup_requests[role] = [
                 (role_args, rank, size, rendezvous, self._threads_per_rank, role, first_gpu + rank)
                 for rank in range(size)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from instep.cluster.engine_plan import elsewhere, longest, plan_engines
+from instep.cluster.engine_plan import elsewhere, plan_engines
 from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
@@ -37,6 +37,7 @@ from instep.weights.way import ON_ONE_HOST
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
+from instep.arguments.rollout import context_of_model
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, nothing stays
@@ -122,7 +123,7 @@ class RayCluster:
             workers.append(process)
             relays.append(relay)
             url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
-            role_args = args_of_role(args, role).replace(vllm_max_model_len=longest(args))  # see models/rope.py
+            role_args = args_of_role(args, role).replace(vllm_max_model_len=context_of_model(args))
             requests.append((role_args, rank, len(slots), url, threads, role))
         self.setup_requests[role] = requests
         return RayWorkerGroup(role, workers, relays)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from instep.arguments.args import Runtime
-from instep.cluster.engine_plan import longest
+from instep.arguments.rollout import context_of_model
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
@@ -135,7 +135,7 @@ class Deployment:
 
     def _model_len(self, default: int) -> int:
         """The most tokens of a sequence that the policy takes."""
-        return longest(self._args) or int(self._hf_config.get("max_position_embeddings", default))
+        return context_of_model(self._args) or default
 
     def _bound_context(self, most: int) -> None:
         """Let responses end where the served model that scores them takes no more tokens."""

@@ -2,13 +2,16 @@
 
 The trainer scores a sample under softmax(logits / temperature). One temperature therefore holds for all trained tokens
 of a sample, and what else changes the distribution (top-p, a penalty, ...) biases the ratio of trainer and engine.
+A generate function may ask the policy for more than its sample, such as a verdict: only requests whose tokens stand in
+the sample count.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from instep.types import Sample
@@ -18,7 +21,31 @@ _NEUTRAL: dict[str, Any] = {"top_p": 1, "top_k": 0, "min_p": 0, "presence_penalt
 _NEUTRAL |= {"repetition_penalty": 1, "min_tokens": 0, "logit_bias": None, "allowed_token_ids": None}
 _NEUTRAL |= {"bad_words": None, "structured_outputs": None}
 
-_asked: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("asked", default=None)
+Answer = list[int] | str  # token ids, or the text where the engine gave none
+
+
+class Presumed(dict[str, Any]):
+    """Sampling parameters that instep itself wrote into a sample whose generate function runs."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The sampling parameters of a request to the policy, with vLLM's names, its answers, and the ids of its prompt."""
+
+    params: dict[str, Any]
+    answers: list[Answer]
+    prompt: list[int] | None
+
+
+@dataclass
+class Requests:
+    """Those of one run of a generate function; `defaults` are what OpenAI's routes take for what a request lacks."""
+
+    defaults: Callable[[], dict[str, Any]] = dict
+    noted: list[Request] = field(default_factory=list)
+
+
+_requests: contextvars.ContextVar[Requests | None] = contextvars.ContextVar("requests", default=None)
 
 
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +65,14 @@ def truncated_by(sample: Sample) -> dict[str, Any]:
     return {name: value for turn in turns for name, value in turn.items() if name != "temperature"}
 
 
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
 def record_turn(sample: Sample, params: dict[str, Any]) -> None:
     """Keep in `sample` what a request for its next tokens asks for; `params` have vLLM's names."""
+    if _requests.get() is not None:  # `settle` will see the request and its tokens
+        sample.sampling_params = Presumed(params)
+        return
     sample.sampling_params = dict(params)
     if not (sample.response_length and (sample.loss_mask is None or any(sample.loss_mask))):
         sample.sampling_turns = []  # nothing of what was sampled before is trained on
@@ -49,20 +82,147 @@ def record_turn(sample: Sample, params: dict[str, Any]) -> None:
 
 
 @contextmanager
-def requests_noted() -> Iterator[list[dict[str, Any]]]:
-    """Collect the sampling parameters that `note_request` gets meanwhile in this context and in tasks begun in it."""
-    asked: list[dict[str, Any]] = []
-    token = _asked.set(asked)
+def requests_noted(defaults: Callable[[], dict[str, Any]] = dict) -> Iterator[list[Request]]:
+    """Collect the requests that are noted meanwhile in this context and in tasks begun in it."""
+    requests = Requests(defaults)
+    token = _requests.set(requests)
     try:
-        yield asked
+        yield requests.noted
     finally:
-        _asked.reset(token)
+        _requests.reset(token)
 
 
-def note_request(params: Any) -> None:
-    """Note what a request to the policy's engines samples with; one that only scores its prompt is left out."""
-    asked = _asked.get()
-    if asked is None or not isinstance(params, dict) or params.get("prompt_logprobs") is not None:
+def note_request(params: dict[str, Any], answers: Sequence[Answer], prompt: Any) -> None:
+    """Note a request to the policy's engines; one that only scores its prompt is left out."""
+    requests = _requests.get()
+    if requests is not None and params.get("prompt_logprobs") is None:
+        ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else None
+        requests.noted.append(Request(dict(params), [answer for answer in answers if answer], ids))
+
+
+def note_json(payload: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Note a request in the form of vLLM's own route or of OpenAI's, by its JSON and that of its answer."""
+    requests = _requests.get()
+    choices = answer.get("choices")
+    if requests is None or not isinstance(choices, list):
         return
-    if all(distribution_of(params) != distribution_of(other) for other in asked):
-        asked.append(dict(params))
+    params = payload.get("sampling_params") or {}
+    if "prompt" in payload or "messages" in payload:
+        shaping = ("temperature", "max_tokens", "seed", "prompt_logprobs", *_NEUTRAL)
+        given = {name: payload[name] for name in shaping if payload.get(name) is not None}
+        params = requests.defaults() | given
+    if isinstance(params, dict):
+        prompt = payload.get("token_ids", payload.get("prompt"))
+        note_request(params, [_answer(choice) for choice in choices if isinstance(choice, dict)], prompt)
+
+
+def _answer(choice: dict[str, Any]) -> Answer:
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    ids = choice.get("token_ids")
+    return ids if isinstance(ids, list) else text.strip() if isinstance(text, str) else ""
+
+
+# ---- what of it the sample is made of --------------------------------------------------------------------------------
+
+
+def settle(
+    sample: Sample, requests: Sequence[Request], wanted: dict[str, Any], earlier: list[Any], before: int
+) -> None:
+    """Set what the trained tokens of `sample` were drawn with, unless its generate function has said so.
+
+    Args:
+        requests: those that the function made, for this sample or for something else.
+        wanted: the run's sampling parameters, with vLLM's names.
+        earlier: the turns of the first `before` response tokens, which the sample had when the function got it.
+    """
+    params = sample.sampling_params
+    own = isinstance(params, Presumed) and any(params == known for known in (wanted, *(r.params for r in requests)))
+    if sample.sampling_turns in ([], earlier):
+        if params and not own:
+            sample.sampling_turns = []  # the function's word holds for the whole sample
+        else:
+            found, kept = _drawn_by(sample, requests, before)
+            params = found[-1].params if found else params or wanted
+            turns = list(earlier) if kept else []
+            for turn in (distribution_of(request.params) for request in found):
+                turns += [turn] if turn not in turns else []
+            sample.sampling_turns = turns
+    sample.sampling_params = dict(params)
+
+
+def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple[list[Request], bool]:
+    """The requests that made trained tokens of `sample`, and whether it still has trained ones of those `before`.
+
+    An answer stands where its prompt ends, or wherever else the sample has its tokens; of several the longest first.
+    Where no answer stands in the sample (its function has changed every text), all requests count.
+    """
+    tokens = list(sample.tokens)
+    first = len(tokens) - sample.response_length
+    response, given = tokens[first:], sample.loss_mask
+    mask = [bool(m) for m in given] if given is not None and len(given) == len(response) else [True] * len(response)
+    made: dict[int, bool] = {}  # of requests whose tokens stand in the sample: whether some of them are trained on
+    free = list(range(len(requests)))
+    free.sort(key=lambda i: requests[i].params != sample.sampling_params)  # of equal answers its own goes first
+    prompts = [r.prompt or [] for r in requests]
+    places = [len(p) - first if len(p) >= first and tokens[: len(p)] == p else None for p in prompts]
+    covered = [False] * len(response)
+    for searched in (False, True):
+        while free:
+            best: tuple[int, int, int] = (0, 0, 0)  # length, place, request
+            for number in free:
+                for answer in requests[number].answers:
+                    if isinstance(answer, list) and (searched or places[number] is not None):
+                        at = None if searched else places[number]
+                        length, place = _longest(answer, response, mask, covered, best[0], at)
+                        best = (length, place, number) if length else best
+            length, place, number = best
+            if not length:
+                break
+            covered[place : place + length] = [True] * length
+            made[number] = any(mask[place : place + length])
+            free.remove(number)
+    left = [trained and not known for trained, known in zip(mask, covered, strict=True)]
+    if any(left[before:]):
+        made |= dict.fromkeys(_standing(sample.response, requests, made), True)
+        if not made:
+            made = dict.fromkeys(range(len(requests)), True)
+    return [request for number, request in enumerate(requests) if made.get(number)], any(left[:before])
+
+
+def _longest(
+    answer: list[int], response: list[int], mask: list[bool], covered: list[bool], known: int, at: int | None
+) -> tuple[int, int]:
+    """Length and place of the longest beginning of `answer` in `response`, if it is longer than `known`; else (0, 0).
+
+    It is whole, or ends where the response, the mask or a covered part does: functions cut answers at a stop string.
+    With `at` only that place is looked at.
+    """
+    best, start, size = (0, 0), -1 if at is None else at, len(response)
+    while size - start > max(known, best[0]):
+        if at is None:
+            try:
+                start = response.index(answer[0], start + 1)
+            except ValueError:
+                break
+        end = start
+        while end < min(size, start + len(answer)) and response[end] == answer[end - start] and not covered[end]:
+            end += 1
+        whole = end - start == len(answer)
+        cut = end > start and (end == size or covered[end] or mask[end] != mask[end - 1])
+        if (whole or cut) and end - start > max(known, best[0]):
+            best = (end - start, start)
+        if whole or at is not None:
+            break
+    return best
+
+
+def _standing(text: str, requests: Sequence[Request], made: dict[int, bool]) -> list[int]:
+    """The requests, but for those in `made`, with an answer that stands in `text`, each in a place of its own."""
+    answers = [(a, i) for i, r in enumerate(requests) if i not in made for a in r.answers if isinstance(a, str)]
+    out = []
+    for answer, number in sorted(answers, key=lambda one: len(one[0]), reverse=True):
+        if number not in out and answer in text:
+            text = text.replace(answer, "\0" * len(answer), 1)
+            out.append(number)
+    return out

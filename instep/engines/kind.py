@@ -78,6 +78,10 @@ class EngineKind(Protocol):
         """Errors about everything that the arguments ask for and this kind does not have."""
         yield from ()
 
+    def sampling_defaults(self, args: Settings) -> dict[str, Any]:
+        """The sampling parameters that the policy's engines take on OpenAI's routes where a request gives none."""
+        return {}
+
     def check_installed(self, where: str) -> None:
         """Raise ConfigError if it is not installed on this host; `where` says what has chosen the kind."""
         return

@@ -87,12 +87,6 @@ class EngineSpec:
         return tuple(word for words in (*self.words.values(), *self.own.values()) for word in words)
 
     @property
-    def max_model_len(self) -> int | None:
-        """The most tokens of prompt + response, if a flag gives them as a plain number."""
-        text = self.words.get("max_model_len", [""])[-1]
-        return int(text) if text.isdigit() else None
-
-    @property
     def nodes(self) -> tuple[tuple[Slot, ...], ...]:
         """Its slots, node by node; one process of the engine runs on each node."""
         nodes = sorted({slot.node for slot in self.slots})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ POLICY = "actor"  # the name of the only model of a run without --vllm-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 MAX_GPUS = 2**15  # of a plan, which has an entry for each
+_NUM_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")  # as vLLM's flags of the kind "size"
+_UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{u: 1024**n for n, u in enumerate("KMGT", 1)}}
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -302,6 +305,22 @@ def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
         config = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[group.role]}
         words["kv_transfer_config"] = ["--kv-transfer-config", json.dumps(config)]
     return words
+
+
+def max_model_lens(args: Settings) -> list[int | None]:
+    """The most tokens of a sequence by flags and overrides, for each group of engines with the trainer's weights.
+
+    None stands for the model's own length. A run without such engines has the value of `--vllm-max-model-len`.
+    """
+    groups = [group for model in served_models(args) if model.update_weights for group in model.groups]
+    texts = [group_words(args, group).get("max_model_len", [""])[-1] for group in groups if group.num_engines]
+    return [num_tokens(text) for text in texts] or [args.vllm_max_model_len]
+
+
+def num_tokens(text: str) -> int | None:
+    """The number that vLLM reads in `text`: 4096, 4k (thousands) or 4K (of 1024); None for "auto", -1 or nothing."""
+    found = _NUM_TOKENS.fullmatch(text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Parallel:

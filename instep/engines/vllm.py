@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.engine import EngineRefusal
-from instep.engines.flags import TABLES, installed_version
+from instep.engines.flags import TABLES, engine_words, installed_version, merge
 from instep.engines.http import get_json
 from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
-from instep.engines.topology import ServerGroup
+from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
@@ -78,6 +78,22 @@ class VllmKind(EngineKind):
 
     def is_meant(self, args: Settings) -> bool:
         return bool(args.vllm_overrides or args.prefill_num_servers or args.vllm_config)
+
+    def sampling_defaults(self, args: Settings) -> dict[str, Any]:
+        model = policy_model(served_models(args))
+        words = merge(engine_words(args), *(group_words(args, group) for group in model.groups if group.num_engines))
+        source = words.get("generation_config", ["auto"])[-1]
+        given = (
+            {}
+            if source == "vllm"
+            else dict(_generation_config(model_path(args, model) if source == "auto" else source))
+        )
+        for field, texts in words.items():
+            name, _, key = field.partition(".")
+            if name == "override_generation_config":
+                value = json.loads(texts[-1])
+                given |= {key: value} if key else value
+        return given
 
     def check_installed(self, where: str) -> None:
         for module, name in (("vllm", "vLLM"), ("instep_vllm", "its plugin instep-vllm")):
@@ -258,6 +274,18 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
     elif engine_dtype(args) == "float32":
         env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+
+@functools.lru_cache
+def _generation_config(folder: str) -> Mapping[str, Any]:
+    """What a model's generation_config.json sets, read as vLLM reads it; nothing where there is none."""
+    from transformers import GenerationConfig
+
+    try:
+        config: dict[str, Any] = GenerationConfig.from_pretrained(folder).to_diff_dict()
+    except OSError:
+        return {}
+    return config
 
 
 def _check_heads(model: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from instep.errors import ConfigError
+from instep.models.rope import rope_by_layer
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ def model_shape(hf_config: Any) -> ModelShape:
             remedy=f"use one of {', '.join(FAMILIES)}, or --train-backend hf",
         )
     c = hf_config.to_dict()
-    rope = dict(c["rope_parameters"])
-    if problems := _unsupported(c, rope):
+    ropes = rope_by_layer(c)
+    rope = next(iter(ropes.values()))
+    if problems := _unsupported(c, ropes):
         raise ConfigError(
             f"the megatron train backend does not support {'; '.join(problems)}",
             where="--hf-checkpoint, config.json",
@@ -84,8 +87,10 @@ def model_shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _unsupported(c: dict[str, Any], rope: dict[str, Any]) -> list[str]:
-    problems = []
+def _unsupported(c: dict[str, Any], ropes: Mapping[str | None, dict[str, Any]]) -> list[str]:
+    problems, rope = [], next(iter(ropes.values()))
+    if len(ropes) > 1:
+        problems.append(f"rope_parameters by layer type ({', '.join(map(str, ropes))})")
     if c["hidden_act"] != "silu":
         problems.append(f"hidden_act={c['hidden_act']!r} (only silu)")
     problems += [f"{key}=true" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if c.get(key)]

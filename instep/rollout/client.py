@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from instep.data.sampling import note_request
+from instep.data.sampling import note_request, requests_noted
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
@@ -98,15 +98,18 @@ async def complete(
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.
     """
     headers = {SESSION_HEADER: session} if session else None
-    if admission.is_guarded(url):  # the request itself may be joined with another's
-        note_request(sampling_params)
 
     async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         async with admission.admitted(url):
             answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
             return answer, admission.version if admission.is_guarded(url) else None
 
-    return await wire.complete(GenerationRequest(url, model, token_ids, sampling_params, session), send)
+    request = GenerationRequest(url, model, token_ids, sampling_params, session)
+    with requests_noted():  # not here what `send` posts: a wire format may join requests
+        done = await wire.complete(request, send)
+    if admission.is_guarded(url):
+        note_request(sampling_params, [done.token_ids], token_ids)
+    return done
 
 
 async def abort_all(engine_urls: Sequence[str], wire: WireFormat, *, timeout: float = 10.0) -> None:

@@ -9,7 +9,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from instep.data.sampling import distribution_of, requests_noted
+from instep.data.sampling import Presumed, requests_noted, settle
+from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
 from instep.hooks import Hook, load_function
 from instep.rollout.client import to_vllm
@@ -115,10 +116,10 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     kwargs = _accepted(path, evaluation=execution.evaluation)
     if execution.max_context_len is not None:
         params = {**params, "max_new_tokens": _room(execution, sample, params.get("max_new_tokens"))}
-    wanted, turns = to_vllm(params), sample.sampling_turns
-    sample.sampling_params = wanted
+    wanted, turns, before = to_vllm(params), sample.sampling_turns, sample.response_length
+    sample.sampling_params = Presumed(wanted)
     samples = [sample]
-    with requests_noted() as asked:
+    with requests_noted(lambda: kind_of(args.rollout_engine_kind).sampling_defaults(args)) as requests:
         for _ in range(MAX_CONTINUATIONS):
             output = await hook.acall(args, sample, dict(params), where=name_of(sample), **kwargs)
             try:
@@ -135,11 +136,9 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
         leaf.group_index, leaf.index, leaf.execution_id = (sample.group_index, sample.index, sample.execution_id)
         leaf.prompt = leaf.prompt or sample.prompt
         leaf.label = sample.label if leaf.label is None else leaf.label
-        if leaf.sampling_turns == turns and leaf.sampling_params in ({}, wanted):  # instep's `generate` was not called
-            leaf.sampling_params = dict(asked[-1] if asked else wanted)
-            leaf.sampling_turns = [*turns, *(t for t in map(distribution_of, asked) if t not in turns)]
         if leaf.status is not Status.ABORTED:
             check_sample(leaf, hook.place())
+        settle(leaf, requests, wanted, turns, before)
     return samples
 
 

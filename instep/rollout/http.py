@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from instep.data.sampling import note_request
+from instep.data.sampling import note_json
 from instep.engines.http import key_missing
 from instep.engines.keys import headers_for
 from instep.engines.keys import key_of as api_key
@@ -41,9 +41,10 @@ async def post(
     Raises:
         EngineError: with the URL and the answer's own message.
     """
+    answer = await _ask("POST", url, max_retries, timeout, headers, json=payload)
     if admission.is_guarded(url):
-        note_request(payload.get("sampling_params", payload if "temperature" in payload else None))
-    return await _ask("POST", url, max_retries, timeout, headers, json=payload)
+        note_json(payload, answer)
+    return answer
 
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:

@@ -56,6 +56,22 @@ def make_batch(seed: int) -> TokenBatch:
     return batch
 
 
+def oracle_log_probs(model, batch: TokenBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    log_probs, entropies = [], []
+    samples = zip(
+        batch.tokens.split(batch.total_lengths.tolist()),
+        batch.response_lengths.tolist(),
+        batch.sample_columns["temperature"].tolist(),
+        strict=True,
+    )
+    for tokens, response_length, temperature in samples:
+        logits = model(tokens[None]).logits[0, -response_length - 1 : -1] / temperature
+        log_p = logits.log_softmax(-1)
+        log_probs.append(log_p.gather(1, tokens[-response_length:, None])[:, 0])
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    return log_probs, entropies
+
+
 def micro_batches(batch: TokenBatch, rank: int, world_size: int) -> list[TokenBatch]:
     mine = list(range(8))[rank::world_size]
     return [batch.select(mine[: len(mine) // 2]), batch.select(mine[len(mine) // 2 :])]

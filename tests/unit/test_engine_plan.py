@@ -7,10 +7,10 @@ import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.cluster.engine_plan import describe_engines, longest, plan_engines, plan_routers
+from instep.cluster.engine_plan import describe_engines, plan_engines, plan_routers
 from instep.cluster.placement import describe, make_plan
 from instep.engines.kind import kind_of
-from instep.engines.topology import Parallel
+from instep.engines.topology import Parallel, max_model_lens
 from instep.engines.vllm import node_environment, serve_arguments
 from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url
@@ -320,7 +320,7 @@ vllm:
     where = "--host 127.0.0.1 --port 8000 --device cpu".split()
     assert commands[0] == ["models/policy", *where, *"--dtype float32 --max-num-seqs 8 --max-model-len 64".split()]
     assert commands[2] == ["r", *where, "--max-num-seqs", "8", "--dtype", "bfloat16"] and len(commands) == 3
-    assert longest(args) == 64
+    assert max_model_lens(args) == [64]
 
 
 def test_the_command_prints_the_plan(capsys):

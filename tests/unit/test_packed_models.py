@@ -35,6 +35,32 @@ def test_the_document_lists_them():
     assert re.findall(r"^\| `(.+)` \|", refused, re.MULTILINE) == ["`, `".join(n.split()) for n in REFUSED.values()]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.distributed.DistBackendError("NCCL error: remote process exited"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2612"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_faults_of_the_machine_are_not_the_models(error: RuntimeError):
+    config = OPTConfig(
+        vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    policy = Policy(config, torch.float32, recompute=False)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    policy.model.base_model.decoder.layers[0].register_forward_pre_hook(fails)
+    tokens, at = torch.arange(5, 20), torch.arange(15)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        policy(tokens, at, torch.tensor([0, 15]).int(), 15, at[:-1], tokens[1:], torch.ones(14), False, check=True)
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 

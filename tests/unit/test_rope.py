@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
+from instep.arguments import parse
+from instep.arguments.rollout import context_of_model
+from instep.cluster.launch import LocalCluster
 from instep.engines.embedded.model import Runner, load_model
 from instep.errors import ConfigError
-from instep.models.rope import context_length
+from instep.models.rope import context_length, fix_rope
+from instep.models.shape import model_shape
 from instep.training import packing
 from instep.training.hf.model import Policy
 from instep.types import TokenBatch
@@ -104,8 +108,22 @@ def test_long_factors_where_long_sequences_are_possible_else_short_ones():
     for limit in (ORIGINAL, None):
         (short,) = packed(policy_of(model, phi3(), limit), SHORT)
         torch.testing.assert_close(short, scored(model, SHORT), rtol=0, atol=2e-5)
-    assert context_length(phi3(), None) == ORIGINAL and context_length(phi3(), LONGEST) == LONGEST
-    assert context_length(llama(), None) == ORIGINAL
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (phi3().to_dict(), ORIGINAL),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "su"}, "original_max_position_embeddings": 16}, 16),
+        (llama().to_dict(), 4 * ORIGINAL),  # vLLM stretches the length of these
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "linear", "factor": 2.0}}}, 128),
+        ({"n_positions": 32}, 32),
+        ({}, None),
+    ],
+)
+def test_the_context_is_that_of_vllm(config: dict[str, Any], length: int | None):
+    assert context_length(config, None) == length and context_length(config, 7) == 7
 
 
 def test_dynamic_keeps_the_frequencies_of_its_own_length():
@@ -127,9 +145,80 @@ def test_the_embedded_engine_has_the_same(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("more", [{"max_trained_positions": 8}, {"alpha": 2.0}])
 def test_what_cannot_be_fixed_is_refused(more: dict[str, float]):
-    with pytest.raises(ConfigError, match="change with the longest sequence") as error:
+    with pytest.raises(ConfigError, match=f"do not take {next(iter(more))} alike") as error:
         Policy(llama(**more), torch.float32, recompute=False)
     assert "rope_parameters of config.json" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("more", "named"), [({"attention_factor": 1.3}, "attention_factor"), ({"factor": 8.0}, "factor 8.0, not 4 =")]
+)
+def test_explicit_factors_of_longrope_are_refused_by_name(more: dict[str, float], named: str):
+    config = phi3()
+    config.rope_parameters.update(more)
+    with pytest.raises(ConfigError, match=named):
+        Policy(config, torch.float32, recompute=False)
+    config.rope_parameters = {**LONGROPE, "factor": LONGEST / ORIGINAL}  # says what holds anyway
+    Policy(config, torch.float32, recompute=False)
+
+
+def test_rotary_parameters_by_layer_type_are_fixed_layer_by_layer():
+    own = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+    by_layer = {
+        "full_attention": {**DYNAMIC},
+        "sliding_attention": {**own, "short_factor": LONGROPE["short_factor"], "long_factor": LONGROPE["long_factor"]},
+    }
+    config = Gemma3TextConfig(
+        **{**TINY, "max_position_embeddings": ORIGINAL}, head_dim=16, sliding_window=LONGEST,
+        layer_types=["full_attention", "sliding_attention"], rope_parameters=by_layer,
+    )  # fmt: skip
+    model, fixed = plain(copy.deepcopy(config)), plain(copy.deepcopy(config))
+    fix_rope(fixed, LONGEST)
+    both = torch.nn.functional.pad(SHORT, (0, len(LONG) - len(SHORT)))
+    for one, least, most in ((model, 1e-2, float("inf")), (fixed, 0.0, 2e-5)):
+        moved = (scored(one, both)[: len(SHORT) - 1] - scored(one, SHORT)).abs().max()
+        assert least <= moved <= most
+    with pytest.raises(ConfigError, match="by layer type"):
+        model_shape(Qwen3Config(**TINY, rope_parameters={"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}))
+
+
+def folder_of(config: PretrainedConfig, folder: Path) -> Path:
+    config.architectures = ["Phi3ForCausalLM"]
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    return folder
+
+
+GROUPS = """
+vllm:
+  - name: actor
+    server_groups:
+      - {num_gpus: 1, overrides: {max_model_len: %s}}
+      - {num_gpus: 1, overrides: {max_model_len: %s}}
+  - {name: judge, model_path: %s, update_weights: false, server_groups: [{num_gpus: 1, overrides: {max_model_len: 8}}]}
+"""
+
+
+def test_engines_and_trainer_have_one_context(tmp_path: Path):
+    """What groups of --vllm-config override goes before the flag, for the trainer, too, and for the rules of flags."""
+    folder, config = folder_of(phi3(), tmp_path / "hf"), tmp_path / "engines.yaml"
+    words = f"--hf-checkpoint {folder} --prompt-data {folder}/rows.jsonl --rm-type random --num-rollout 1 --device cpu"
+    words += " --actor-num-gpus-per-node 1 --rollout-batch-size 1 --train-backend hf --apply-chat-template"
+
+    def context(first: str, second: str, *more: str) -> tuple[int | None, int | None]:
+        config.write_text(GROUPS % (first, second, folder))
+        args = parse([*words.split(), "--vllm-config", str(config), *more])
+        cluster = LocalCluster(args, log_dir=tmp_path, scratch=tmp_path, with_engines=False)
+        trainer = cluster.setup_requests["actor"][0][0]
+        return args.rollout_max_prompt_len, trainer.vllm_max_model_len
+
+    assert context("60", "0.04k", "--vllm-max-model-len", "12") == (39, 40)
+    assert context("12", "auto") == (11, 12)  # auto: the model's own, which is its original length
+    with pytest.raises(ConfigError, match="engines of 12 and of 40 tokens have different rotary factors"):
+        context("12", "40")
+    args = parse(words.split())
+    assert args.rollout_max_prompt_len == ORIGINAL - 1 and context_of_model(args) == ORIGINAL
 
 
 @pytest.mark.vllm

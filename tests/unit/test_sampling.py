@@ -14,7 +14,7 @@ from aiohttp import web
 
 from instep.arguments import parse
 from instep.data.batch import build_batch
-from instep.data.sampling import distribution_of
+from instep.data.sampling import distribution_of, note_request, record_turn, requests_noted, settle
 from instep.errors import RolloutError
 from instep.rollout import runtime
 from instep.rollout.client import get_model_url
@@ -26,6 +26,7 @@ from instep.types import Sample, Status
 from tests.assets import make_checkpoint, make_prompts
 
 ME = __name__
+JUDGE = 5  # a prompt that begins with this token asks for a verdict
 sent: list[dict[str, Any]] = []  # the sampling parameters that the server got
 
 
@@ -48,14 +49,22 @@ async def engine() -> AsyncIterator[int]:
     """A server that answers every request with two tokens, of log-prob -1 each; yields its port."""
 
     async def answer(request: web.Request) -> web.Response:
-        params = (await request.json())["sampling_params"]
+        body = await request.json()
+        params = body["sampling_params"]
         sent.append(params)
         content = [{"logprob": -1.0}] * 2
-        choice = {"token_ids": [7, 8], "logprobs": {"content": content}, "finish_reason": "length"}
+        ids = [11, 9] if body["token_ids"][0] == JUDGE else [7, 8]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length"}
         return web.json_response({"choices": [choice] * params.get("n", 1)})
 
+    async def chat(request: web.Request) -> web.Response:
+        body = await request.json()
+        sent.append(body)
+        text = "Yes" if "Is it right" in body["messages"][0]["content"] else " Yes, it is 2. "
+        return web.json_response({"choices": [{"message": {"content": text}}]})
+
     app = web.Application()
-    app.add_routes([web.post("/inference/v1/generate", answer)])
+    app.add_routes([web.post("/inference/v1/generate", answer), web.post("/v1/chat/completions", chat)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -118,6 +127,123 @@ async def siblings(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     for temperature in (0.5, 0.8):
         out.append(await generate(args, copy.deepcopy(sample), {**sampling_params, "temperature": temperature}))
     return out
+
+
+async def ask(args: Any, prompt: list[int], **params: Any) -> list[int]:
+    answer = await post(get_model_url(args), {"token_ids": prompt, "sampling_params": {"max_tokens": 4, **params}})
+    return list(answer["choices"][0]["token_ids"])
+
+
+async def judged(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One turn, a verdict that only the reward reads, and another one that stands in the sample as an observation."""
+    sample.tokens, sample.status = [1, 2], Status.COMPLETED
+    sample.append_response_tokens(await ask(args, sample.tokens, temperature=0.7), [-1.0, -1.0])
+    await ask(args, [JUDGE, *sample.tokens], temperature=0.0)
+    sample.append_response_tokens(await ask(args, [JUDGE, 6], temperature=0.3), trainable=False)
+    await post(get_model_url(args), {"token_ids": [9, 9], "sampling_params": {"prompt_logprobs": 0, "temperature": 2}})
+    return sample
+
+
+async def cut_at_a_stop(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The second turn's last token is left out; a candidate that loses is not in the sample at all."""
+    sample.tokens, sample.status = [1, 2], Status.COMPLETED
+    sample.append_response_tokens(await ask(args, sample.tokens, temperature=0.7), [-1.0, -1.0])
+    await ask(args, [JUDGE, *sample.tokens], temperature=1.9)
+    sample.append_response_tokens((await ask(args, sample.tokens, temperature=0.7, top_p=0.9))[:1], [-1.0])
+    return sample
+
+
+async def judges_by_chat(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Texts instead of ids, the policy's without a temperature."""
+    url = get_model_url(args, endpoint="/v1/chat/completions")
+    answer = await post(url, {"messages": [{"role": "user", "content": sample.prompt}]})
+    sample.response, sample.status = answer["choices"][0]["message"]["content"].strip(), Status.COMPLETED
+    judge = {"messages": [{"role": "user", "content": f"Is it right? {sample.response}"}], "temperature": 0.0}
+    await post(url, judge)
+    sample.tokens, sample.response_length = [1, 2, 3], 2
+    return sample
+
+
+async def explicit(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Asks at 0.5, and says that the sample is one of the run's temperature."""
+    sample = await own_request(args, sample, sampling_params)
+    sample.sampling_params = {**sampling_params, "max_tokens": sampling_params["max_new_tokens"]}
+    del sample.sampling_params["max_new_tokens"]
+    return sample
+
+
+async def explicit_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, {**sampling_params, "temperature": 0.5})
+    sample.sampling_turns = [{"temperature": 0.9}]
+    return sample
+
+
+async def says_no_temperature(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.tokens, sample.status = [1, 2], Status.COMPLETED
+    sample.append_response_tokens(await ask(args, sample.tokens), [-1.0, -1.0])
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("hook", "turns"),
+    [
+        ("judged", [{"temperature": 0.7}]),
+        ("cut_at_a_stop", [{"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}]),
+        ("says_no_temperature", [{"temperature": 1.0}]),
+        ("explicit_turns", [{"temperature": 0.9}]),
+    ],
+)
+def test_only_what_made_the_samples_tokens_counts(checkpoint: Path, hook: str, turns: list[dict[str, Any]]) -> None:
+    flags = ("--custom-generate-function-path", f"{ME}.{hook}", "--rollout-temperature", "0.8")
+    (sample,) = run(checkpoint, *flags)
+    assert sample.sampling_turns == turns and type(sample.sampling_params) is dict
+    assert build_batch([[sample]], default_temperature=0.8).sample_columns["temperature"].tolist() == pytest.approx(
+        [turns[0]["temperature"]]
+    )
+
+
+@pytest.mark.parametrize(("mask", "kept"), [([1, 1, 1], [0.5, 0.7]), ([0, 0, 1], [0.7])])
+def test_the_turns_of_a_continued_response_stay_while_its_tokens_are_trained_on(
+    mask: list[int], kept: list[float]
+) -> None:
+    sample = Sample(tokens=[1, 7, 7, 8], response_length=3, loss_mask=mask, sampling_turns=[{"temperature": 0.5}])
+    with requests_noted() as requests:
+        record_turn(sample, {"temperature": 0.7})
+        note_request({"temperature": 0.7}, [[8]], [1, 7, 7])
+    settle(sample, requests, {"temperature": 0.9}, sample.sampling_turns, before=2)
+    assert [turn["temperature"] for turn in sample.sampling_turns] == kept
+
+
+def test_what_a_generate_function_says_of_its_sample_wins(checkpoint: Path) -> None:
+    flags = ("--custom-generate-function-path", f"{ME}.explicit", "--rollout-temperature", "0.8")
+    (sample,) = run(checkpoint, *flags)
+    assert sent[0]["temperature"] == 0.5 and sample.sampling_params["temperature"] == 0.8
+    assert build_batch([[sample]]).sample_columns["temperature"].tolist() == pytest.approx([0.8])
+
+
+@pytest.mark.parametrize(
+    ("flags", "turn"),
+    [
+        ((), {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
+        (("--vllm-generation-config", "vllm"), {"temperature": 1.0}),
+        (
+            ("--vllm-override-generation-config", '{"temperature": 0.4, "top_k": 0}'),
+            {"temperature": 0.4, "top_p": 0.95},
+        ),
+        (("--vllm-override-generation-config.top_p", "1"), {"temperature": 0.6, "top_k": 20}),
+    ],
+)
+def test_without_a_temperature_the_engine_takes_its_models(
+    tmp_path: Path, flags: tuple[str, ...], turn: dict[str, Any]
+) -> None:
+    """As Qwen3's: vLLM's routes of OpenAI begin with generation_config.json."""
+    folder = make_checkpoint(tmp_path / "hf", layers=1)
+    make_prompts(folder / "rows.jsonl", 2)
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": 20}'
+    )
+    (sample,) = run(folder, "--custom-generate-function-path", f"{ME}.judges_by_chat", *flags)
+    assert len(sent) == 2 and sample.sampling_turns == [turn]
 
 
 @pytest.mark.parametrize("hook", ["hotter", "own_request"])

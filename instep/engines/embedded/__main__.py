@@ -55,7 +55,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     transformers.utils.logging.disable_progress_bar()
     trust = args.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=trust)
-    limit = context_length(hf_config, args.max_model_len)
+    limit = context_length(hf_config.get_text_config().to_dict(), args.max_model_len)
+    if limit is None:
+        raise ValueError("config.json does not say how long its sequences may be: give --max-model-len")
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)

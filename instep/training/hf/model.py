@@ -21,6 +21,7 @@ from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
 from instep.models.rope import fix_rope
 from instep.training.log_probs import log_probs_and_entropy, values
+from instep.training.machine import is_of_the_machine
 from instep.training.packed_attention import packed_attention, rows
 from instep.training.packing import SharedPrefixes
 
@@ -228,7 +229,7 @@ def _own_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_of_the_machine(error):
             raise
         why = f"transformers cannot run it in this way ({type(error).__name__}: {str(error)[:200]})"
         if ATTENTION in str(error):
