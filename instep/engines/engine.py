@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines import keys
 from instep.engines.capabilities import Capabilities
-from instep.engines.http import open_directly, open_without_key
+from instep.engines.http import check_server, open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
@@ -81,6 +81,7 @@ class Engine:
                 )
             self.watch()
             if self.healthy(2.0):
+                check_server(self.name, self.url)
                 return
             time.sleep(0.05)
         tail = self.process.log_tail() if self.process is not None else ""

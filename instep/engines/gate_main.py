@@ -12,7 +12,10 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from instep.engines import keys
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
+from instep.engines.http import checked_socket
+from instep.ports import LOOPBACK
 from instep.processes import follow_parent
 
 _BEGUN = "begun"
@@ -26,10 +29,11 @@ class Gate:
     def __init__(self, to: str):
         self.to, self.guard = to, Guard.from_environment()
         self.key = os.environ[KEY_VARIABLE]
+        keys.know(to, self.key, started_here=URL(to).host == LOOPBACK)  # what its key goes to is always the run's
 
     async def session(self, app: web.Application) -> AsyncIterator[None]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=checked_socket)
         async with aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False) as self.http:
             yield
 

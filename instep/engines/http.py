@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
 
-from instep.engines.keys import headers_for, key_of
-from instep.errors import ConfigError
+from instep.engines.keys import api_key, check_listener, headers_for, key_of
+from instep.errors import ConfigError, EngineError
 
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def checked_socket(info: tuple[Any, ...]) -> socket.socket:
+    """For aiohttp's connectors: a socket for a connection to a server. Raises ConnectionError, as `check_listener`."""
+    family, kind, protocol, _, address = info
+    check_listener(address[0], address[1])
+    return socket.socket(family, kind, protocol)
+
+
+def check_server(name: str, url: str) -> None:
+    """Raise EngineError if another user of this host listens where a server of this run should, which has just begun.
+
+    Args:
+        name: of the server, for the error.
+    """
+    try:
+        api_key(url)
+    except ConnectionError as error:
+        remedy = "end that program, or start again, which takes another port unless a flag names it"
+        raise EngineError(f"{name} has lost its port: {error.strerror}", where=url, remedy=remedy) from None
 
 
 def open_directly(request: str | urllib.request.Request, *, timeout: float) -> Any:

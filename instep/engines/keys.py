@@ -2,11 +2,13 @@
 
 A run makes its key itself. Its engines, routers and gates find it in their environment (`guard.py`), which other users
 of the host cannot read; on other hosts too, where it comes as an argument of an actor's method. Every request of
-instep's own gets the key of the address that it goes to, and no other address gets any.
+instep's own gets the key of the address that it goes to, and no other address gets any: not even that of a server of
+ours, if another user of this host listens there, who was first at its port.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import secrets
@@ -17,12 +19,14 @@ from urllib.parse import urlsplit
 
 from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from instep.errors import ConfigError, writing
+from instep.ports import LOOPBACK, users_listening
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
-_by_address: dict[str, str] = {}
+_by_address: dict[tuple[str, int], str] = {}
+_started_here = set[tuple[str, int]]()  # the addresses of servers that this process has started on this host
 
 
 @functools.cache
@@ -59,20 +63,54 @@ def server_environment(args: Settings) -> dict[str, str]:
     return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: EVERYONE if args.no_api_key else client_key(args)}
 
 
-def know(url: str, key: str) -> None:
-    """Send `key` with every request to the host and port of `url` from now on; "" sends none."""
-    _by_address[urlsplit(url).netloc] = key
+def know(url: str, key: str, *, started_here: bool = False) -> None:
+    """Send `key` with every request to the host and port of `url` from now on; "" sends none.
+
+    Args:
+        started_here: this process has started the server, and on this host.
+    """
+    _by_address[_address(url)] = key
+    (_started_here.add if started_here else _started_here.discard)(_address(url))
 
 
 def key_of(url: str) -> str:
     """The key that requests to `url` need, as far as this process knows; "" if it knows none."""
-    return _by_address.get(urlsplit(url).netloc, "")
+    return _by_address.get(_address(url), "")
+
+
+def api_key(url: str) -> str:
+    """`key_of(url)`, for a request that is sent now. Raises ConnectionError, as `check_listener`."""
+    check_listener(*_address(url))
+    return key_of(url)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The headers that carry `key`; none without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def headers_for(url: str) -> dict[str, str]:
-    """The headers that carry `key_of(url)`; none without a key."""
-    key = key_of(url)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    """The headers that carry `api_key(url)`; none without a key."""
+    return bearer(api_key(url))
+
+
+def check_listener(host: str, port: int) -> None:
+    """Raise ConnectionError if another user listens where a server that this process has started here should."""
+    host = _name(host)
+    if (host, port) in _started_here and (strangers := users_listening(port, host, "::1") - {os.geteuid()}):
+        what = f"user {min(strangers)} of this host listens at {host}:{port}, where a server of this run should"
+        raise ConnectionRefusedError(errno.ECONNREFUSED, what)
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
+    parts = urlsplit(url)
+    return _name(parts.hostname or ""), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _name(host: str) -> str:
+    """Our own servers listen on 127.0.0.1, also where a hook asks for them by another name of loopback."""
+    return LOOPBACK if host in ("localhost", "::1") else host
 
 
 def write(folder: Path, key: str) -> Path:

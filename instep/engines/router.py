@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.flags import router_arguments
-from instep.engines.http import open_directly
+from instep.engines.http import check_server, open_directly
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, stop_all
 
@@ -71,6 +71,7 @@ class Router:
         deadline = time.monotonic() + timeout
         while True:
             self.check_alive()
+            check_server("the router", self.url)
             try:
                 self._call("GET", "/list_workers")
                 return

@@ -13,8 +13,7 @@ import aiohttp
 
 from instep.data.sampling import note_request
 from instep.engines.http import key_missing
-from instep.engines.keys import headers_for
-from instep.engines.keys import key_of as api_key
+from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
 from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
@@ -55,7 +54,7 @@ async def _ask(
     method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> dict[str, Any]:
     problem = ""
-    headers = headers_for(url) | (headers or {})
+    headers = bearer(key_of(url)) | (headers or {})  # each new connection is checked (runtime.py)
     for attempt in range(max_retries + 1):
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))

@@ -22,6 +22,7 @@ from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from instep.rollout.http import post
 from tests.engines.conftest import Engine
+from tests.keys import knowing
 
 CLIENT = "the client's key"
 CONTROL = (
@@ -56,7 +57,8 @@ def test_a_web_page_is_refused_even_with_the_key(engine: Engine) -> None:
 
 
 def test_a_server_without_its_key_is_a_named_error(engine: Engine) -> None:
-    stranger = ControlledEngine("engine 0", engine.url.replace("127.0.0.1", "localhost"))
+    stranger = ControlledEngine("engine 0", engine.url)
+    keys.know(stranger.url, "")
     with pytest.raises(ConfigError, match="asks for a key, and none was sent") as caught:
         stranger.identify()
     assert "--api-key-file" in caught.value.remedy
@@ -65,7 +67,7 @@ def test_a_server_without_its_key_is_a_named_error(engine: Engine) -> None:
     keys.know(stranger.url, "another")
     with pytest.raises(ConfigError, match="does not accept the key"):
         stranger.identify()
-    keys.know(stranger.url, "")
+    knowing(stranger.url)
 
 
 # ---- a gate

@@ -138,7 +138,9 @@ def test_a_key_goes_to_its_address_only(monkeypatch):
     keys.know("http://127.0.0.1:4000", "secret")
     assert headers_for("http://127.0.0.1:4000/pause?mode=abort") == {"Authorization": "Bearer secret"}
     assert api_key("http://127.0.0.1:4000/v1") == "secret"
-    for url in ("http://127.0.0.1:4001/", "http://localhost:4000/", "https://evil.example/127.0.0.1:4000"):
+    for host in ("localhost", "LOCALHOST", "[::1]"):  # where a hook may ask for it, too
+        assert api_key(f"http://{host}:4000/v1") == "secret"
+    for url in ("http://127.0.0.1:4001/", "http://localhost/", "https://evil.example/127.0.0.1:4000"):
         assert headers_for(url) == {} and api_key(url) == ""
 
 
