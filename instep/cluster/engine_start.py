@@ -92,8 +92,7 @@ def start_router(
         url = f"http://{spec.external[0]}:{spec.external[1]}"
         keys.know(url, keys.client_key(args) if spec.engines else keys.given_key(args))
         return Router(url)
-    # The router passes the key of a request on to engines, so it has that of engines that somebody else runs.
-    key = keys.run_key() if spec.engines else keys.given_key(args) or keys.run_key()
+    key = keys.router_key(args, ours=bool(spec.engines))
     port, prometheus_port = free_port(), free_port()
     roles: dict[str, ServerRole] = {engine.url: engine.role for engine in engines}
     log = log_dir / f"{file_name(name)}.log"

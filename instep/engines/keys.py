@@ -30,14 +30,13 @@ _started_here = set[tuple[str, int]]()  # the addresses of servers that this pro
 
 
 @functools.cache
+def _made(purpose: str) -> str:
+    return secrets.token_urlsafe(32)
+
+
 def run_key() -> str:
     """The key of the engines, routers and gates that this process starts; it opens all of their routes."""
-    return secrets.token_urlsafe(32)
-
-
-@functools.cache
-def _made_for_clients() -> str:
-    return secrets.token_urlsafe(32)
+    return _made("run")
 
 
 def given_key(args: Settings) -> str:
@@ -54,8 +53,18 @@ def given_key(args: Settings) -> str:
 def client_key(args: Settings) -> str:
     """The key that opens generation for clients of this run: users of `instep serve`, and hooks."""
     if args.command == "serve":
-        return given_key(args) or _made_for_clients()
+        return given_key(args) or _made("clients")
     return args.vllm_router_ip is not None and given_key(args) or run_key()
+
+
+def router_key(args: Settings, ours: bool) -> str:
+    """The key of a router that this process starts. The router passes it on to its engines.
+
+    Args:
+        ours: whether the engines are; those of somebody else get their own key, or one that opens nothing but the
+            router.
+    """
+    return run_key() if ours else given_key(args) or _made("router")
 
 
 def server_environment(args: Settings) -> dict[str, str]:

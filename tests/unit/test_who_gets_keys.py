@@ -1,4 +1,4 @@
-"""Who listens at a port; and that another user who was first at the port of a server of ours gets no key."""
+"""Who gets a key: no other user who was first at a port of ours, and no engine of somebody else's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from instep.cluster.engine_plan import RouterSpec
+from instep.cluster.engine_start import start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
@@ -123,3 +127,26 @@ def test_a_run_stops_where_another_user_was_first(server: Any, monkeypatch: Any)
             server_of_ours.wait_ready(5.0)
         assert "end that program" in caught.value.remedy
     assert [path for path, _ in seen] == ["/health"] and not any(key for _, key in seen)
+
+
+@pytest.mark.router
+@pytest.mark.parametrize("theirs", ["", "a-key-of-theirs"])
+def test_engines_of_somebody_else_get_no_key_of_the_run(server: Any, theirs: str, tmp_path: Path) -> None:
+    """The router passes the key of a request on to them."""
+    url, seen = server
+    keys.know(url, theirs)
+    args: Any = SimpleNamespace(api_key_file=None)
+    if theirs:
+        (tmp_path / "key").write_text(theirs)
+        (tmp_path / "key").chmod(0o600)
+        args.api_key_file = str(tmp_path / "key")
+    router = start_router(args, RouterSpec("policy", ()), [], tmp_path)
+    try:
+        router.wait_ready(60.0)
+        router.set_members([url])
+        assert asyncio.run(post(router.url + "/v1/completions", {"prompt": "x", "model": "m"})) == {}
+    finally:
+        router.stop()
+    sent = {key for path, key in seen if path == "/v1/completions"}
+    assert len(sent) == 1 and f"Bearer {keys.run_key()}" not in sent
+    assert not theirs or sent == {f"Bearer {theirs}"}
