@@ -19,6 +19,7 @@ from instep.ports import LOOPBACK
 from instep.processes import follow_parent
 
 _BEGUN = "begun"
+ROUTES = GENERATION_ROUTES | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
@@ -38,8 +39,8 @@ class Gate:
             yield
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path not in GENERATION_ROUTES | OPEN_ROUTES:
-            return _error(404, f"there is no {request.path} here")
+        if request.path not in ROUTES:
+            return _error(404, f"there is no {request.path} here, only {' '.join(sorted(ROUTES))}")
         address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
             return _error(*refusal)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 from instep.errors import ConfigError, writing
 from instep.ports import LOOPBACK, users_listening
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
+_MAKE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _by_address: dict[tuple[str, int], str] = {}
 _started_here = set[tuple[str, int]]()  # the addresses of servers that this process has started on this host
 
@@ -43,11 +44,12 @@ def given_key(args: Settings) -> str:
     """The key in `--api-key-file`, else that of the variable; "" without either.
 
     Raises:
-        ConfigError: the file cannot be read, other users can read it, or it holds no key.
+        ConfigError: the file cannot be read or other users can read it; or it, or the variable, holds no key.
     """
-    if args.api_key_file is None:
-        return os.environ.get(KEY_VARIABLE, "")
-    return _read(args.api_key_file)
+    if args.api_key_file is not None:
+        return _read(args.api_key_file)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    return _checked(key, f"the variable {KEY_VARIABLE}", f'{KEY_VARIABLE}="$({_MAKE})", or unset it') if key else ""
 
 
 def client_key(args: Settings) -> str:
@@ -69,7 +71,9 @@ def router_key(args: Settings, ours: bool) -> str:
 
 def server_environment(args: Settings) -> dict[str, str]:
     """The environment variables with which a server of this run asks for keys."""
-    return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: EVERYONE if args.no_api_key else client_key(args)}
+    hosts = ",".join(args.allowed_hosts or ()) or os.environ.get(HOSTS_VARIABLE, "")
+    generate = EVERYONE if args.no_api_key else client_key(args)
+    return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: generate, HOSTS_VARIABLE: hosts}
 
 
 def know(url: str, key: str, *, started_here: bool = False) -> None:
@@ -139,12 +143,15 @@ def _read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             mode = os.fstat(file.fileno()).st_mode
-            key = file.read(10_000).strip()
+            key = file.read(10 * LONGEST_KEY).strip()
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a file with one key") from None
     if stat.S_ISREG(mode) and mode & 0o077:
         raise ConfigError("other users can read this key", where=where, remedy=f"chmod 600 {path}")
-    if not key or key == EVERYONE or not key.isascii() or not key.isprintable() or " " in key:
-        remedy = f"""python -c 'import secrets; print(secrets.token_urlsafe(32))' > {path}"""
-        raise ConfigError("holds no key: one line of ASCII without blanks", where=where, remedy=remedy)
+    return _checked(key, where, f"{_MAKE} > {path}")
+
+
+def _checked(key: str, where: str, remedy: str) -> str:
+    if fault := fault_of_key(key):
+        raise ConfigError(f"holds no key: what is there {fault}", where=where, remedy=remedy)
     return key

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from instep.data.sampling import note_request
-from instep.engines.http import key_missing
+from instep.engines.http import REFUSED, message, refusal
 from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
 from instep.rollout import admission, runtime
@@ -68,9 +68,9 @@ async def _ask(
                 text = await answer.text()
                 if answer.status < 400:
                     return _parse(url, text)
-                problem = f"{answer.status}: {_message(text)}"
-                if answer.status == 401:
-                    raise key_missing(url)
+                problem = f"{answer.status}: {message(text)}"
+                if answer.status in REFUSED:
+                    raise refusal(url, answer.status, text)
                 if answer.status < 500:
                     remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
@@ -99,13 +99,3 @@ def _parse(url: str, body: str) -> dict[str, Any]:
             f"the answer is no JSON object: {body[:200]!r}", where=url, remedy="is this the address of an engine?"
         )
     return value
-
-
-def _message(body: str) -> str:
-    """The message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
-    try:
-        value = json.loads(body)
-        error = value.get("error", value)
-        return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        return body[:500]

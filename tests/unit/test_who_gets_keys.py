@@ -6,13 +6,20 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import httpx
+import openai
 import pytest
+import requests
 
 from instep.cluster.engine_plan import RouterSpec
 from instep.cluster.engine_start import start_router
@@ -21,7 +28,8 @@ from instep.engines.engine import Engine
 from instep.engines.gate import Gate
 from instep.engines.http import get_json
 from instep.engines.router import Router
-from instep.errors import EngineError, NoAnswerError
+from instep.errors import ConfigError, EngineError, NoAnswerError, RolloutError
+from instep.hooks import Hook
 from instep.ports import users_listening
 from instep.rollout import runtime
 from instep.rollout.http import api_key, headers_for, post
@@ -31,13 +39,14 @@ KEY = "a-key-of-the-run"
 
 class _Recorder(BaseHTTPRequestHandler):
     seen: list[tuple[str, str | None]]  # path and key of each request
+    status, body = 200, b"{}"
 
     def do_GET(self) -> None:
         self.seen.append((self.path, self.headers.get("Authorization")))
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(self.body)
 
     do_POST = do_GET
 
@@ -150,3 +159,82 @@ def test_engines_of_somebody_else_get_no_key_of_the_run(server: Any, theirs: str
     sent = {key for path, key in seen if path == "/v1/completions"}
     assert len(sent) == 1 and f"Bearer {keys.run_key()}" not in sent
     assert not theirs or sent == {f"Bearer {theirs}"}
+
+
+# ---- who is refused is told why, at once
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "what", "remedy"),
+    [
+        (403, b'{"error": {"message": "Host: a.example is foreign"}}', "Host: a.example is", "INSTEP_ALLOWED_HOSTS"),
+        (401, b"", "asks for a key, and none was sent", "--api-key-file"),
+    ],
+)
+def test_a_server_that_refuses_us_is_not_waited_for(
+    server: Any, monkeypatch: Any, status: int, body: bytes, what: str, remedy: str
+) -> None:
+    url, _ = server
+    keys.know(url, "")
+    monkeypatch.setattr(_Recorder, "status", status)
+    monkeypatch.setattr(_Recorder, "body", body)
+    began = time.monotonic()
+    asks: list[Callable[[], Any]] = [partial(one.wait_ready, 60.0) for one in (Engine("engine 0", url), Router(url))]
+    for ask in (*asks, lambda: get_json(url, 5.0), lambda: asyncio.run(post(url, {}))):
+        with pytest.raises(ConfigError, match=what) as caught:
+            ask()
+        assert remedy in caught.value.remedy
+    assert time.monotonic() - began < 30
+
+
+async def with_aiohttp(url: str) -> Any:
+    async with aiohttp.ClientSession() as http, http.post(url, json={}, raise_for_status=True) as answer:
+        return await answer.json()
+
+
+async def with_aiohttp_unchecked(url: str) -> Any:
+    async with aiohttp.ClientSession() as http, http.post(url, json={}) as answer:
+        return (await answer.json())["choices"]
+
+
+async def with_httpx(url: str) -> Any:
+    async with httpx.AsyncClient() as http:
+        return (await http.post(url, json={})).raise_for_status()
+
+
+async def with_openai(url: str) -> Any:
+    client = openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0)
+    return await client.completions.create(model="m", prompt="x")
+
+
+def with_requests(url: str) -> Any:
+    requests.post(url, json={}, timeout=5).raise_for_status()
+
+
+def with_urllib(url: str) -> Any:
+    return urllib.request.urlopen(url, timeout=5)
+
+
+@pytest.mark.parametrize(
+    "hook", [with_aiohttp, with_aiohttp_unchecked, with_httpx, with_openai, with_requests, with_urllib]
+)
+def test_a_hook_without_the_key_is_told_what_to_add(server: Any, monkeypatch: Any, hook: Any) -> None:
+    monkeypatch.setattr(_Recorder, "status", 401)
+    monkeypatch.setattr(_Recorder, "body", b"")  # vllm-router says nothing
+    with pytest.raises(RolloutError) as caught:
+        asyncio.run(Hook("--custom-generate-function-path", f"{__name__}.{hook.__name__}").acall(server[0]))
+    for way_out in ("instep.rollout.http.post", "api_key(url)", "--no-api-key", "docs/security.md"):
+        assert way_out in caught.value.remedy
+
+
+def test_other_errors_of_a_hook_keep_their_remedy() -> None:
+    hook = Hook("--custom-rm-path", f"{__name__}.with_urllib")
+    for error in (
+        ValueError("401"),
+        KeyError(401),
+        RuntimeError("row 401 of 1401: no label"),
+        OSError("404 Not found"),
+    ):
+        with pytest.raises(RolloutError) as caught, hook.guard():
+            raise error
+        assert "api_key" not in caught.value.remedy
