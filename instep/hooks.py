@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import ConfigError, InstepError, RolloutError
+
+# What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
+_UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,12 @@ class Hook:
                 raise
             at = raised_at(error, self.function if self.path else None)
             remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
+            if _UNAUTHORIZED.search(repr(error)):
+                remedy = (
+                    "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header "
+                    "'Authorization: Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key they "
+                    "ask for none (docs/security.md)"
+                )
             raise RolloutError(f"{self.path} raised {error!r}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:

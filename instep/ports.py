@@ -1,17 +1,23 @@
-"""Choosing free ports for the servers of a run."""
+"""Free ports for the servers of a run, and who listens at a port."""
 
 from __future__ import annotations
 
 import collections
 import errno
+import ipaddress
 import secrets
 import socket
+import struct
+import sys
 import time
 
 from instep.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 30000)  # below the ephemeral ports of connections, above Ray's workers
 TRIES = 1000
+_SOCK_DIAG, _BY_FAMILY, _DUMP, _LISTEN = 4, 20, 0x301, 10  # see sock_diag(7)
+_END, _NO_COOKIE = (2, 3), 0xFFFFFFFF  # NLMSG_ERROR and NLMSG_DONE; INET_DIAG_NOCOOKIE
 _given: collections.deque[int] = collections.deque(maxlen=1000)  # the last ones of this process, not given again soon
 
 
@@ -59,6 +65,34 @@ def _can_bind(port: int, host: str, reuse: bool) -> bool:
                 raise  # an address that is not of this host, say
             return False
     return True
+
+
+def users_listening(port: int, *hosts: str) -> set[int]:
+    """The ids of the users whose sockets listen at `port` of one of these addresses, or of all addresses.
+
+    It costs a tenth of a millisecond. Nothing is found where the kernel does not tell (not Linux).
+    """
+    found = set[int]()
+    wanted = {"0.0.0.0", "::", *hosts}
+    for family in (socket.AF_INET, socket.AF_INET6) if sys.platform == "linux" else ():
+        body = struct.pack("=4BIHH", family, socket.IPPROTO_TCP, 0, 0, 1 << _LISTEN, socket.htons(port), 0)
+        body += struct.pack("=32xIII", 0, _NO_COOKIE, _NO_COOKIE)
+        try:
+            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+                kernel.send(struct.pack("=IHHII", 16 + len(body), _BY_FAMILY, _DUMP, 0, 0) + body)
+                kind = 0
+                while kind not in _END:
+                    data = kernel.recv(1 << 16)
+                    while data and kind not in _END:
+                        length, kind = struct.unpack_from("=IH", data)
+                        if kind == _BY_FAMILY:
+                            source = data[24:28] if family == socket.AF_INET else data[24:40]
+                            if str(ipaddress.ip_address(source)) in wanted:
+                                found.add(struct.unpack_from("=I", data, 80)[0])
+                        data = data[(length + 3) & ~3 :]
+        except OSError:  # no such question here
+            pass
+    return found
 
 
 def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:

@@ -109,6 +109,12 @@ ENGINE = FlagGroup(
         ),
         switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
         Flag(
+            "--allowed-hosts",
+            help="further names of this host by which clients may call engines and the port of `instep serve`, such as "
+            "that of a proxy; default: the variable INSTEP_ALLOWED_HOSTS, else local names alone",
+            nargs="+",
+        ),
+        Flag(
             "--api-key-file",
             help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
             "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
@@ -12,6 +14,8 @@ from instep.engines.keys import given_key
 from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
 from instep.errors import ConfigError
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*\w)?", re.ASCII)
 
 
 def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
@@ -100,10 +104,15 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The file with a key, and whether anybody reads it."""
-    if args.api_key_file is None:
-        return
+    """The key that is given, whether anybody reads it, and further names of this host."""
+    for host in args.allowed_hosts or ():
+        if not _HOST_NAME.fullmatch(host) and not _is_address(host):
+            what = f"{host!r} is no name and no address of a host"
+            yield Problem(what, "--allowed-hosts", "leave out scheme, port and path: rl.example.org 10.0.0.7")
     foreign = args.vllm_router_ip or args.rollout_external_engine_addrs or args.opd_teacher_url
+    unread = args.no_api_key if args.command == "serve" else not foreign
+    if args.api_key_file is None and unread:
+        return
     if args.command == "serve" and args.no_api_key:
         yield Problem("nobody is asked for the key", "--api-key-file and --no-api-key", "give one of the two")
     elif args.command != "serve" and not foreign:
@@ -114,6 +123,13 @@ def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
             given_key(args)
         except ConfigError as unreadable:
             yield Problem(unreadable.what, unreadable.where, unreadable.remedy)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def _served_reference(args: Settings) -> Iterator[Problem]:

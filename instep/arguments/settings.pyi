@@ -27,6 +27,7 @@ class Settings:
     alarm_gap: float
     alarm_truncated_ratio: float
     alarm_zero_std_ratio: float
+    allowed_hosts: list[str] | None
     api_key_file: str | None
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]

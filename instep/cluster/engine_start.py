@@ -17,13 +17,12 @@ from instep.engines.kind import kind_of
 from instep.engines.router import DisaggregatedRouter, Router, router_command
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerRole
-from instep.ports import choose_port, free_port, free_ports
+from instep.ports import LOOPBACK, choose_port, free_port, free_ports
 from instep.processes import Process, SupervisedProcess
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-LOOPBACK = "127.0.0.1"
 RESTART_SECONDS = 5.0  # until the port of an engine that has died must be free again
 
 
@@ -34,7 +33,7 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
 def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
     """The engine of `spec` that `process` runs and that answers at `at`."""
     url = f"http://{at.host}:{at.port}"
-    keys.know(url, keys.run_key())
+    keys.know(url, keys.run_key(), started_here=at.host == LOOPBACK)
     return Engine(
         spec.name,
         url,
@@ -93,8 +92,7 @@ def start_router(
         url = f"http://{spec.external[0]}:{spec.external[1]}"
         keys.know(url, keys.client_key(args) if spec.engines else keys.given_key(args))
         return Router(url)
-    # The router passes the key of a request on to engines, so it has that of engines that somebody else runs.
-    key = keys.run_key() if spec.engines else keys.given_key(args) or keys.run_key()
+    key = keys.router_key(args, ours=bool(spec.engines))
     port, prometheus_port = free_port(), free_port()
     roles: dict[str, ServerRole] = {engine.url: engine.role for engine in engines}
     log = log_dir / f"{file_name(name)}.log"
@@ -106,7 +104,7 @@ def start_router(
         return SupervisedProcess(name, [sys.executable, *router_command(words)], log, env)
 
     url = f"http://{LOOPBACK}:{port}"
-    keys.know(url, key)
+    keys.know(url, key, started_here=True)
     return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)
 
 
@@ -117,7 +115,7 @@ def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: s
     env = keys.server_environment(args) | {KEY_VARIABLE: keys.key_of(to)}
     process = SupervisedProcess(name, command, log_dir / f"{file_name(name)}.log", env)
     url = f"http://{LOOPBACK}:{port}"
-    keys.know(url, "" if args.no_api_key else keys.client_key(args))
+    keys.know(url, "" if args.no_api_key else keys.client_key(args), started_here=True)
     return Gate(url, process)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from instep.cluster.engine_plan import elsewhere, plan_engines
-from instep.cluster.engine_start import LOOPBACK, RESTART_SECONDS, engine_at, log_name
+from instep.cluster.engine_start import RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import Plan, make_plan
@@ -30,6 +30,7 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
 from instep.errors import ConfigError, EngineError, InstepError
+from instep.ports import LOOPBACK
 from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
 from instep.scratch import Scratch
 from instep.weights.way import ON_ONE_HOST

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines import keys
 from instep.engines.capabilities import Capabilities
-from instep.engines.http import open_directly, open_without_key
+from instep.engines.http import check_open, check_server, open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
@@ -70,7 +70,12 @@ class Engine:
             raise EngineError(f"{self.name} {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until `/health` answers 200. Raises EngineError if the process ends, or after `timeout` seconds."""
+        """Wait until `/health` answers 200.
+
+        Raises:
+            EngineError: the process ends, somebody else listens at its port, or `timeout` seconds are over.
+            ConfigError: it refuses to answer us (401, 403).
+        """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process is not None and not self.process.alive():
@@ -80,8 +85,12 @@ class Engine:
                     remedy="the last lines of its log say why",
                 )
             self.watch()
-            if self.healthy(2.0):
+            health = self.health(2.0)
+            if health == "well":
+                check_server(self.name, self.url)
                 return
+            if health == "unwell":
+                check_open(self.url + "/health", timeout=2.0)
             time.sleep(0.05)
         tail = self.process.log_tail() if self.process is not None else ""
         raise EngineError(

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from instep.engines.http import check_server
 from instep.errors import EngineError
 from instep.processes import Process, stop_all
 
@@ -36,7 +37,7 @@ class Gate:
             self.check_alive()
             try:
                 socket.create_connection((str(at.hostname), int(at.port or 0)), timeout=1.0).close()
-                return
+                return check_server("the gate", self.url)
             except OSError:
                 if time.monotonic() > deadline:
                     raise EngineError(

@@ -12,10 +12,14 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from instep.engines import keys
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
+from instep.engines.http import checked_socket
+from instep.ports import LOOPBACK
 from instep.processes import follow_parent
 
 _BEGUN = "begun"
+ROUTES = GENERATION_ROUTES | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
@@ -26,16 +30,17 @@ class Gate:
     def __init__(self, to: str):
         self.to, self.guard = to, Guard.from_environment()
         self.key = os.environ[KEY_VARIABLE]
+        keys.know(to, self.key, started_here=URL(to).host == LOOPBACK)  # what its key goes to is always the run's
 
     async def session(self, app: web.Application) -> AsyncIterator[None]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=checked_socket)
         async with aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False) as self.http:
             yield
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path not in GENERATION_ROUTES | OPEN_ROUTES:
-            return _error(404, f"there is no {request.path} here")
+        if request.path not in ROUTES:
+            return _error(404, f"there is no {request.path} here, only {' '.join(sorted(ROUTES))}")
         address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
             return _error(*refusal)

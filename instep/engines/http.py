@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
 
-from instep.engines.keys import headers_for, key_of
-from instep.errors import ConfigError
+from instep.engines.keys import api_key, check_listener, headers_for, key_of
+from instep.errors import ConfigError, EngineError
 
+REFUSED = (401, 403)
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def checked_socket(info: tuple[Any, ...]) -> socket.socket:
+    """For aiohttp's connectors: a socket for a connection to a server. Raises ConnectionError, as `check_listener`."""
+    family, kind, protocol, _, address = info
+    check_listener(address[0], address[1])
+    return socket.socket(family, kind, protocol)
+
+
+def check_server(name: str, url: str) -> None:
+    """Raise EngineError if another user of this host listens where a server of this run should, which has just begun.
+
+    Args:
+        name: of the server, for the error.
+    """
+    try:
+        api_key(url)
+    except ConnectionError as error:
+        remedy = "end that program, or start again, which takes another port unless a flag names it"
+        raise EngineError(f"{name} has lost its port: {error.strerror}", where=url, remedy=remedy) from None
 
 
 def open_directly(request: str | urllib.request.Request, *, timeout: float) -> Any:
@@ -38,13 +61,42 @@ def get_json(url: str, timeout: float) -> Any:
         with open_directly(url, timeout=timeout) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise key_missing(url) from None
+        if error.code in REFUSED:
+            raise refusal(url, error.code, error.read().decode(errors="replace")) from None
         raise
 
 
-def key_missing(url: str) -> ConfigError:
-    """The error about a server that has refused a request for its key."""
+def check_open(url: str, *, timeout: float) -> None:
+    """Ask, without a key, a URL that asks for none. Raises ConfigError if it refuses (401 or 403)."""
+    try:
+        open_without_key(url, timeout=timeout).close()
+    except urllib.error.HTTPError as error:
+        if error.code in REFUSED:
+            raise refusal(url, error.code, error.read().decode(errors="replace")) from None
+    except (OSError, http.client.HTTPException):
+        pass
+
+
+def refusal(url: str, status: int, text: str) -> ConfigError:
+    """The error about a server that has refused a request for its key (401), its Host or its Origin (403).
+
+    Args:
+        text: the body of the answer.
+    """
+    if status == 403:
+        what = f"it refuses to serve us: {message(text)}"
+        remedy = "call it by an address of its own, or start it with INSTEP_ALLOWED_HOSTS=NAME in its environment"
+        return ConfigError(what, where=url, remedy=f"{remedy} (docs/security.md)")
     what = "it does not accept the key that was sent" if key_of(url) else "it asks for a key, and none was sent"
     remedy = "--api-key-file FILE (or the variable INSTEP_API_KEY) gives the key of servers that somebody else runs"
     return ConfigError(what, where=url, remedy=remedy)
+
+
+def message(body: str) -> str:
+    """The message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
+    try:
+        value = json.loads(body)
+        error = value.get("error", value)
+        return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        return body[:500]

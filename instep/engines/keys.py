@@ -2,11 +2,13 @@
 
 A run makes its key itself. Its engines, routers and gates find it in their environment (`guard.py`), which other users
 of the host cannot read; on other hosts too, where it comes as an argument of an actor's method. Every request of
-instep's own gets the key of the address that it goes to, and no other address gets any.
+instep's own gets the key of the address that it goes to, and no other address gets any: not even that of a server of
+ours, if another user of this host listens there, who was first at its port.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import secrets
@@ -15,64 +17,113 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 from instep.errors import ConfigError, writing
+from instep.ports import LOOPBACK, users_listening
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
-_by_address: dict[str, str] = {}
+_MAKE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_by_address: dict[tuple[str, int], str] = {}
+_started_here = set[tuple[str, int]]()  # the addresses of servers that this process has started on this host
 
 
 @functools.cache
+def _made(purpose: str) -> str:
+    return secrets.token_urlsafe(32)
+
+
 def run_key() -> str:
     """The key of the engines, routers and gates that this process starts; it opens all of their routes."""
-    return secrets.token_urlsafe(32)
-
-
-@functools.cache
-def _made_for_clients() -> str:
-    return secrets.token_urlsafe(32)
+    return _made("run")
 
 
 def given_key(args: Settings) -> str:
     """The key in `--api-key-file`, else that of the variable; "" without either.
 
     Raises:
-        ConfigError: the file cannot be read, other users can read it, or it holds no key.
+        ConfigError: the file cannot be read or other users can read it; or it, or the variable, holds no key.
     """
-    if args.api_key_file is None:
-        return os.environ.get(KEY_VARIABLE, "")
-    return _read(args.api_key_file)
+    if args.api_key_file is not None:
+        return _read(args.api_key_file)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    return _checked(key, f"the variable {KEY_VARIABLE}", f'{KEY_VARIABLE}="$({_MAKE})", or unset it') if key else ""
 
 
 def client_key(args: Settings) -> str:
     """The key that opens generation for clients of this run: users of `instep serve`, and hooks."""
     if args.command == "serve":
-        return given_key(args) or _made_for_clients()
+        return given_key(args) or _made("clients")
     return args.vllm_router_ip is not None and given_key(args) or run_key()
+
+
+def router_key(args: Settings, ours: bool) -> str:
+    """The key of a router that this process starts. The router passes it on to its engines.
+
+    Args:
+        ours: whether the engines are; those of somebody else get their own key, or one that opens nothing but the
+            router.
+    """
+    return run_key() if ours else given_key(args) or _made("router")
 
 
 def server_environment(args: Settings) -> dict[str, str]:
     """The environment variables with which a server of this run asks for keys."""
-    return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: EVERYONE if args.no_api_key else client_key(args)}
+    hosts = ",".join(args.allowed_hosts or ()) or os.environ.get(HOSTS_VARIABLE, "")
+    generate = EVERYONE if args.no_api_key else client_key(args)
+    return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: generate, HOSTS_VARIABLE: hosts}
 
 
-def know(url: str, key: str) -> None:
-    """Send `key` with every request to the host and port of `url` from now on; "" sends none."""
-    _by_address[urlsplit(url).netloc] = key
+def know(url: str, key: str, *, started_here: bool = False) -> None:
+    """Send `key` with every request to the host and port of `url` from now on; "" sends none.
+
+    Args:
+        started_here: this process has started the server, and on this host.
+    """
+    _by_address[_address(url)] = key
+    (_started_here.add if started_here else _started_here.discard)(_address(url))
 
 
 def key_of(url: str) -> str:
     """The key that requests to `url` need, as far as this process knows; "" if it knows none."""
-    return _by_address.get(urlsplit(url).netloc, "")
+    return _by_address.get(_address(url), "")
+
+
+def api_key(url: str) -> str:
+    """`key_of(url)`, for a request that is sent now. Raises ConnectionError, as `check_listener`."""
+    check_listener(*_address(url))
+    return key_of(url)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The headers that carry `key`; none without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def headers_for(url: str) -> dict[str, str]:
-    """The headers that carry `key_of(url)`; none without a key."""
-    key = key_of(url)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    """The headers that carry `api_key(url)`; none without a key."""
+    return bearer(api_key(url))
+
+
+def check_listener(host: str, port: int) -> None:
+    """Raise ConnectionError if another user listens where a server that this process has started here should."""
+    host = _name(host)
+    if (host, port) in _started_here and (strangers := users_listening(port, host, "::1") - {os.geteuid()}):
+        what = f"user {min(strangers)} of this host listens at {host}:{port}, where a server of this run should"
+        raise ConnectionRefusedError(errno.ECONNREFUSED, what)
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
+    parts = urlsplit(url)
+    return _name(parts.hostname or ""), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _name(host: str) -> str:
+    """Our own servers listen on 127.0.0.1, also where a hook asks for them by another name of loopback."""
+    return LOOPBACK if host in ("localhost", "::1") else host
 
 
 def write(folder: Path, key: str) -> Path:
@@ -92,12 +143,15 @@ def _read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             mode = os.fstat(file.fileno()).st_mode
-            key = file.read(10_000).strip()
+            key = file.read(10 * LONGEST_KEY).strip()
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a file with one key") from None
     if stat.S_ISREG(mode) and mode & 0o077:
         raise ConfigError("other users can read this key", where=where, remedy=f"chmod 600 {path}")
-    if not key or key == EVERYONE or not key.isascii() or not key.isprintable() or " " in key:
-        remedy = f"""python -c 'import secrets; print(secrets.token_urlsafe(32))' > {path}"""
-        raise ConfigError("holds no key: one line of ASCII without blanks", where=where, remedy=remedy)
+    return _checked(key, where, f"{_MAKE} > {path}")
+
+
+def _checked(key: str, where: str, remedy: str) -> str:
+    if fault := fault_of_key(key):
+        raise ConfigError(f"holds no key: what is there {fault}", where=where, remedy=remedy)
     return key

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.flags import router_arguments
-from instep.engines.http import open_directly
+from instep.engines.http import REFUSED, check_server, open_directly, refusal
 from instep.errors import ConfigError, EngineError
 from instep.processes import SupervisedProcess, stop_all
 
@@ -67,10 +67,16 @@ class Router:
             return sorted(self._members)
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the router answers. Raises EngineError if its process ends, or after `timeout` seconds."""
+        """Wait until the router answers.
+
+        Raises:
+            EngineError: its process ends, somebody else listens at its port, or `timeout` seconds are over.
+            ConfigError: somebody else runs it, and it refuses to answer us (401, 403).
+        """
         deadline = time.monotonic() + timeout
         while True:
             self.check_alive()
+            check_server("the router", self.url)
             try:
                 self._call("GET", "/list_workers")
                 return
@@ -131,8 +137,11 @@ class Router:
             with open_directly(request, timeout=CALL_SECONDS) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            if self._start is None and error.code in REFUSED:
+                raise refusal(url, error.code, text) from None
             raise EngineError(
-                f"the router refused {path} with {error.code}: {error.read().decode(errors='replace')[:300]}",
+                f"the router refused {path} with {error.code}: {text[:300]}",
                 where=url,
                 remedy="see the router's log",
             ) from None

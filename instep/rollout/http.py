@@ -12,9 +12,8 @@ from typing import Any
 import aiohttp
 
 from instep.data.sampling import note_json
-from instep.engines.http import key_missing
-from instep.engines.keys import headers_for
-from instep.engines.keys import key_of as api_key
+from instep.engines.http import REFUSED, message, refusal
+from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
 from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
@@ -56,7 +55,7 @@ async def _ask(
     method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> dict[str, Any]:
     problem = ""
-    headers = headers_for(url) | (headers or {})
+    headers = bearer(key_of(url)) | (headers or {})  # each new connection is checked (runtime.py)
     for attempt in range(max_retries + 1):
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
@@ -70,9 +69,9 @@ async def _ask(
                 text = await answer.text()
                 if answer.status < 400:
                     return _parse(url, text)
-                problem = f"{answer.status}: {_message(text)}"
-                if answer.status == 401:
-                    raise key_missing(url)
+                problem = f"{answer.status}: {message(text)}"
+                if answer.status in REFUSED:
+                    raise refusal(url, answer.status, text)
                 if answer.status < 500:
                     remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
@@ -101,13 +100,3 @@ def _parse(url: str, body: str) -> dict[str, Any]:
             f"the answer is no JSON object: {body[:200]!r}", where=url, remedy="is this the address of an engine?"
         )
     return value
-
-
-def _message(body: str) -> str:
-    """The message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
-    try:
-        value = json.loads(body)
-        error = value.get("error", value)
-        return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        return body[:500]

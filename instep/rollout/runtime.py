@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
 
 T = TypeVar("T")
@@ -156,11 +157,12 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
     """The loop's shared session; on another loop (a hook's own `asyncio.run`) a session for this call only."""
     home = _current
     if home is None or asyncio.get_running_loop() is not home.loop:
-        async with aiohttp.ClientSession(timeout=_LIMITS) as session:
+        connector = aiohttp.TCPConnector(socket_factory=checked_socket)
+        async with aiohttp.ClientSession(connector=connector, timeout=_LIMITS) as session:
             yield session
         return
     if home.session is None:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0, socket_factory=checked_socket)
         home.session = aiohttp.ClientSession(connector=connector, timeout=_LIMITS, cookie_jar=aiohttp.DummyCookieJar())
     yield home.session
 

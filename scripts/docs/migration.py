@@ -109,6 +109,13 @@ def _hooks() -> Iterator[str]:
         "`GenerateState(args).tokenizer` there is `instep.rollout.tokens.tokenizer_of(args)`."
     )
     yield ""
+    yield (
+        "Engines and routers ask for the run's key ([security.md](security.md)), which slime's do not. "
+        "`instep.rollout.http.post` and `get` send it. A hook that posts with a client of its own (aiohttp, httpx, "
+        "requests, openai) adds the header `Authorization: Bearer {instep.rollout.http.api_key(url)}`, or gets an "
+        "answer 401; `--no-api-key` lets it stay as it is."
+    )
+    yield ""
     yield "| slime | here |"
     yield "|---|---|"
     for theirs, paths in IMPORTS.items():

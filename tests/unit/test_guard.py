@@ -3,21 +3,26 @@
 import asyncio
 import json
 import os
+import re
 import stat
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from multidict import CIMultiDict
 
+from instep.arguments import parse
+from instep.arguments.engine_rules import api_keys
 from instep.engines import guard, keys
 from instep.engines.guard import EVERYONE, GENERATION_ROUTES, Guard
 from instep.errors import ConfigError
 from instep.rollout.http import api_key, headers_for
 
+SECURITY = Path(__file__).parents[2] / "docs/security.md"
 PLUGIN = Path(__file__).parents[2] / "plugins/instep-vllm/instep_vllm"
-RUN, CLIENT = "the run's key", "the client's key"
+RUN, CLIENT = "the-key-of-the-run", "the-key-of-a-client"
 CONTROL = "/pause /resume /update_weights /sleep /wake_up /abort_requests /collective_rpc /start_profile /docs "
 CONTROL += (
     "/v1/load_lora_adapter /reset_prefix_cache /server_info /add_worker / /metrics /version /v1/models/ //v1/models"
@@ -50,8 +55,11 @@ def test_health_is_open_and_a_key_has_one_form():
     for value in (RUN, f"Basic {RUN}", f"Bearer  {RUN}x", "Bearer", "Bearer \udcff", "Bearer é"):
         assert status("/pause", authorization=value) == 401, value
     assert status("/pause", authorization=f"bearer {RUN}") == 200
-    with pytest.raises(ValueError, match="INSTEP_API_KEY"):
-        Guard("")
+    for key in ("", "two words", EVERYONE, "k" * 1001):  # no request could carry it, or everybody could guess it
+        with pytest.raises(ValueError, match="INSTEP_API_KEY"):
+            Guard(key)
+    with pytest.raises(ValueError, match="blanks"):
+        Guard(RUN, "two words")
 
 
 @pytest.mark.parametrize("path", ["/health", "/pause", "/v1/models"])
@@ -74,6 +82,42 @@ def test_foreign_pages_and_names_are_refused_whatever_their_key(path, generate_k
         assert status(path, RUN, generate_key, **{name: value}) == 403, (name, value)
     for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "10.0.0.7:8000", os.uname().nodename):
         assert status(path, RUN, generate_key, host=host, origin=f"http://{host}") == 200, host
+
+
+def test_further_names_are_local_where_they_are_allowed(monkeypatch):
+    headers = {"host": "rl.example.org:8000", "origin": "https://RL.example.org", "authorization": f"Bearer {RUN}"}
+    refused = Guard(RUN).refusal("/pause", headers, "127.0.0.1")
+    assert refused[0] == 403 and "--allowed-hosts" in refused[1] and "INSTEP_ALLOWED_HOSTS" in refused[1]
+    monkeypatch.setenv(guard.KEY_VARIABLE, RUN)
+    monkeypatch.setenv(guard.HOSTS_VARIABLE, "RL.example.org, 10.1.2.3,[fd00::1],")
+    allowed = Guard.from_environment()
+    assert allowed.refusal("/pause", headers, "127.0.0.1") is None
+    for host in ("10.1.2.3:1", "[fd00::1]:1", "localhost"):
+        assert allowed.refusal("/pause", {**headers, "host": host}, "127.0.0.1") is None
+    for host in ("example.org", "x.rl.example.org", ""):
+        assert allowed.refusal("/pause", {**headers, "host": host}, "127.0.0.1")[0] == 403, host
+    assert allowed.refusal("/pause", {"host": "rl.example.org"}, "127.0.0.1")[0] == 401  # a name is no key
+
+
+def test_names_of_the_flag_reach_the_servers(monkeypatch):
+    monkeypatch.delenv(guard.HOSTS_VARIABLE, raising=False)
+    args = SimpleNamespace(no_api_key=False, command="train", vllm_router_ip=None, allowed_hosts=["a.example", "b"])
+    args.api_key_file = args.rollout_external_engine_addrs = args.opd_teacher_url = None
+    assert keys.server_environment(args)[guard.HOSTS_VARIABLE] == "a.example,b"
+    args.allowed_hosts = None
+    monkeypatch.setenv(guard.HOSTS_VARIABLE, "c.example")
+    assert keys.server_environment(args)[guard.HOSTS_VARIABLE] == "c.example"
+    for name in ("http://a.example", "a.example:80", "10.0.0.7:80", "*", "a b", "a/b", ""):
+        args.allowed_hosts = ["b.example", name]
+        (problem,) = api_keys(args, set())
+        assert problem.where == "--allowed-hosts" and "scheme, port and path" in problem.remedy
+    args.allowed_hosts = ["b.example", "10.0.0.7", "fd00::1"]
+    assert not list(api_keys(args, set()))
+
+
+def test_the_docs_list_the_routes_of_generation():
+    row = next(line for line in SECURITY.read_text().splitlines() if line.startswith("| generation:"))
+    assert set(re.findall("`(/.*?)`", row.split("; these paths")[0])) == GENERATION_ROUTES
 
 
 def test_the_plugin_has_the_same_guard():
@@ -138,7 +182,9 @@ def test_a_key_goes_to_its_address_only(monkeypatch):
     keys.know("http://127.0.0.1:4000", "secret")
     assert headers_for("http://127.0.0.1:4000/pause?mode=abort") == {"Authorization": "Bearer secret"}
     assert api_key("http://127.0.0.1:4000/v1") == "secret"
-    for url in ("http://127.0.0.1:4001/", "http://localhost:4000/", "https://evil.example/127.0.0.1:4000"):
+    for host in ("localhost", "LOCALHOST", "[::1]"):  # where a hook may ask for it, too
+        assert api_key(f"http://{host}:4000/v1") == "secret"
+    for url in ("http://127.0.0.1:4001/", "http://localhost/", "https://evil.example/127.0.0.1:4000"):
         assert headers_for(url) == {} and api_key(url) == ""
 
 
@@ -155,8 +201,21 @@ def test_the_file_of_a_key(tmp_path):
     keys._read.cache_clear()
     with pytest.raises(ConfigError, match="other users can read this key"):
         keys._read(str(path))
-    for text in ("", " \n", "two words", "two\nlines", "sch\u00f6n"):
+    for text in ("", " \n", "two words", "two\nlines", "sch\u00f6n", "*", "k" * 1001, "k" * 20_000):
         path.chmod(0o600)
         path.write_text(text)
         with pytest.raises(ConfigError, match="holds no key"):
             keys._read(str(path))
+
+
+@pytest.mark.parametrize("key", ["*", "two words", "sch\u00f6n", "k" * 1001])
+def test_the_variable_is_checked_as_the_file_is(monkeypatch, key):
+    """As the key of clients "*" would mean everyone."""
+    monkeypatch.setenv(guard.KEY_VARIABLE, key)
+    for command, more in (("serve", []), ("train", ["--rollout-external-engine-addrs", "127.0.0.1:1"])):
+        with pytest.raises(ConfigError, match="the variable INSTEP_API_KEY"):
+            keys.given_key(SimpleNamespace(api_key_file=None))
+        with pytest.raises(ConfigError, match="the variable INSTEP_API_KEY"):
+            parse(["--hf-checkpoint", "none", *more], command)
+    monkeypatch.setenv(guard.KEY_VARIABLE, " \n")
+    assert keys.given_key(SimpleNamespace(api_key_file=None)) == ""

@@ -2,7 +2,8 @@
 
 A server finds two keys in its environment. That of `KEY_VARIABLE` opens every route. That of `GENERATE_VARIABLE` opens
 `GENERATION_ROUTES`, too; if it is `EVERYONE`, they need no key. `OPEN_ROUTES` never need one. A request that a web page
-of another host has sent (its Origin), or that came by a foreign name (its Host), is refused whatever its key is.
+of another host has sent (its Origin), or that came by a foreign name (its Host), is refused whatever its key is; the
+names of `HOSTS_VARIABLE`, with commas between them, are not foreign.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 KEY_VARIABLE = "INSTEP_API_KEY"
 GENERATE_VARIABLE = "INSTEP_GENERATE_KEY"
+HOSTS_VARIABLE = "INSTEP_ALLOWED_HOSTS"
+LONGEST_KEY = 1000  # characters: servers bound the size of a header
 EVERYONE = "*"
 OPEN_ROUTES = frozenset({"/health"})
 GENERATION_ROUTES = frozenset(
@@ -29,20 +32,26 @@ class Guard:
 
     Args:
         key: opens every route; generate_key: opens generation, too ("": no further key does).
+        hosts: further names and addresses by which clients may call this server.
 
     Raises:
-        ValueError: there is no key.
+        ValueError: there is no key, or one that no request could carry.
     """
 
-    def __init__(self, key: str, generate_key: str = ""):
+    def __init__(self, key: str, generate_key: str = "", hosts: Iterable[str] = ()):
         if not key:
             raise ValueError(f"no key: set the variable {KEY_VARIABLE}, which control routes ask for")
+        for given in (key, *([generate_key] if generate_key not in ("", EVERYONE) else [])):
+            if fault := fault_of_key(given):
+                raise ValueError(f"the key {fault}: change the variable {KEY_VARIABLE}")
         self._key, self._generate_key = key.encode(), generate_key.encode()
         self._everyone = generate_key == EVERYONE
+        self._hosts = _LOCAL_NAMES | {host.strip().lower().strip("[]") for host in hosts if host.strip()}
 
     @classmethod
     def from_environment(cls) -> Guard:
-        return cls(os.environ.get(KEY_VARIABLE, ""), os.environ.get(GENERATE_VARIABLE, ""))
+        key, generate_key, hosts = (os.environ.get(v, "") for v in (KEY_VARIABLE, GENERATE_VARIABLE, HOSTS_VARIABLE))
+        return cls(key, generate_key, hosts.split(","))
 
     def refusal(self, path: str, headers: Mapping[str, str], address: str) -> tuple[int, str] | None:
         """HTTP status and message of a refused request; None for one that may pass.
@@ -53,8 +62,9 @@ class Guard:
         """
         for name, prefix in (("host", "//"), ("origin", "")):
             value = headers.get(name)
-            if value is not None and not _is_local(prefix + value, address):
-                return 403, f"{name.capitalize()}: {value!r} is foreign: this server answers programs of its own user"
+            if value is not None and (host := _host(prefix + value)) != address and host not in self._hosts:
+                remedy = f"--allowed-hosts (or {HOSTS_VARIABLE} in the server's environment) names hosts that are not"
+                return 403, f"{name.capitalize()}: {value!r} is foreign to this server; {remedy}"
         if path in OPEN_ROUTES:
             return None
         generates = path in GENERATION_ROUTES
@@ -66,12 +76,20 @@ class Guard:
             return None
         if self._generate_key and hmac.compare_digest(sent, self._generate_key):
             return None if generates else (403, f"this key opens generation only, not {path}")
-        return 401, f"{path} needs a key: send the header 'Authorization: Bearer KEY'"
+        how = "a hook gets KEY from instep.rollout.http.api_key(url); docs/security.md says where else it is"
+        return 401, f"{path} needs a key: send the header 'Authorization: Bearer KEY' ({how})"
 
 
-def _is_local(url: str, address: str) -> bool:
+def fault_of_key(key: str) -> str:
+    """What is wrong with a key; "" if a header can carry it, and it does not stand for everyone."""
+    if not key or key == EVERYONE or not key.isascii() or not key.isprintable() or " " in key:
+        return "is not one line of ASCII without blanks"
+    return f"has more than {LONGEST_KEY} characters" if len(key) > LONGEST_KEY else ""
+
+
+def _host(url: str) -> str | None:
+    """The host of a URL, in lower case; None if it has none."""
     try:
-        host = urlsplit(url).hostname
+        return urlsplit(url).hostname
     except ValueError:
-        return False
-    return host is not None and (host in _LOCAL_NAMES or host == address)
+        return None
