@@ -5,15 +5,8 @@ import shutil
 import time
 
 from instep.controller.space import num_weights
-from tests.e2e.commands import run, start
+from tests.e2e.commands import run, sft_arguments, start
 from tests.e2e.test_endings import in_rollout, wait_for
-
-
-def sft_arguments(tiny, run_dir, *more):
-    out = ["sft", "--hf-checkpoint", str(tiny / "hf"), "--prompt-data", str(tiny / "sft.jsonl"), "--input-key"]
-    out += ["messages", "--rollout-batch-size", "4", "--lr", "1e-3", "--train-backend", "hf", "--num-threads", "1"]
-    out += ["--actor-num-gpus-per-node", "1", "--device", "cpu", "--run-dir", str(run_dir)]
-    return [*out, "--save", str(run_dir / "ckpt"), "--save-hf", str(run_dir / "hf"), *more]
 
 
 def files(folder):
