@@ -6,7 +6,7 @@ import errno
 import glob
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,17 +48,22 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def replace_folder(new: Path, place: Path, old: Path) -> None:
+def replace_folder(new: Path, place: Path, old: Path, keep: Path | None = None) -> None:
     """Rename the folder `new` to `place`, and the folder that was there to `old`, which is then removed.
 
-    If the process is killed between the two renames, only `old` exists.
+    If the process is killed between the two renames, only `old` exists; a later call leaves that until `new` is there.
+
+    Args:
+        keep: the former content gets this name instead of being removed.
     """
     sync_folder(new)
-    shutil.rmtree(old, ignore_errors=True)
     if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(place, old)
     os.rename(new, place)
     sync_folder(place.parent)
+    if keep is not None and old.exists():
+        os.rename(old, keep)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -66,15 +71,3 @@ def free_name(folder: Path, stem: str) -> Path:
     """The path `folder/<stem>-<n>` with the number after the highest that is there."""
     numbers = [p.name[len(stem) + 1 :] for p in folder.glob(f"{glob.escape(stem)}-*")]
     return folder / f"{stem}-{1 + max((int(n) for n in numbers if n.isdigit()), default=0)}"
-
-
-def move_aside(folder: Path, patterns: Iterable[str]) -> Path | None:
-    """Move what matches `patterns` in `folder`, in their order, to `folder/old-<n>`; None if nothing does."""
-    there = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    if not there:
-        return None
-    place = free_name(folder, "old")
-    place.mkdir()
-    for path in there:
-        os.rename(path, place / path.name)
-    return place

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import re
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 LOOK_SECONDS = 0.5  # between two looks at the states of a family
 FAMILY_SECONDS = 2.0  # between two looks at who belongs to it, which cost more
 
 
-def state_and_cpu_ticks(pid: int) -> tuple[str, int]:
-    """The kernel's letter for the state of a process ("T": stopped by a signal), and the CPU time it has used."""
+class _Stat(NamedTuple):
+    state: str
+    parent: int
+    cpu_ticks: int
+
+
+def _stat(pid: int) -> _Stat:
     if sys.platform != "linux":
-        return "?", 0
+        return _Stat("?", 0, 0)
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # see proc(5)
     except OSError:  # it has ended, or is hidden
-        return "X", 0
-    return fields[0], int(fields[11]) + int(fields[12])
+        return _Stat("X", 0, 0)
+    return _Stat(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]))
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of a process ("T": stopped by a signal), "X" for one that has ended."""
+    return _stat(pid).state
 
 
 def name_of(pid: int) -> str:
@@ -39,11 +54,23 @@ def set_name(name: str) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and its descendants; nothing for a process that has ended, or where this is not Linux."""
-    found = [pid] if Path(f"/proc/{pid}").exists() else []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # this thread has ended
-            found += [p for child in tasks.read_text().split() for p in family(int(child))]
+    """`pid` and its descendants, parents first; nothing for a process that has ended, or where this is not Linux."""
+    return _descendants(pid, _children()) if Path(f"/proc/{pid}").exists() else []
+
+
+def _children() -> dict[int, list[int]]:
+    """The children of every process of this host, from one look at each."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if sys.platform == "linux" else []:
+        if name.isdigit():
+            children.setdefault(_stat(int(name)).parent, []).append(int(name))
+    return children
+
+
+def _descendants(pid: int, children: dict[int, list[int]]) -> list[int]:
+    found, left = [pid], dict(children)
+    for parent in found:  # which grows meanwhile
+        found += left.pop(parent, [])
     return found
 
 
@@ -57,35 +84,41 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Standstill:
-    """Finds the processes of a family that stand stopped (SIGSTOP, SIGTSTP).
+    """The processes under this one that stand stopped (SIGSTOP, SIGTSTP), looked at once for all threads that ask.
 
-    Durations are measured from look to look, because the kernel does not tell them.
-
-    Args:
-        root: the pid of the eldest, which belongs to the family.
+    The kernel does not tell durations, so they are summed up from look to look. The time between two looks counts as at
+    most a third of `STOPPED_SECONDS`: who looks late may have been stopped itself, with all processes of the run
+    (SLURM suspends a job so), and sees them stopped for one more moment when it goes on.
     """
 
-    def __init__(self, root: int):
-        self._root = root
-        self._family: list[int] = [root]
-        self._counted = self._looked = -FAMILY_SECONDS  # when last
-        self._seen: dict[int, tuple[int, float]] = {}  # pid -> (CPU ticks, time) when it was first seen stopped
-        self._stopped: list[int] = []
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked = self._scanned = -math.inf
+        self._children: dict[int, list[int]] = {}
+        self._known: set[int] = set()  # this process's descendants
+        self._seen: dict[int, tuple[int, float]] = {}  # pid -> (CPU ticks, seconds stopped) of those that are stopped
 
-    def look(self) -> list[int]:
-        """Return the pids that have stood stopped for `STOPPED_SECONDS`, the eldest first. Call it repeatedly."""
-        now = time.monotonic()
-        if now - self._looked < min(LOOK_SECONDS, STOPPED_SECONDS / 4):
-            return self._stopped
-        self._looked = now
-        if now - self._counted >= FAMILY_SECONDS:
-            self._counted, self._family = now, family(self._root) or [self._root]
-        seen: dict[int, tuple[int, float]] = {}
-        for pid in self._family:
-            state, ticks = state_and_cpu_ticks(pid)
-            if state == "T":
-                before = self._seen.get(pid)  # one that has used CPU time since has run between two looks
-                seen[pid] = before if before is not None and before[0] == ticks else (ticks, now)
-        self._seen = seen
-        self._stopped = [pid for pid, (_, since) in seen.items() if now - since >= STOPPED_SECONDS]
-        return self._stopped
+    def look(self, pid: int) -> list[int]:
+        """`pid`, one of this process or its descendants, and those below it that have stood stopped for
+        `STOPPED_SECONDS`, parents first. Call it repeatedly."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._scanned >= FAMILY_SECONDS or pid not in self._known:
+                self._scanned, self._children = now, _children()
+                self._known = {os.getpid(), *_descendants(os.getpid(), self._children)}
+            passed = now - self._looked
+            if passed >= min(LOOK_SECONDS, STOPPED_SECONDS / 4):
+                self._looked = now
+                self._seen = dict(self._look(min(passed, STOPPED_SECONDS / 3)))
+            late = {one for one, (_, seconds) in self._seen.items() if seconds >= STOPPED_SECONDS * (1 - 1e-9)}
+            return [one for one in _descendants(pid, self._children) if one in late] if late else []
+
+    def _look(self, passed: float) -> Iterator[tuple[int, tuple[int, float]]]:
+        for pid in self._known - {os.getpid()}:
+            stat = _stat(pid)
+            if stat.state == "T":
+                ticks, seconds = self._seen.get(pid, (-1, 0.0))  # one that has used CPU time has run between two looks
+                yield pid, (stat.cpu_ticks, seconds + passed if ticks == stat.cpu_ticks else 0.0)
+
+
+stopped = Standstill().look

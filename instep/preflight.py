@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
 from instep.arguments.paths import RUN_FILES
-from instep.checkpoints.folders import critic_folder, find_checkpoint, read_state, reference_folder, teacher_folder
+from instep.checkpoints.folders import checkpoints_read
 from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
 from instep.data.formats import eval_row_format, row_format
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
+from instep.observability.run_folder import config_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -62,13 +62,9 @@ def _check_inputs(args: Settings) -> None:
 
 
 def _check_run_dir(folder: Path) -> None:
-    """Refuse a folder that holds files of the names of a run's, and is not a run's: they would be moved aside."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if isinstance(config, dict) and config.keys() >= {"args", "versions"}:
-            return
-    except (OSError, ValueError):
-        pass
+    """Refuse a folder that holds files of the names of a run's, and is not a run's."""
+    if config_of(folder) is not None:
+        return
     if there := [name for name in RUN_FILES if (folder / name).is_file()]:
         raise ConfigError(
             f"{folder} holds {', '.join(there)}, and is not the folder of a run",
@@ -78,20 +74,9 @@ def _check_run_dir(folder: Path) -> None:
 
 
 def _check_checkpoints(args: Settings) -> None:
-    """Check the checkpoints that the run begins with, byte by byte where they say what they were written with."""
-    folders = []
-    if args.load and (found := find_checkpoint(Path(args.load), args.ckpt_step)) is not None:
-        folders.append(found[0])
-        read_state(found[0])
-    if args.ref_load:
-        folders.append(reference_folder(args))
-    if args.use_opd and args.opd_type == "model":
-        folders.append(teacher_folder(args))
-    if args.critic_load is not None:
-        folders.append(critic_folder(args))
-    for folder in dict.fromkeys(folders):
-        if not (folder / "config.json").exists():  # else Hugging Face's, which may be edited
-            check_whole(folder)
+    """Check that the checkpoints that the run begins with are complete; it compares their content when it has its
+    lock, and says so where that takes seconds."""
+    check_whole(*checkpoints_read(args), digests=False)
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

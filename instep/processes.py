@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
-from instep.kernel import Standstill, catches, family, name_of
+from instep.kernel import catches, family, name_of, stopped
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -86,7 +86,8 @@ class SupervisedProcess:
     ):
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
-        self._last_beat: float | None = None  # when one was read
+        self._silent: float | None = None  # seconds since a heartbeat was read
+        self._listened = 0.0  # when last
         self._lifeline, theirs = socket.socketpair()
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
@@ -101,7 +102,6 @@ class SupervisedProcess:
                     pass_fds=[theirs.fileno(), *pass_fds],
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the owner, which ends its children
                 )
-        self._standstill = Standstill(self.pid)
 
     @property
     def pid(self) -> int:
@@ -119,21 +119,27 @@ class SupervisedProcess:
         code = self._process.poll()
         if code is not None:
             return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self._last_words()}"
-        if stopped := self._standstill.look():
-            if self.pid in stopped:
+        if still := stopped(self.pid):
+            if self.pid in still:
                 return "is stopped"
-            return f"waits for its process {stopped[0]} ({name_of(stopped[0])}), which is stopped"
+            return f"waits for its process {still[0]} ({name_of(still[0])}), which is stopped"
         silent = self._silent_seconds()
         if self._heartbeat is not None and silent > self._heartbeat:
             return f"has not answered for {silent:.0f} s"
         return None
 
     def _silent_seconds(self) -> float:
-        """Seconds since its last heartbeat; 0 before the first."""
-        with contextlib.suppress(OSError):  # no beat since the last look
+        """Seconds since its last heartbeat; 0 before the first. Who listens late may have been stopped meanwhile, with
+        the child (see `Standstill`), so that the time between two calls counts as one second at most."""
+        now = time.monotonic()
+        passed, self._listened = min(now - self._listened, 1.0), now
+        try:
             if self._lifeline.recv(1 << 16):
-                self._last_beat = time.monotonic()
-        return 0.0 if self._last_beat is None else time.monotonic() - self._last_beat
+                self._silent = 0.0
+        except OSError:  # no beat since the last look
+            if self._silent is not None:
+                self._silent += passed
+        return self._silent or 0.0
 
     def died_within(self, seconds: float) -> bool:
         """Whether it ends within `seconds`; the sockets of a dead child close a moment before it can be reaped."""
@@ -160,8 +166,8 @@ class SupervisedProcess:
     def describe(self) -> str:
         """Its state, or how it ended, and the last lines of its output."""
         code, num_lines = self._process.poll(), 15
-        if code is None and (stopped := self._standstill.look()):
-            pids = " ".join(map(str, stopped))
+        if code is None and (still := stopped(self.pid)):
+            pids = " ".join(map(str, still))
             how = f"stands stopped: somebody sent SIGSTOP to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
@@ -178,11 +184,7 @@ class SupervisedProcess:
 
     def remedy(self) -> str:
         """The remedy for a `fault`."""
-        slow = (
-            " (or raise --heartbeat-timeout, if it is only slow)"
-            if self.alive() and not self._standstill.look()
-            else ""
-        )
+        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and not stopped(self.pid) else ""
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def dump_stacks(self) -> None:

@@ -5,7 +5,7 @@
     SAVE/iter_0000010/critic/                   the files of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
     SAVE/iter_0000010/files.json                sizes and digests of the others; see `integrity.py`
-    SAVE/old-1/                                 the checkpoints of an earlier run, moved aside by a new one
+    SAVE/old-1/                                 the checkpoints of an earlier run, moved aside by a new one's first
 
 A save writes a hidden folder and renames it when it is complete, so that a crash or a full disk never harms the last
 good checkpoint.
@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import move_aside, write_text
+from instep.atomic import free_name, write_text
 from instep.checkpoints.integrity import complete, contents, others, put_in_place, write_manifest
 from instep.errors import CheckpointError, ConfigError
 
@@ -77,9 +77,8 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
     if root is None or iteration is None:
         return None
     folder = iteration_folder(root, iteration)
-    replaced = root / f".{folder.name}.old"
-    if not folder.is_dir() and replaced.is_dir():  # killed between the two renames of `replace_folder`
-        os.rename(replaced, folder)
+    if not folder.is_dir() and _replaced(folder).is_dir():  # see `finish_renames`; another run may be about to do it
+        return _replaced(folder), iteration
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no checkpoint of iteration {iteration}",
@@ -89,12 +88,35 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
     return folder, iteration
 
 
-def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], state: dict[str, Any] | None) -> Path:
+def _replaced(folder: Path) -> Path:
+    """The name of a checkpoint while another one takes its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def finish_renames(root: Path) -> None:
+    """Put back what a killed save has left renamed, and remove what it had not completed; `root` is locked."""
+    for partial in root.glob(".iter_*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    for replaced in root.glob(".iter_*.old"):
+        if not (place := root / replaced.name[1:-4]).exists():
+            os.rename(replaced, place)
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    write: Callable[[Path], Mapping[str, str]],
+    state: dict[str, Any] | None,
+    earlier: Callable[[Path], None] | None = None,
+) -> Path:
     """Write one checkpoint atomically and return its folder.
 
     Args:
-        write: writes the trainer's files into the folder that it is given.
+        write: writes the trainer's files into the folder that it is given, and returns the digests that it knows of
+            those that are on the disk, by name.
         state: the controller's part, as JSON; None for a folder from which no run continues (--critic-save).
+        earlier: the checkpoints that are in `root` belong to an earlier run: they are moved to `root/old-<n>` when this
+            one is in place, and this is called with that folder.
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left, and the last good checkpoint is untouched.
@@ -105,12 +127,17 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        write(partial)
+        known = write(partial)
         if state is not None:
             write_json(partial / "run_state.json", state)
-        write_manifest(partial, "checkpoint")
-        put_in_place(partial, final, root / f".{final.name}.old", "checkpoint")
+        write_manifest(partial, "checkpoint", known)
+        others = [p for p in root.glob("iter_*") if p != final] if earlier else []
+        aside = _aside(root) if others or (earlier and final.exists()) else None
+        put_in_place(partial, final, _replaced(final), "checkpoint", aside and aside / final.name)
         write_text(root / TRACKER, str(iteration), flush=True)
+        if aside is not None:
+            for path in others:
+                os.rename(path, aside / path.name)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
@@ -120,12 +147,18 @@ def save_checkpoint(root: Path, iteration: int, write: Callable[[Path], None], s
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    if earlier and aside is not None:
+        earlier(aside)
     return final
 
 
-def move_checkpoints_aside(root: Path) -> Path | None:
-    """Move the checkpoints of an earlier run to `root/old-<n>`; None if there are none."""
-    return move_aside(root, (TRACKER, "iter_*"))
+def _aside(root: Path) -> Path:
+    """A new folder for the checkpoints of an earlier run, with the number of its newest one."""
+    place = free_name(root, "old")
+    place.mkdir()
+    if (root / TRACKER).exists():
+        shutil.copyfile(root / TRACKER, place / TRACKER)
+    return place
 
 
 def _left(root: Path) -> str:
@@ -213,3 +246,20 @@ def reference_folder(args: Settings) -> Path:
 def teacher_folder(args: Settings) -> Path:
     """The checkpoint that `--opd-teacher-load` names."""
     return weights_folder(Path(args.opd_teacher_load or ""), args.opd_teacher_ckpt_step, "--opd-teacher-load")
+
+
+def checkpoints_read(args: Settings) -> list[Path]:
+    """The checkpoints that a run begins with, each once; not those of Hugging Face, which may be edited.
+
+    Raises:
+        ConfigError, CheckpointError: one of them is not there.
+    """
+    loaded = find_checkpoint(Path(args.load), args.ckpt_step) if args.load else None
+    folders = [loaded[0]] if loaded is not None else []
+    if args.ref_load:
+        folders.append(reference_folder(args))
+    if args.use_opd and args.opd_type == "model":
+        folders.append(teacher_folder(args))
+    if args.critic_load is not None:
+        folders.append(critic_folder(args))
+    return [folder for folder in dict.fromkeys(folders) if not (folder / "config.json").exists()]

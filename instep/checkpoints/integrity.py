@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Literal
 
@@ -20,25 +21,42 @@ from instep.errors import CheckpointError
 
 MANIFEST = "files.json"
 DIGEST = "xxh3-128"
+TELL_SECONDS = 1.0  # until the user is told that files are read
 Kind = Literal["checkpoint", "export"]  # of a run; of weights in Hugging Face's format
 logger = logging.getLogger(__name__)
 
 
-def write_manifest(folder: Path, kind: Kind = "checkpoint") -> None:
+def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, str] | None = None) -> None:
     """List the files in `folder`, to which nothing may be added afterwards.
 
     A checkpoint is on the disk when this returns; an export, whose files a user may edit, gets no digests.
+
+    Args:
+        known: digests of files that are on the disk, by name: the others are read here.
     """
-    paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / MANIFEST]
+    paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / MANIFEST}
     durable = kind == "checkpoint"
-    with ThreadPoolExecutor(_threads()) as pool:
-        digests = pool.map(lambda path: _digest(path, sync=True) if durable else None, paths)
-        found = zip(paths, digests, strict=True)
-        files = {str(path.relative_to(folder)): [path.stat().st_size, digest] for path, digest in found}
+    digests: dict[str, str | None] = dict.fromkeys(paths) | dict(known or {})
+    if durable:
+        new = {name: path for name, path in paths.items() if digests[name] is None}
+        digests |= dict(zip(new, _read_digests(list(new.values()), sync=True), strict=True))
+    files = {name: [path.stat().st_size, digests[name]] for name, path in paths.items()}
     content = {"written_by": "instep", "kind": kind, "digest": DIGEST, "files": files}
     write_text(folder / MANIFEST, json.dumps(content), flush=durable)
     for inner in (p for p in folder.rglob("*") if durable and p.is_dir()):
         sync_folder(inner)
+
+
+def digests_of_rank(folder: Path, rank: int) -> dict[str, str]:
+    """The digests, by name, of the files that `rank` has written into `folder`; they are on the disk afterwards."""
+    paths = [p for pattern in (f"__{rank}_*.distcp", f"rng_{rank}.pt") for p in sorted(folder.glob(pattern))]
+    return {p.name: digest for p, digest in zip(paths, _read_digests(paths, sync=True), strict=True)}
+
+
+def linked_digests(folder: Path, whole: Path) -> dict[str, str]:
+    """The digests, by name, of the files of `folder` that are links to those of the complete checkpoint `whole`."""
+    there = {name: digest for name, (_, digest) in _read_manifest(whole)[1].items() if (folder / name).exists()}
+    return {name: d for name, d in there.items() if d is not None and os.path.samefile(folder / name, whole / name)}
 
 
 def is_ours(folder: Path, kind: Kind) -> bool:
@@ -51,34 +69,53 @@ def is_ours(folder: Path, kind: Kind) -> bool:
     return found == kind and there <= {*files, MANIFEST}
 
 
-def put_in_place(new: Path, place: Path, old: Path, kind: Kind) -> None:
+def put_in_place(new: Path, place: Path, old: Path, kind: Kind, keep: Path | None = None) -> None:
     """Rename `new` to `place`, whose former content is removed if instep has written it, else kept beside it.
 
-    `old` is the name of that content while both names exist, see `replace_folder`.
+    `old` is the name of that content while both names exist, see `replace_folder`, and `keep` the one that it gets
+    for good.
     """
-    if os.path.lexists(place) and not is_ours(place, kind) and not (place.is_dir() and not any(place.iterdir())):
+    harmless = not os.path.lexists(place) or is_ours(place, kind) or (place.is_dir() and not any(place.iterdir()))
+    if keep is None and not harmless:
         aside = free_name(place.parent, f"{place.name}.old")
         os.rename(place, aside)
         logger.warning("%s held something that instep has not written; it is %s now", place, aside)
-    replace_folder(new, place, old)
+    replace_folder(new, place, old, keep)
 
 
-def check_whole(folder: Path, *, digests: bool = True) -> None:
-    """Compare `folder` with its list of files; one of another framework, without a list, needs its `.metadata`.
+def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None] = lambda line: None) -> None:
+    """Compare checkpoints with their lists of files; one of another framework, without a list, needs its `.metadata`.
 
     Args:
         digests: read all files and compare their content: xxh3 takes what disk or page cache gives.
+        tell: shows a line to the user, while that takes seconds.
 
     Raises:
         CheckpointError: a file is missing or another one; the remedy names the complete checkpoints beside it.
     """
-    problem = _problem(folder, digests)
-    if problem is not None:
-        raise CheckpointError(
-            f"the checkpoint {folder.name} is damaged: {problem[1]}",
-            where=str(problem[0]),
-            remedy="restore the file, or " + others(folder),
-        )
+    written: dict[Path, tuple[Path, str]] = {}  # file -> its folder, and its digest
+    for folder in folders:
+        if (problem := _problem(folder)) is not None:
+            raise _damaged(folder, *problem)
+        if digests and (folder / MANIFEST).exists():
+            files = _read_manifest(folder)[1].items()
+            written |= {folder / name: (folder, digest) for name, (_, digest) in files if digest is not None}
+    try:
+        found = _read_digests(list(written), tell=tell)
+    except OSError as error:
+        path = Path(error.filename or folders[0])
+        raise _damaged(path.parent, path, f"{path.name} cannot be read: {error.strerror or error}") from error
+    for (path, (folder, digest)), now in zip(written.items(), found, strict=True):
+        if digest != now:
+            raise _damaged(folder, path, f"{path.relative_to(folder)} has another content than was written")
+
+
+def _damaged(folder: Path, where: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder.name} is damaged: {what}",
+        where=str(where),
+        remedy="restore the file, or " + others(folder),
+    )
 
 
 def has_digests(folder: Path) -> bool:
@@ -89,7 +126,7 @@ def has_digests(folder: Path) -> bool:
 def complete(root: Path) -> list[int]:
     """The iterations of the checkpoints in `root` that instep has written completely, by their files' sizes."""
     folders = [p for p in sorted(root.glob("iter_*")) if p.is_dir() and (p / MANIFEST).exists()]
-    return [int(number) for p in folders if (number := p.name[5:]).isdigit() and not _problem(p, digests=False)]
+    return [int(number) for p in folders if (number := p.name[5:]).isdigit() and not _problem(p)]
 
 
 def others(folder: Path) -> str:
@@ -106,7 +143,8 @@ def contents(folder: Path) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
 
 
-def _problem(folder: Path, digests: bool) -> tuple[Path, str] | None:
+def _problem(folder: Path) -> tuple[Path, str] | None:
+    """What is wrong with a checkpoint by its list of files and their sizes: at which file, and what."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         if any(folder.glob("rng_*")) or (folder / "run_state.json").exists():
@@ -124,12 +162,6 @@ def _problem(folder: Path, digests: bool) -> tuple[Path, str] | None:
             return path, f"{name} is missing"
         if path.stat().st_size != size:
             return path, f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-    if digests:
-        with ThreadPoolExecutor(_threads()) as pool:
-            found = pool.map(lambda name: _digest(folder / name), files)
-            for (name, (_, digest)), now in zip(files.items(), found, strict=True):
-                if digest not in (None, now):
-                    return folder / name, f"{name} has another content than was written"
     return None
 
 
@@ -150,16 +182,31 @@ def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]
     return str(content.get("kind")), {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 
-def _digest(path: Path, *, sync: bool = False) -> str:
-    """The digest of a file's content; with `sync` that content is on the disk afterwards."""
+def _read_digests(
+    paths: Sequence[Path], *, sync: bool = False, tell: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """The digests of files, which threads read at the same time; one that has several names is read once.
+
+    With `sync` their content is on the disk afterwards. `tell` gets a line after 1, 3, 7, ... seconds.
+    """
+    stats = [path.stat() for path in paths]
+    names = {(stat.st_dev, stat.st_ino): path for stat, path in zip(stats, paths, strict=True)}
+    total = sum(path.stat().st_size for path in names.values())
+    read, pause = [0], TELL_SECONDS
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = {file: pool.submit(_digest, path, sync, read) for file, path in names.items()}
+        while wait(digests.values(), pause).not_done:
+            tell(f"comparing {total / 1e9:.2f} GB of checkpoints with their digests: {read[0] / 1e9:.2f} GB are done")
+            pause *= 2
+    return [digests[stat.st_dev, stat.st_ino].result() for stat in stats]
+
+
+def _digest(path: Path, sync: bool, read: list[int]) -> str:
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(4 << 20))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             state.update(buffer[:size])
+            read[0] += size
         if sync:
             os.fsync(file.fileno())
     return state.hexdigest()
-
-
-def _threads() -> int:
-    return min(8, os.cpu_count() or 1)

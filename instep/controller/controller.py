@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
-from instep.checkpoints.folders import move_checkpoints_aside
+from instep.checkpoints.folders import checkpoints_read, finish_renames
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.checkpoints.integrity import check_whole
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
@@ -45,7 +46,7 @@ from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.engines.kind import kind_of
-from instep.errors import CheckpointError, SyncError, writing
+from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
@@ -91,8 +92,12 @@ class Controller:
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
         self._memory = PssSampler()
+        for root in filter(None, (args.save, args.critic_save)):
+            finish_renames(Path(root))
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        if self._has_work:
+            check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
         self._space = check_space(args, self._num_saves())
         self._trial = HookTrial(args, self.hook_args, source)
         try:
@@ -109,6 +114,7 @@ class Controller:
             use_tensorboard=args.use_tensorboard,
             wandb=wandb_settings(args, (resumed or {}).get("wandb_run_id")),
             resume_from_step=self.start_rollout_id if resumed else None,
+            run_id=self._beginning.run_id,
         )
         self._records = Records(args, self.hook_args, self.log)
         self.deployment = Deployment(
@@ -151,13 +157,17 @@ class Controller:
                 last.callback(lock.release)
             last.callback(self.log.__exit__, kind, error, traceback)
             last.callback(self._on_signal.__exit__, kind, error, traceback)
+            to_go_on = ""
+            if isinstance(error, KeyboardInterrupt):
+                has_saved = self._saved or self._goes_on_in(self.args.save)
+                to_go_on = how_to_go_on(self.args, has_saved=has_saved)
+                self.log.interrupted(to_go_on)
             self._standstill.__exit__(kind, error, traceback)
             runtime.shutdown()
             self.deployment.close()
             self._memory.stop()
-            if isinstance(error, KeyboardInterrupt):
-                has_saved = self._saved or self._goes_on_in(self.args.save)
-                self.log.finish(self._summary(), interrupted=how_to_go_on(self.args, has_saved=has_saved))
+            if to_go_on:
+                self.log.finish(self._summary(), interrupted=to_go_on)
 
     def _start(self) -> None:
         args = self.args
@@ -192,8 +202,8 @@ class Controller:
         return self.start_rollout_id < self.num_rollout or self.args.eval_interval is not None
 
     def _num_saves(self) -> int:
-        left, interval = self.num_rollout - self.start_rollout_id, self.args.save_interval
-        return max(1, math.ceil(left / interval)) if interval else 1
+        left, interval = max(0, self.num_rollout - self.start_rollout_id), self.args.save_interval
+        return math.ceil(left / interval) if interval else min(1, left)
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
@@ -275,9 +285,6 @@ class Controller:
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
-        if not self._saved:
-            self._move_checkpoints_aside()
-            self._saved = True
         with self.log.phase("save", rollout_id) as phase:
             self.log.sync()  # rows that the checkpoint covers
             try:
@@ -285,6 +292,7 @@ class Controller:
             except CheckpointError:
                 self.log.check()  # the better name for it, where the run's folder is gone
                 raise
+        self._saved = True
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
 
     def _goes_on_in(self, root: str | None) -> bool:
@@ -292,14 +300,12 @@ class Controller:
         begins = self._beginning.checkpoint if self._beginning.state is not None else None
         return begins is not None and root is not None and begins.parent.resolve() == Path(root).resolve()
 
-    def _move_checkpoints_aside(self) -> None:
-        """Move the checkpoints of an earlier run, which this one does not go on with, from where it saves."""
-        for root in (self.args.save, None if self._beginning.state else self.args.critic_save):
-            if root and not self._goes_on_in(root):
-                with writing(Path(root)):
-                    place = move_checkpoints_aside(Path(root))
-                if place is not None:
-                    self.log.progress.line(f"{root} held checkpoints that this run did not --load: see {place}")
+    def _earlier(self, root: str) -> Callable[[Path], None] | None:
+        """What to call when the checkpoints that an earlier run has left in `root` were moved; None if none are."""
+        if self._saved or self._goes_on_in(root):
+            return None
+        line = self.log.progress.line
+        return lambda place: line(f"{root} held checkpoints that this run did not --load: see {place}")
 
     def _write_checkpoints(self, rollout_id: int) -> None:
         args, trainer = self.args, self._require_trainer()
@@ -312,12 +318,14 @@ class Controller:
                 "version": self.deployment.version,
                 **data_state(self.data_source, rollout_id),
                 "evaluations": self.evaluations,
+                "run_id": self._beginning.run_id,
                 "wandb_run_id": self.log.wandb_run_id,
                 "args": self.args.to_dict(),
             }
-            saved = trainer.save(Path(args.save), rollout_id, state)
+            saved = trainer.save(Path(args.save), rollout_id, state, self._earlier(args.save))
         if args.critic_save:
-            trainer.save_critic(Path(args.critic_save), rollout_id, saved)
+            earlier = None if self._beginning.state else self._earlier(args.critic_save)
+            trainer.save_critic(Path(args.critic_save), rollout_id, saved, earlier)
         if args.save_hf:
             trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
 

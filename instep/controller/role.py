@@ -203,7 +203,7 @@ class RoleTrainer:
         self.workers.call("refresh_reference", scratch, timeout=self.args.train_timeout)
 
     def begin_save(self, folder: Path) -> Callable[[], Any]:
-        """Let every rank write its part of a checkpoint; returns a function that waits for all."""
+        """Let every rank write its part of a checkpoint; returns a function that waits for the digests of each."""
         return self.workers.start("save", folder, timeout=self.args.train_timeout)
 
     def export_hf(self, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ from instep.checkpoints.folders import TRACKER, find_checkpoint, read_state
 from instep.checkpoints.integrity import has_digests, others
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
+from instep.observability.run_folder import config_of
 from instep.types import Group
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Beginning(NamedTuple):
     state: dict[str, Any] | None  # the controller's of the run that goes on, if one does
     notes: list[str]  # lines for the user: what is set otherwise than before, and what else is not as usual
     rollout_id: int  # of the first round
+    run_id: str | None  # of the run that goes on, or of a new one; None for one that an earlier instep began
 
 
 def beginning(args: Args) -> Beginning:
@@ -46,13 +49,14 @@ def beginning(args: Args) -> Beginning:
 
     Raises:
         CheckpointError: the checkpoint is not there, or its state is damaged.
-        ConfigError: the run cannot go on with other arguments.
+        ConfigError: the run cannot go on with other arguments, or in the folder of another run.
     """
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
     if found is None:
-        return Beginning(None, None, [], start_rollout_id(args, None, None))
+        return Beginning(None, None, [], start_rollout_id(args, None, None), _new_run_id())
     folder = found[0]
     state = None if args.finetune else read_state(folder)
+    run_id = _new_run_id() if state is None else _same_run(Path(args.run_dir), folder, state)
     notes = (
         [f"changed since the checkpoint: {line}" for line in changed_arguments(state["args"], args)] if state else []
     )
@@ -62,7 +66,29 @@ def beginning(args: Args) -> Beginning:
         notes.append(f"{folder} has no digests (of an earlier instep): only the sizes of its files were compared")
     if state is None and not args.finetune:
         notes.append(f"{folder} is of another framework: the run takes its weights, and reads its data from the start")
-    return Beginning(folder, state, notes, start_rollout_id(args, found, state))
+    return Beginning(folder, state, notes, start_rollout_id(args, found, state), run_id)
+
+
+def _new_run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | None:
+    """The identity of the run that `checkpoint` belongs to.
+
+    Raises:
+        ConfigError: `run_dir` holds the files of another run, which would be cut and continued.
+    """
+    run_id, there = state.get("run_id"), config_of(run_dir)
+    if there is None or there.get("run_id") == run_id:
+        return run_id
+    old = [path.parent for path in sorted(run_dir.glob("old-*/config.json"))]
+    own = next((p for p in old if (config_of(p) or {}).get("run_id") == run_id), state["args"].get("run_dir"))
+    raise ConfigError(
+        f"{run_dir} holds the files of another run than the one that {checkpoint} belongs to",
+        where="--run-dir",
+        remedy=f"name that run's folder (it was {own}), or a new one; --finetune begins a new run with its weights",
+    )
 
 
 def how_to_go_on(args: Settings, *, has_saved: bool = True) -> str:

@@ -64,6 +64,8 @@ def check_space(args: Args, num_saves: int) -> list[str]:
     Raises:
         CheckpointError: a disk has not even room for one.
     """
+    if not num_saves:
+        return []
     lines = []
     disks: dict[int, list[tuple[Saved, Path]]] = {}
     for saved in what_is_saved(args):
@@ -72,7 +74,9 @@ def check_space(args: Args, num_saves: int) -> list[str]:
         disks.setdefault(os.stat(existing).st_dev, []).append((saved, existing))
     for found in disks.values():
         parts, existing = [saved for saved, _ in found], found[0][1]
-        free = shutil.disk_usage(existing).free
+        size, _, free = shutil.disk_usage(existing)
+        if size == 0:  # some file systems of networks and of FUSE do not tell
+            continue
         one = sum(part.num_bytes for part in parts)
         most = sum(part.num_bytes * (num_saves if part.kept else 1) for part in parts)
         flags = " and ".join(part.flag for part in parts)

@@ -17,6 +17,7 @@ from instep.checkpoints.folders import (
     teacher_folder,
     weights_folder,
 )
+from instep.checkpoints.integrity import linked_digests
 from instep.cluster.launch import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
 from instep.controller.round import uses_reference
@@ -28,6 +29,8 @@ from instep.training import lr_schedule
 if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import Settings
+
+Earlier = Callable[[Path], None] | None  # see `save_checkpoint`
 
 
 class Trainer:
@@ -151,36 +154,40 @@ class Trainer:
 
     # ---- what it leaves behind -----------------------------------------------------------------------------------
 
-    def save(self, root: Path, iteration: int, state: dict[str, Any]) -> Path:
+    def save(self, root: Path, iteration: int, state: dict[str, Any], earlier: Earlier) -> Path:
         """Write a complete checkpoint: every role's files, the refreshed reference, and the controller's `state`."""
 
-        def write(folder: Path) -> None:
-            self._save_roles(self.roles, folder)
+        def write(folder: Path) -> dict[str, str]:
+            digests = self._save_roles(self.roles, folder)
             if self._refreshed.is_dir():
                 shutil.copytree(self._refreshed, folder / "reference")
+            return digests
 
-        return save_checkpoint(root, iteration, write, state)
+        return save_checkpoint(root, iteration, write, state, earlier)
 
-    def save_critic(self, root: Path, iteration: int, whole: Path | None) -> None:
+    def save_critic(self, root: Path, iteration: int, whole: Path | None, earlier: Earlier) -> None:
         """Write a checkpoint of the critic alone (--critic-save), linked to `whole` if that has just been saved."""
 
-        def write(folder: Path) -> None:
-            if whole is not None:
-                shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
-            else:
-                self._save_roles([role for role in self.roles if role.is_critic], folder)
+        def write(folder: Path) -> dict[str, str]:
+            if whole is None:
+                return self._save_roles([role for role in self.roles if role.is_critic], folder)
+            shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
+            return linked_digests(folder, whole)
 
-        save_checkpoint(root, iteration, write, None)
+        save_checkpoint(root, iteration, write, None, earlier)
 
-    def _save_roles(self, roles: list[RoleTrainer], folder: Path) -> None:
-        """Write the actor's files into `folder` and the critic's into `folder/critic`, at the same time."""
+    def _save_roles(self, roles: list[RoleTrainer], folder: Path) -> dict[str, str]:
+        """Write the actor's files into `folder` and the critic's into `folder/critic`, at the same time.
+
+        Returns:
+            The digests of what the ranks have written, by name.
+        """
         saves = []
         for role in roles:
             place = folder / CRITIC if role.is_critic else folder
             place.mkdir(exist_ok=True)
-            saves.append(role.begin_save(place))
-        for wait in saves:
-            wait()
+            saves.append((f"{CRITIC}/" if role.is_critic else "", role.begin_save(place)))
+        return {inner + name: digest for inner, wait in saves for rank in wait() for name, digest in rank.items()}
 
 
 def num_steps_of_run(args: Settings, num_rollouts: int) -> int:

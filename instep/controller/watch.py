@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 
 from instep.errors import NoAnswerError, RolloutError
-from instep.kernel import Standstill, name_of, state_and_cpu_ticks
+from instep.kernel import name_of, state_of, stopped
 from instep.processes import Process
 from instep.rollout import runtime
 
@@ -123,17 +123,17 @@ class StandstillWatch:
         self._thread = threading.Thread(target=self._loop, name="standstill", daemon=True)
 
     def _loop(self) -> None:
-        standstill, told = Standstill(os.getpid()), set[int]()
+        told = set[int]()
         while not self._closed.wait(LOOK_SECONDS):
-            stopped = set(standstill.look())
-            names = {process.pid: process.name for process in self._processes()} if stopped ^ told else {}
-            for pid in sorted(stopped ^ told):
+            still = set(stopped(os.getpid()))
+            names = {process.pid: process.name for process in self._processes()} if still ^ told else {}
+            for pid in sorted(still ^ told):
                 process = f"{names.get(pid) or name_of(pid)} (pid {pid})"
-                if pid in stopped:
+                if pid in still:
                     self._tell(f"{process} stands stopped: somebody sent it SIGSTOP; kill -CONT {pid} lets it go on")
-                elif state_and_cpu_ticks(pid)[0] not in "XZ":
+                elif state_of(pid) not in "XZ":
                     self._tell(f"{process} goes on")
-            told = stopped
+            told = still
 
     def __enter__(self) -> StandstillWatch:
         self._thread.start()

@@ -17,14 +17,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from instep.arguments.paths import RUN_FILES
-from instep.atomic import move_aside
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.figures import duration, figures_of, number
 from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
+from instep.observability.run_folder import move_run_aside
 from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
 from instep.observability.versions import versions
@@ -48,6 +47,7 @@ class RunLogger:
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
         resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
             with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
+        run_id: the identity of the run, for config.json; None for one of an earlier instep.
     """
 
     def __init__(
@@ -60,25 +60,28 @@ class RunLogger:
         use_tensorboard: bool = True,
         wandb: Mapping[str, Any] | None = None,
         resume_from_step: int | None = None,
+        run_id: str | None = None,
         console: Console | None = None,
     ):
         self.run_dir = Path(run_dir)
         with writing(self.run_dir, "--run-dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self.moved = move_aside(self.run_dir, RUN_FILES) if resume_from_step is None else None
+            self.moved = move_run_aside(self.run_dir) if resume_from_step is None else None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}  # of ended phases by name
         self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
         self._failed = False
         self._close = ExitStack()
         with ExitStack() as stack:  # closes what is open if a later one fails
-            config = {"title": title, "args": without_secrets(args_dict), "versions": versions(), "process": _process()}
-            write_json(self.run_dir / "config.json", config)
+            config = {"title": title, "run_id": run_id, "args": without_secrets(args_dict), "versions": versions()}
+            write_json(self.run_dir / "config.json", {**config, "process": _process()})
             for old in ("summary.json", "logs/error.txt"):  # of an earlier session
                 (self.run_dir / old).unlink(missing_ok=True)
-            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", _before("step", resume_from_step))
+            steps: list[dict[str, Any]] = []  # of earlier sessions
+            done = resume_from_step or 0
+            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", _before("step", done, steps))
             stack.callback(self._metrics.close)
-            self._samples = JsonLines(self.run_dir / "samples.jsonl", _before("rollout_id", resume_from_step))
+            self._samples = JsonLines(self.run_dir / "samples.jsonl", _before("rollout_id", done))
             stack.callback(self._samples.close)
             self._sinks: list[TensorBoard | WandB] = []
             if use_tensorboard:
@@ -87,11 +90,10 @@ class RunLogger:
                 self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
             for sink in self._sinks:
                 stack.callback(self._close_sink, sink)
-            kept = [row for row in self._metrics.kept if _is_step(row)]
-            self._alarms = AlarmWatch(Limits.from_args(args_dict), kept)
-            figures, done = figures_of(args_dict), resume_from_step or 0
+            self._alarms = AlarmWatch(Limits.from_args(args_dict), steps)
+            figures = figures_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
-            self.progress.course += [v for row in kept if (v := row.get(figures[0].metric)) is not None]
+            self.progress.course += [v for row in steps if (v := row.get(figures[0].metric)) is not None]
             stack.callback(self.progress.stop)  # first of all when closing, so that errors show on a sane terminal
             self._close = stack.pop_all()
 
@@ -176,11 +178,16 @@ class RunLogger:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
+    def interrupted(self, to_go_on: str) -> None:
+        """Say how an interrupted run can go on: first of all, because a second Ctrl-C may end all that comes after."""
+        self.progress.stop()
+        print(f"interrupted, {self.progress.steps_text()}; {to_go_on}", file=sys.stderr, flush=True)
+
     def finish(self, summary: Mapping[str, Any], *, interrupted: str = "") -> None:
         """Write summary.json (with the first step of each alarm) and report.html, and print the final table.
 
         Args:
-            interrupted: how an interrupted run can go on, which is said in place of the table.
+            interrupted: how an interrupted run can go on; it gets no table.
         """
         status = "interrupted" if interrupted else "finished"
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
@@ -189,9 +196,6 @@ class RunLogger:
         if lost := lost_output():
             summary["lost_output"] = "; ".join(lost)
         write_json(self.run_dir / "summary.json", summary)
-        if interrupted:
-            self.progress.stop()
-            print(f"interrupted, {self.progress.steps_text()}; {interrupted}", file=sys.stderr)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
         if not interrupted:
@@ -236,9 +240,16 @@ def _is_step(row: Mapping[str, Any]) -> bool:
     return any(name.startswith(("rollout/", "train/")) for name in row)
 
 
-def _before(key: str, limit: int | None) -> Callable[[dict[str, Any]], bool] | None:
-    """The rows of an earlier session that stay; None: none of them."""
-    return None if limit is None else lambda row: (as_number(row.get(key)) or 0) < limit
+def _before(key: str, limit: int, steps: list[Any] | None = None) -> Callable[[dict[str, Any]], bool]:
+    """Which rows of an earlier session stay; those of them that are of whole steps are added to `steps`."""
+
+    def stays(row: dict[str, Any]) -> bool:
+        before = (as_number(row.get(key)) or 0) < limit
+        if before and steps is not None and _is_step(row):
+            steps.append(row)
+        return before
+
+    return stays
 
 
 def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:

@@ -7,11 +7,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.atomic import write_text
+from instep.atomic import replacing, sync_folder, write_text
 from instep.errors import ConfigError, OutputError, reading, writing
 from instep.private import without_secrets
 
@@ -43,22 +43,26 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         OutputError: another line is no JSON object, or the file cannot be read.
     """
+    return [row for _, row in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of such a file with their rows, one at a time."""
     if not path.exists():
-        return []
-    with reading(path):
-        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline was never written to its end
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise _damaged(path, number, str(error)) from None
-        if not isinstance(row, dict):
-            raise _damaged(path, number, "it is no JSON object")
-        rows.append(row)
-    return rows
+        return
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # it was never written to its end
+                return
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise _damaged(path, number, str(error)) from None
+            if not isinstance(row, dict):
+                raise _damaged(path, number, "it is no JSON object")
+            yield line, row
 
 
 def _damaged(path: Path, number: int, why: str) -> OutputError:
@@ -69,20 +73,23 @@ def _damaged(path: Path, number: int, why: str) -> OutputError:
 class JsonLines:
     """Appends rows to a JSON-lines file, flushes each, and notices when the file is not there any more.
 
-    With `keep` it goes on with an earlier session's file, of which rows for which `keep(row)` is false are removed
-    first (atomically); without it the file begins anew.
+    It goes on with an earlier session's file, of which rows for which `keep(row)` is false are removed first
+    (atomically). No row stays in memory.
     """
 
-    def __init__(self, path: Path, keep: Any = None):
-        self.kept = [row for row in read_json_lines(path) if keep(row)] if keep is not None else []
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool]):
         self._path = path
         with writing(path):
-            write_text(path, "".join(_line(row) for row in self.kept), flush=True)
+            with replacing(path) as part, part.open("wb") as out:
+                out.writelines(line for line, row in _lines(path) if keep(row))
+                out.flush()
+                os.fsync(out.fileno())
+            sync_folder(path.parent)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         with writing(self._path):
-            self._file.write(_line(row))
+            self._file.write(json.dumps(jsonable(row), ensure_ascii=False) + "\n")
             self._file.flush()
         self.check()
 
@@ -110,10 +117,6 @@ class JsonLines:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
             self._file.close()
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(jsonable(row), ensure_ascii=False) + "\n"
 
 
 class TensorBoard:

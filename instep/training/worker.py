@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from instep.checkpoints.integrity import digests_of_rank
 from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
@@ -274,14 +275,20 @@ class Worker:
         """Load weights alone, from a Hugging Face checkpoint or one that instep saved; see `TrainBackend.load`."""
         _load_weights(self.backend, path, fresh_head)
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`."""
+    def save(self, path: Path) -> dict[str, str]:
+        """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`.
+
+        Returns:
+            The digests of the files that this rank has written, by name; they are on the disk.
+        """
+        rank = self.backend.parallel.rank
         try:
             self.backend.save(path)
         except OSError as error:
             raise _cannot_write(path, error) from error
         try:
-            torch.save(random_state(), path / f"rng_{self.backend.parallel.rank}.pt")
+            torch.save(random_state(), path / f"rng_{rank}.pt")
+            return digests_of_rank(path, rank)
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
             raise _cannot_write(path, error) from error
 

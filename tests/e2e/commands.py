@@ -38,6 +38,14 @@ def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
     return ["train", *out, "--apply-chat-template", *more]
 
 
+def sft_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
+    """A small SFT run on the `hf` backend, which saves and exports into `run_dir`."""
+    out = ["sft", "--hf-checkpoint", str(tiny / "hf"), "--prompt-data", str(tiny / "sft.jsonl"), "--input-key"]
+    out += ["messages", "--rollout-batch-size", "4", "--lr", "1e-3", "--train-backend", "hf", "--num-threads", "1"]
+    out += ["--actor-num-gpus-per-node", "1", "--device", "cpu", "--run-dir", str(run_dir)]
+    return [*out, "--save", str(run_dir / "ckpt"), "--save-hf", str(run_dir / "hf"), *more]
+
+
 def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
     """vLLM engines in float32: on the CPU, or, where there are GPUs, each on one that it shares with the trainer."""
     flags = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]

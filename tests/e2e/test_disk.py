@@ -5,15 +5,8 @@ import shutil
 import time
 
 from instep.controller.space import num_weights
-from tests.e2e.commands import run, start
+from tests.e2e.commands import run, sft_arguments, start
 from tests.e2e.test_endings import in_rollout, wait_for
-
-
-def sft_arguments(tiny, run_dir, *more):
-    out = ["sft", "--hf-checkpoint", str(tiny / "hf"), "--prompt-data", str(tiny / "sft.jsonl"), "--input-key"]
-    out += ["messages", "--rollout-batch-size", "4", "--lr", "1e-3", "--train-backend", "hf", "--num-threads", "1"]
-    out += ["--actor-num-gpus-per-node", "1", "--device", "cpu", "--run-dir", str(run_dir)]
-    return [*out, "--save", str(run_dir / "ckpt"), "--save-hf", str(run_dir / "hf"), *more]
 
 
 def files(folder):
@@ -55,6 +48,13 @@ def test_a_run_again_finished_damaged_and_anew(tiny, tmp_path):
     assert files(tmp_path / "old-1") == now
     assert (tmp_path / "ckpt" / "old-1" / "iter_0000000" / "__0_0.distcp").read_bytes() == content
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "0"
+    ids = [json.loads((p / "config.json").read_text())["run_id"] for p in (tmp_path, tmp_path / "old-1")]
+    states = [json.loads(p.read_text()) for p in tmp_path.glob("ckpt/**/run_state.json")]
+    assert len(set(ids)) == 2 and {state["run_id"] for state in states} == set(ids)
+    now = files(tmp_path)
+    earlier = run(sft_arguments(tiny, tmp_path, "--num-rollout", "2", "--load", str(tmp_path / "ckpt" / "old-1")))
+    assert earlier.returncode == 2 and "holds the files of another run than" in earlier.stderr
+    assert f"it was {tmp_path / 'old-1'}" in earlier.stderr and files(tmp_path) == now
     assert json.loads((tmp_path / "hf" / "files.json").read_text())["kind"] == "export"
     assert not list(tmp_path.glob("hf.old*")) and not list(tmp_path.glob(".hf*"))
 

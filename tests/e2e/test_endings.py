@@ -1,9 +1,10 @@
 """What a run leaves behind when all went well; how it ends otherwise is the matter of `tests/faults/`."""
 
 import json
+import signal
 import time
 
-from tests.e2e.commands import grpo_arguments, run
+from tests.e2e.commands import grpo_arguments, run, sft_arguments, start
 
 LONG = ["--num-rollout", "1000", "--rollout-max-response-len", "100"]
 
@@ -30,3 +31,22 @@ def test_a_run_dir_shows_what_happened(tiny, tmp_path):
     assert (tmp_path / "logs" / "engine-0.log").exists() and (tmp_path / "logs" / "actor-rank0.log").exists()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ledger"]["num_consumed"] == 4
+
+
+def test_a_second_interrupt_does_not_lose_the_way_to_go_on(tiny, tmp_path):
+    """It comes while the processes end, before the report is written."""
+    process = start([*sft_arguments(tiny, tmp_path, "--num-rollout", "100000"), "--save-interval", "1"])
+    try:
+        saved = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+        wait_for(saved.exists, 120, process)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if line.startswith("interrupted, "))
+        assert not (tmp_path / "summary.json").exists()  # nothing is waited for before that line
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    iteration = tmp_path / "ckpt" / f"iter_{int(saved.read_text()):07d}"
+    assert f"the last checkpoint is {iteration}: the same command, with --load {tmp_path / 'ckpt'}," in line
+    assert process.returncode == 130 and "Traceback" not in rest and rest.count("interrupted, ") == 0

@@ -27,6 +27,7 @@ ARGS = Args(
     finetune=False,
     start_rollout_id=None,
     load=None,
+    run_dir="nowhere",
 )
 
 
@@ -55,7 +56,12 @@ def saved(tmp_path) -> tuple[Path, str]:
         "wandb_run_id": None,
         "args": ARGS.to_dict(),
     }
-    return save_checkpoint(tmp_path / "ckpt", 0, lambda folder: (folder / "w").write_bytes(bytes(999)), state), path
+
+    def write_files(folder):
+        (folder / "w").write_bytes(bytes(999))
+        return {}
+
+    return save_checkpoint(tmp_path / "ckpt", 0, write_files, state), path
 
 
 def resume(folder: Path, path: str) -> None:

@@ -17,6 +17,7 @@ STATE = {"rollout_id": 3, "num_steps": 4, "version": 5, "ledger": {}, "evaluatio
 
 def write(folder):
     (folder / "weights.bin").write_bytes(b"x" * 100)
+    return {}
 
 
 def test_save_and_find(tmp_path):

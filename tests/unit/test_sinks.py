@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from instep.errors import ConfigError, OutputError
 from instep.observability.report import make_report
+from instep.observability.run_folder import move_run_aside
 from instep.observability.sinks import JsonLines, read_json_lines, write_json
 from instep.private import without_secrets
 from instep.types import Status
@@ -57,21 +59,58 @@ def test_a_new_run_moves_an_earlier_one_aside_by_number(tmp_path: Path) -> None:
             log.log(0, {"train/loss": float(number)})
             log.samples(0, make_groups(), "train", 1)
             log.finish({"num_steps": number})
-            (tmp_path / "logs").mkdir()
+            (tmp_path / "logs").mkdir(exist_ok=True)
+            for name in ("train.log", "router-of-mine.txt"):  # a user's, such as `instep train ... > logs/train.log`
+                (tmp_path / "logs" / name).write_text("mine")
             (tmp_path / "logs" / "engine-0.log").write_text(f"engine {number}")
             (tmp_path / "hf").mkdir(exist_ok=True)
         kept[number] = {str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with run(tmp_path) as log:
         assert read_json_lines(tmp_path / "metrics.jsonl") == [] and not (tmp_path / "summary.json").exists()
         assert f"its files are in {tmp_path / 'old-2'} now" in log.progress.console.file.getvalue()
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["hf", "old-1", "old-2", "tensorboard"]
+    folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert folders == ["hf", "logs", "old-1", "old-2", "tensorboard"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["router-of-mine.txt", "train.log"]
     for number in (1, 2):
         old = {str(p.relative_to(tmp_path / f"old-{number}")) for p in (tmp_path / f"old-{number}").rglob("*.*")}
         assert {"metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "config.json"} <= old
         for name in ("metrics.jsonl", "summary.json", "logs/engine-0.log"):
             assert (tmp_path / f"old-{number}" / name).read_bytes() == kept[number][name]
+        assert [p.name for p in (tmp_path / f"old-{number}" / "logs").iterdir()] == ["engine-0.log"]
         assert len(list((tmp_path / f"old-{number}" / "tensorboard").iterdir())) == 1
         assert make_report(tmp_path / f"old-{number}").exists()
+
+
+def test_nothing_is_moved_from_a_folder_where_no_run_was(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("engine-0.log", "out.txt"):  # that of `instep serve`, and a user's
+        (tmp_path / "logs" / name).write_text("there")
+    with run(tmp_path, use_tensorboard=False) as log:
+        assert log.moved is None
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["engine-0.log", "out.txt"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    "actor-rank0.log critic-rank12.log engine-3.log engine-3-node1.log router.log router-ref.log gate.log gate-ref.log "
+    "dump-4.txt error.txt stdout.txt stderr.txt".split(),
+)
+def test_names_of_a_runs_own_logs(tmp_path: Path, name: str) -> None:
+    with run(tmp_path, use_tensorboard=False):
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / name).touch()
+    assert (move_run_aside(tmp_path) / "logs" / name).exists() and not (tmp_path / "logs").exists()
+
+
+def test_a_resume_keeps_no_row_in_memory(tmp_path: Path) -> None:
+    path, size = tmp_path / "samples.jsonl", 40 << 20
+    row = json.dumps({"rollout_id": 1, "response": "x" * 100_000}).encode() + b"\n"
+    path.write_bytes(row * (size // len(row)))
+    tracemalloc.start()
+    JsonLines(path, lambda row: row["rollout_id"] < 2).close()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 0.9 * size and most < 4 << 20
 
 
 @pytest.mark.parametrize("line", [b'{"st', b'{"a": "\xe4\xbd"}', b"[1]", b"\x00\x00", b"[" * 10_000])

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from instep.errors import RewardError
-from instep.kernel import Standstill, state_and_cpu_ticks
+from instep.kernel import state_of, stopped
 from instep.processes import num_usable_cpus
 from instep.rollout import runtime
 
@@ -59,7 +59,7 @@ class RewardPool:
             try:
                 result = await asyncio.wait_for(_ask(worker, {"answer": answer, "label": label}), timeout)
             except TimeoutError:
-                if state_and_cpu_ticks(worker.pid)[0] != "T":  # else it has not worked on it
+                if state_of(worker.pid) != "T":  # else it has not worked on it
                     raise RewardError(
                         f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
                         where=where,
@@ -135,11 +135,9 @@ class RewardPool:
 
     async def _watch_workers(self) -> None:
         """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
-        standstills: dict[int, Standstill] = {}
         while True:
-            standstills = {w.pid: standstills.get(w.pid) or Standstill(w.pid) for w in self._all}
             for worker in list(self._all):
-                if standstills[worker.pid].look():
+                if stopped(worker.pid):
                     logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
                     self._kill(worker)
             await asyncio.sleep(LOOK_SECONDS)
