@@ -20,20 +20,11 @@ from typing import NamedTuple
 
 from instep.errors import ConfigError
 
-LAUNCHER = Path(__file__).with_name("namespaces.py")
+LAUNCHER, BOOT = (Path(__file__).with_name(name) for name in ("namespaces.py", "boot.py"))
 END_SECONDS = 5.0  # until a process that was killed must have gone
 FILES_BYTES = 16 << 20  # of all files of a sandbox
 OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: what comes after is cut, and ends the code
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
-
-# The first program in the sandbox: it sets limits, which the code cannot raise, reads the code, and becomes it.
-_BOOT = """
-import resource, sys
-for name, most in {limits}.items():
-    resource.setrlimit(getattr(resource, name), (most, most))
-code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
-exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
-"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +108,8 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
     }
     if means != "none":  # there it would count all processes of the user
         limited["RLIMIT_NPROC"] = limits.processes + 1  # and process 1 of the namespace
-    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT.format(limits=limited)]
+    settings = json.dumps({"limits": limited, "sandbox": means != "none"})
+    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT.read_text(), settings]
     own = sys.base_prefix if not sys.base_prefix.startswith("/usr") else "/usr"
     binds = [path for path in dict.fromkeys((*_SYSTEM, own)) if os.path.lexists(path)]
     if means == "bubblewrap":
@@ -138,7 +130,8 @@ def _bubblewrap_flags(binds: list[str]) -> list[str]:
             words += ["--symlink", os.readlink(path), path]
         elif not path.startswith("/dev/"):
             words += ["--ro-bind", path, path]
-    return [*words, "--dev", "/dev", "--chdir", "/tmp", "--remount-ro", "/"]
+    # Its /dev is a file system of its own, of any size.
+    return [*words, "--dev", "/dev", "--remount-ro", "/dev", "--chdir", "/tmp", "--remount-ro", "/"]
 
 
 async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:

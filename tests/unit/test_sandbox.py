@@ -98,6 +98,63 @@ def test_limits(python):
     assert "Resource temporarily unavailable" in python("import os; os.fork()").stderr or os.geteuid() == 0
 
 
+BEYOND = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(name, *args):
+    done = getattr(libc, name)(*args)
+    print(name, "did" if done >= 0 else errno.errorcode[ctypes.get_errno()])
+tried("shmget", 0, 1 << 30, 0o1600)
+tried("semget", 0, 32000, 0o1600)
+tried("msgget", 0, 0o1600)
+tried("mq_open", b"/q", os.O_CREAT | os.O_RDWR, 0o600, None)
+tried("memfd_create", b"m", 0)
+tried("unshare", 0x10000000)
+tried("setns", 0, 0)
+for number in (425, 447):
+    tried("syscall", number, 1, 0)
+tried("syscall", {clone}, 0x10000011, 0, 0, 0, 0)
+tried("mount", b"none", b"/tmp", b"tmpfs", 0, None)
+"""
+
+
+def test_no_memory_beyond_its_limits(python):
+    """Segments, queues and files without a name, and file systems of a user namespace of its own, are in no limit."""
+    clone = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+    seen = python(BEYOND.replace("{clone}", str(clone)), processes=4)
+    assert {line.split()[1] for line in seen.stdout.splitlines()} == {"EPERM"} and seen.stdout.count("\n") == 11, seen
+    fill = """
+import os
+total = 0
+for folder, _, _ in os.walk("/"):
+    for i in range(40):
+        try:
+            total += open(f"{folder}/x{i}", "wb", 0).write(bytes(1 << 20))
+        except OSError:
+            break
+print(total)
+"""
+    filled = python(fill, seconds=60.0)
+    assert 2 << 20 < int(filled.stdout) <= run.FILES_BYTES, filled
+
+
+def test_threads_and_further_programs_work(python):
+    code = "import subprocess, sys, threading\nt = threading.Thread(target=lambda: print('thread', flush=True))\n"
+    code += "t.start(); t.join()\nsubprocess.run([sys.executable, '-I', '-S', '-c', 'print(7)'], check=True)"
+    assert python(code, processes=4) == ("thread\n7\n", "", 0)
+
+
+def test_an_unknown_machine_has_no_sandbox(monkeypatch):
+    before = run.BOOT.read_text()
+    assert before.count('"x86_64": (') == 1 and before.count('"aarch64": (') == 1
+    text = before.replace('"x86_64": (', '"x": (').replace('"aarch64": (', '"a": (')
+    monkeypatch.setattr(run, "BOOT", SimpleNamespace(read_text=lambda: text))
+    for means in ("namespaces", "none"):
+        done = asyncio.run(run._in_sandbox(means, "print('ran')", "", Limits(seconds=30)))
+        assert done.stdout == ("ran\n" if means == "none" else "")
+        assert means == "none" or "no sandbox" in done.stderr or "no namespaces" in done.stderr
+
+
 def test_what_it_starts_dies_with_it(python):
     """A child that has left its session and ignores its parent's end is gone when the sandbox is."""
     code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3456)\nprint('left')"
