@@ -1,6 +1,7 @@
 """An engine reads weights from a folder of its own user's run only, and follows no link."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -64,12 +65,66 @@ def test_no_other_file_is_read(tmp_path, monkeypatch, kind):
             read_bucket(BucketManifest(str(path), "1", "n", (record,)))
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+def seen_as(monkeypatch, *, uid=None, folder_uid=None, mode=None):
+    """Let a file system show other owners and modes than the real ones."""
+    for name in ("fstat", "lstat"):
+        real = getattr(os, name)
+
+        def look(target, real=real):
+            fields = list(real(target))
+            is_folder = stat.S_ISDIR(fields[0])
+            shown = folder_uid if is_folder and folder_uid is not None else uid
+            fields[4] = fields[4] if shown is None else shown
+            fields[0] = fields[0] if mode is None else stat.S_IFMT(fields[0]) | mode
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(os, name, look)
+
+
+FILE_SYSTEMS = {
+    "root is nobody": {"uid": 65534},
+    "one owner": {"uid": 12345, "mode": 0o777},
+    "one mode": {"mode": 0o755},
+}
+
+
+@pytest.mark.parametrize("shown", FILE_SYSTEMS.values(), ids=FILE_SYSTEMS)
+def test_a_file_system_may_have_owners_and_modes_of_its_own(tmp_path, monkeypatch, shown):
     path = place(tmp_path)
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(NoPlace, match=f"belongs to user {me} and has mode 0700; the engine runs as user {me + 1}"):
+    golden = tmp_path / "instep-golden-1" / "hf"
+    golden.mkdir(parents=True)
+    golden.parent.chmod(0o700)
+    (golden / "model.safetensors").write_bytes(b"1")
+    link = path.with_name("link")
+    link.symlink_to(make_secret(tmp_path))
+    hard = path.with_name("hard")
+    hard.hardlink_to(tmp_path / "secret")
+    before = sorted(os.listdir(path.parent))
+    seen_as(monkeypatch, **shown)
+    os.close(open_bucket(str(path)))
+    check_checkpoint(str(golden))
+    for other in (link, hard):
+        with pytest.raises((NoPlace, OSError)):
+            open_bucket(str(other))
+    assert sorted(os.listdir(path.parent)) == before
+
+
+@pytest.mark.parametrize("shown", [{"folder_uid": 12345}, {"uid": 54321, "folder_uid": 12345, "mode": 0o777}])
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, shown):
+    path = place(tmp_path)
+    seen_as(monkeypatch, **shown)
+    with pytest.raises(NoPlace, match=f"belongs to user 12345 and has mode .*; the engine runs as user {os.geteuid()}"):
         open_bucket(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_a_folder_that_is_another_users_is_refused(tmp_path):
+    for mode in (0o700, 0o777):
+        path = place(tmp_path, f"instep-sync-{mode}", mode)
+        os.chown(path.parent, 12345, 12345)
+        with pytest.raises(NoPlace, match="belongs to user 12345"):
+            open_bucket(str(path))
+        assert os.listdir(path.parent) == ["b.bin"]
 
 
 def test_a_checkpoint_lies_in_a_golden_folder(tmp_path):

@@ -1,12 +1,14 @@
 """Where weights may lie that an engine is told to load, so that its answers tell nothing about any other file.
 
 A place is a folder of a run (`scratch.py`): named as such, of the engine's own user, closed to all others, and no link.
+Where a file system has owners and modes of its own, it is one in which a file of the engine's looks like the folder.
 This file needs no torch.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -19,13 +21,13 @@ class NoPlace(Exception):
 
 def open_bucket(path: str) -> int:
     """Open a bucket for reading. Raises NoPlace; OSError where there is no such file."""
-    folder = _open_folder(Path(path).parent, SYNC)
+    folder, owner = _open_folder(Path(path).parent, SYNC)
     try:
         fd = os.open(Path(path).name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
     try:
-        _check(os.fstat(fd), path)
+        _check(os.fstat(fd), owner, path)
     except NoPlace:
         os.close(fd)
         raise
@@ -34,28 +36,50 @@ def open_bucket(path: str) -> int:
 
 def check_checkpoint(path: str) -> None:
     """Check the folder of a checkpoint and all of its files. Raises NoPlace; OSError where there is no such folder."""
-    os.close(_open_folder(Path(path).parent, GOLDEN))
+    folder, owner = _open_folder(Path(path).parent, GOLDEN)
+    os.close(folder)
     if Path(path).name == ".." or not stat.S_ISDIR(os.lstat(path).st_mode):
         raise NoPlace(f"{path} is no folder")
     for entry in os.scandir(path):
         if entry.name.endswith((".safetensors", ".json")):
-            _check(entry.stat(follow_symlinks=False), entry.path)
+            _check(os.lstat(entry.path), owner, entry.path)
 
 
-def _open_folder(folder: Path, prefix: str) -> int:
+def _open_folder(folder: Path, prefix: str) -> tuple[int, int]:
+    """A descriptor of the folder, and the user to whom files of ours belong there."""
     if not folder.name.startswith(prefix) or not folder.is_absolute():
         raise NoPlace(f"{folder} is not the folder of a run ({prefix}*)")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     found = os.fstat(fd)
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return fd, found.st_uid
+    ours = _file_of_ours(fd)
+    if ours is not None and found.st_uid == ours.st_uid and (ours.st_mode & 0o077 or not found.st_mode & 0o077):
+        return fd, found.st_uid
+    os.close(fd)
+    raise NoPlace(
+        f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; the engine runs "
+        f"as user {os.geteuid()} and reads only folders that are its own and closed to others"
+    )
+
+
+def _file_of_ours(folder: int) -> os.stat_result | None:
+    """What a new file of this user looks like there, where we asked for mode 0600; None if we cannot write one.
+
+    A file system may have one owner and one mode for everything (CIFS, FUSE), or show root as nobody (NFS).
+    """
+    name = f".owner-{secrets.token_hex(8)}"
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        return os.fstat(fd)
+    finally:
         os.close(fd)
-        raise NoPlace(
-            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; the engine runs "
-            f"as user {os.geteuid()} and reads only folders that are its own and closed to others"
-        )
-    return fd
+        os.unlink(name, dir_fd=folder)
 
 
-def _check(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-        raise NoPlace(f"{path} is no file of its own of user {os.geteuid()}")
+def _check(found: os.stat_result, owner: int, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != owner or found.st_nlink != 1:
+        raise NoPlace(f"{path} is no file of its own of user {owner}")
