@@ -1,7 +1,8 @@
 """Temporary folders that show by a lock whether their owner lives; those of killed processes are swept.
 
 The lock (flock) is on a file in the folder. Processes in other containers that share the file system see it, too, and
-the kernel drops it however its owner ends. A folder without that file is nobody's to remove.
+the kernel drops it however its owner ends. On a file system that hosts share it may hold on one host alone, so the file
+names its host, and those of other hosts stay. A folder without that file is nobody's to remove.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import os
 import shutil
@@ -57,7 +59,7 @@ class Scratch:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
             # a file system without locks: nobody sweeps there
-        os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()} {boot_id()}".encode())
         return True
 
     def remove(self) -> None:
@@ -72,6 +74,20 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+@functools.cache
+def boot_id() -> str:
+    """The kernel's name of this host since it was started, alike in all of its containers; "" if it has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _of_this_host(lock: str) -> bool:
+    """Whether a process of this host has written `lock`: the host was not started anew since, or has its name still."""
+    name, _, boot = lock.partition(" on ")[2].partition(" ")
+    return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
 
 def left(root: Path, pattern: str = ANY) -> list[Path]:
@@ -107,6 +123,8 @@ def _abandoned(path: Path, *, remove: bool) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # held; or a file system without locks, where nobody can tell
+            return False
+        if not _of_this_host(os.pread(fd, 500, 0).decode(errors="replace")):
             return False
         if remove:
             shutil.rmtree(path, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from instep.doctor.installation import leftover_folders
 from instep.processes import FolderLock
-from instep.scratch import ANY, LOCK, Scratch, export_pattern, left, sweep
+from instep.scratch import ANY, LOCK, Scratch, boot_id, export_pattern, left, sweep
 
 HOLD = """
 import sys, time
@@ -54,6 +55,28 @@ def test_another_pid_namespace_sees_the_owner(tmp_path, holder):
         pytest.skip("no namespaces for users here")
     subprocess.run([*alone, sys.executable, "-c", SWEEP, tmp_path], check=True, timeout=60)
     assert (holder.folder / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("lock", "stays"),
+    [
+        ("process 7 on another-host 1234-5678", True),
+        ("process 7 on another-host", True),  # as earlier versions write it
+        ("process 7 on", True),
+        ("", True),  # its owner has not written it yet, or was killed before
+        (f"process 7 on a-container {boot_id()}", False),
+        (f"process 7 on {socket.gethostname()} 1234-5678", False),  # before this host was started anew
+        (f"process 7 on {socket.gethostname()}", False),
+    ],
+)
+def test_a_folder_of_another_host_stays(tmp_path, lock, stays):
+    """On a file system that hosts share its lock may be free here while its owner lives there."""
+    folder = tmp_path / "instep-run-1"
+    folder.mkdir()
+    (folder / LOCK).write_text(lock)
+    assert left(tmp_path) == ([] if stays else [folder])
+    sweep(tmp_path)
+    assert folder.exists() == stays
 
 
 def test_what_is_not_ours_stays(tmp_path):
