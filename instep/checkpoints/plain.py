@@ -23,10 +23,15 @@ from instep.errors import CheckpointError
 
 METADATA = ".metadata"
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load obeys it also where its caller says weights_only=False
+_NO_INDEX = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError, LookupError)
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    # Megatron keeps the plans of all ranks in its index; up to torch 2.2 the properties of tensors were elsewhere.
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",  # of megatron-core 0.15
 }
 _NAMES = {
     ("collections", "OrderedDict"),
@@ -56,7 +61,7 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
     """Read the distributed checkpoint `folder` in this block, without running code that it names.
 
     Raises:
-        CheckpointError: its index names something that is no data, or is no index.
+        CheckpointError: its index is none, or it or a file names something that is no data.
     """
     index = folder / METADATA
     if others := sorted(folder.glob("__*.metadata")):  # torch would read these in place of a broken index
@@ -68,9 +73,18 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
     if index.is_file():
         try:
             with open(index, "rb") as file:
-                if not isinstance(_Unpickler(file).load(), Metadata):
+                content = _Unpickler(file).load()
+                if not (isinstance(content, Metadata) or type(content).__name__ == "MCoreMetadata"):
                     raise pickle.UnpicklingError("it holds something else")
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            AttributeError,
+            ImportError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:
             raise CheckpointError(
                 f"{METADATA} is no index of a checkpoint: {error}",
                 where=str(index),
@@ -80,11 +94,23 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
     os.environ[_FORCED] = "1"
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"the checkpoint holds what is no data: {_why(error)}",
+            where=str(folder),
+            remedy="it would have to run code of the checkpoint: take another one",
+        ) from error
     finally:
         if before is None:
             del os.environ[_FORCED]
         else:
             os.environ[_FORCED] = before
+
+
+def _why(error: Exception) -> str:
+    """The line of torch's message that says what it has met, if there is one."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
 
 
 # What an array of numpy's is pickled as: data, too.
@@ -127,7 +153,7 @@ def set_random_state(path: Path) -> None:
         torch.set_rng_state(state["torch"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the random state cannot be read: {str(error).splitlines()[0]}",
+            f"the random state cannot be read: {_why(error)}",
             where=str(path),
             remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
         ) from error

@@ -65,6 +65,7 @@ class Trainer:
             schedule = lr_schedule.from_args(own, num_steps_of_run(args, rollouts))
             self.roles.append(RoleTrainer(own, group, layout, schedule))
         self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
+        self._with_optimizer = beginning.state is not None and not args.no_load_optim
         self._load_actor(beginning.checkpoint)
         if self.critic is not None:
             tell(self._load_critic(self.critic, beginning.checkpoint))
@@ -99,10 +100,6 @@ class Trainer:
         path = path / CRITIC if has_head else path
         critic.load_weights(path, fresh_head=not has_head)
         return f"the critic begins with {path}{'' if has_head else ', and a value head of zeros'}"
-
-    @property
-    def _with_optimizer(self) -> bool:
-        return not (self._args.no_load_optim or self._args.finetune)
 
     def _first_weights(self) -> Path:
         """Return the folder of the weights that an actor without a checkpoint begins with."""

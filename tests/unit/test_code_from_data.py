@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from instep.checkpoints.plain import METADATA, random_state, set_random_state, trusting_no_code
 from instep.data.tokenizer import load_tokenizer
@@ -34,6 +37,29 @@ class Evil:
 @pytest.fixture
 def trace(tmp_path):
     return tmp_path / "was-here"
+
+
+def test_an_index_with_plans_of_ranks_and_of_older_versions_is_data(tmp_path):
+    """As Megatron writes them: with the plans that its ranks have written by; with classes of torch before 2.3."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Older
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    folder, state = tmp_path / "c", {"w": torch.randn(3), "extra": io.BytesIO(b"te")}
+    dcp.save(state, checkpoint_id=folder)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    items = [item for name, value in state.items() for item in _create_write_items(name, value)]
+    plan = SavePlan(items, storage_data=_StoragePrefix("__0_"), planner_data={"w": ("w",)})
+    metadata.all_local_plans, metadata.older = [plan], Older()
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    out = {"w": torch.zeros(3)}
+    with trusting_no_code(folder):
+        dcp.load(out, checkpoint_id=folder)
+    assert torch.equal(out["w"], state["w"])
+    metadata.all_local_plans.append(Evil(tmp_path / "was-here"))
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"no index of a checkpoint: it names "), trusting_no_code(folder):
+        raise AssertionError("the block runs")
+    assert not (tmp_path / "was-here").exists()
 
 
 def test_an_index_that_names_a_function_is_refused(tmp_path, trace):

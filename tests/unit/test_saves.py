@@ -7,19 +7,23 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from instep.arguments import parse
 from instep.arguments.args import Args
 from instep.checkpoints import integrity
 from instep.checkpoints.folders import find_checkpoint, finish_renames, read_state, save_checkpoint
 from instep.checkpoints.integrity import check_whole, digests_of_rank, linked_digests
 from instep.controller.controller import Controller
-from instep.controller.run_state import beginning
+from instep.controller.run_state import Beginning, beginning
+from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, ConfigError
 from instep.preflight import _check_checkpoints
 from instep.processes import FolderLock
+from tests.command_line import argv, make_folder
 from tests.logged_run import run
 
 STATE: dict[str, Any] = {"rollout_id": 3, "num_steps": 4, "version": 5, "ledger": {}, "evaluations": [], "args": {}}
@@ -252,3 +256,28 @@ def test_a_run_that_an_earlier_instep_began_goes_on_and_has_no_identity(tmp_path
         pass
     with pytest.raises(ConfigError, match="another run"):
         begins(tmp_path / "a", run_dir)
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "optimizer"), [(STATE, "", True), (STATE, "--no-load-optim", False), (None, "", False)]
+)
+def test_a_checkpoint_of_another_framework_gives_its_weights_alone(tmp_path, monkeypatch, state, more, optimizer):
+    make_folder(tmp_path, monkeypatch)
+    loads: list[Any] = []
+    ranks = SimpleNamespace(
+        role="actor",
+        num_ranks=1,
+        start=lambda *words, **more: lambda: [SimpleNamespace(dp_rank=0, dp_size=1)],
+        call=lambda *words, **more: loads.append(words),
+    )
+    cluster: Any = SimpleNamespace(workers=ranks, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": []})
+    folder = tmp_path / "iter_0000003"
+    Trainer(
+        parse(argv(f"--load . {more}")),
+        cluster,
+        Beginning(folder, state, [], 4, "A"),
+        num_rollout=5,
+        scratch=tmp_path,
+        tell=print,
+    )
+    assert loads == [("load", folder, optimizer)]

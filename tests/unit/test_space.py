@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from instep.arguments import parse
+from instep.controller.controller import Controller
 from instep.controller.space import check_space, num_weights, what_is_saved
 from instep.errors import CheckpointError, OutputError
 from tests.command_line import argv, make_folder
@@ -66,6 +68,26 @@ def test_a_save_that_cannot_fit_is_refused_with_its_bytes(folder):
     text = str(caught.value)
     assert f"{16 * 10**15:,} bytes" in text and "--save and --save-hf" in text and str(folder) in text
     assert check_space(arguments(""), 1) == []
+
+
+def test_nothing_is_refused_where_nothing_is_saved_or_the_disk_does_not_tell(folder, monkeypatch):
+    weights(folder, {"a": [10**9, 10**6]})
+    args = arguments("--save out --precision fp32")
+    assert check_space(args, 0) == []  # nothing is left to train
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))  # FUSE, some file systems of networks
+    assert check_space(args, 3) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 40, 1 << 40, 0))
+    with pytest.raises(CheckpointError, match="0 bytes. are free"):
+        check_space(args, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_rollout", "start", "interval", "saves"), [(4, 4, None, 0), (4, 6, 2, 0), (4, 0, None, 1), (9, 4, 2, 3)]
+)
+def test_the_saves_that_are_left(num_rollout, start, interval, saves):
+    """None of a run that has nothing left to train."""
+    run = SimpleNamespace(num_rollout=num_rollout, start_rollout_id=start, args=SimpleNamespace(save_interval=interval))
+    assert Controller._num_saves(run) == saves
 
 
 def test_too_many_saves_are_told_before_they_are_made(folder):
