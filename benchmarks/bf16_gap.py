@@ -94,7 +94,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         rows = []
         for step in range(options.num_steps):
             rollout = controller.generate(step)
-            rows.append({"gap": mean_gap(controller, [s for group in rollout.groups for s in group])})
+            gap = gaps_of(controller, [s for group in rollout.groups for s in group])
+            rows.append({"gap": float(gap.abs().mean())})
             trained = controller.train(rollout)
             controller.sync_weights()
             controller.finish_step(rollout, trained)
@@ -105,7 +106,10 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             between = largest_difference(controller, fresh, synced)
         assert controller.last_sync is not None
         version, probe = controller.last_sync.version, controller.last_sync.probe_max_abs_diff
-        gaps = {"synced": mean_gap(controller, synced), "loaded": mean_gap(controller, loaded)}
+        differences = gaps_of(controller, synced)
+        clipped = clipped_by_gspo(differences, synced)
+        loaded_gap = float(gaps_of(controller, loaded).abs().mean())
+        gaps = {"synced": float(differences.abs().mean()), "loaded": loaded_gap}
     return {
         "benchmark": "bf16-gap",
         "device": (versions()["gpu"] or [""])[0] if options.device == "cuda" else cores(),
@@ -123,6 +127,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             "gap_ratio": gaps["synced"] / gaps["loaded"],
             "engines_max_abs_diff": between,
             "same_responses": sum(a.tokens == b.tokens for a, b in zip(synced, loaded, strict=True)) / len(synced),
+            "outside_the_bounds_of_gspo": clipped,
             "num_syncs": version,
             "num_tokens": sum(s.response_length for s in synced),
             "sync_probe_max_abs_diff": probe,
@@ -130,8 +135,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     }
 
 
-def mean_gap(controller: Controller, samples: list[Sample]) -> float:
-    """Return the mean |trainer - engine| of the log-probs of all response tokens."""
+def gaps_of(controller: Controller, samples: list[Sample]) -> torch.Tensor:
+    """Return trainer - engine of the log-probs of all response tokens."""
     batch = TokenBatch(
         tokens=torch.tensor([t for s in samples for t in s.tokens]),
         total_lengths=torch.tensor([len(s.tokens) for s in samples]),
@@ -140,7 +145,16 @@ def mean_gap(controller: Controller, samples: list[Sample]) -> float:
     )
     ours = torch.tensor(trainer_of(controller).probe_log_probs(batch, timeout=300))
     engine = torch.tensor([x for s in samples for x in s.rollout_log_probs or ()])
-    return float((ours - engine).abs().mean())
+    return ours - engine
+
+
+def clipped_by_gspo(differences: torch.Tensor, samples: list[Sample]) -> float:
+    """Return the share of responses whose ratio to the engine's own log-probs lies outside GSPO's default bounds.
+
+    The weights are the same, so that rounding alone makes the ratio; a clip acts on one side of it, by the advantage.
+    """
+    means = torch.stack([part.mean() for part in differences.split([s.response_length for s in samples])])
+    return float(((means.exp() < 1 - 3e-4) | (means.exp() > 1 + 4e-4)).float().mean())
 
 
 def trainer_of(controller: Controller) -> RoleTrainer:

@@ -41,6 +41,15 @@ def state_flipped(place: Place) -> None:
     damaged(place, "state_flipped", "run_state.json", "--ckpt-step: 0", damage=damage)
 
 
+@scenario(slow=True, manifest_missing="error: `files.json` and `run_state.json` of a checkpoint are gone")
+def manifest_missing(place: Place) -> None:
+    def damage(ckpt: Path) -> None:
+        for name in ("files.json", "run_state.json"):
+            (ckpt / "iter_0000001" / name).unlink()
+
+    damaged(place, "manifest_missing", "iter_0000001", "files.json", "--ckpt-step: 0", damage=damage)
+
+
 @scenario(
     slow=True,
     tracker_missing="recovered: `latest_checkpointed_iteration.txt` is gone",

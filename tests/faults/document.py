@@ -1,9 +1,13 @@
-"""`python -m tests.faults.document` runs the suite and writes docs/faults.md with what it measured."""
+"""`python -m tests.faults.document` runs the suite and writes docs/faults.md with what it measured.
+
+With names of scenarios it runs only those, and prints their rows. A scenario that fails is tried once more, alone.
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,12 +48,12 @@ stacks of all ranks are in the error.
 
 
 def document(faults: dict[str, tuple[str, str]], results: dict[str, Result]) -> str:
-    rows = []
-    for name, (what, outcome) in faults.items():
-        result = results[name]
-        seen = f"`{result.seen}`" if outcome == "error" else result.seen
-        rows.append(f"| {what} | {outcome} | {result.seconds:.1f} | {seen.replace('|', '/')} |\n")
-    return HEAD + "".join(rows) + FOOT
+    return HEAD + "".join(row(*faults[name], results[name]) for name in faults) + FOOT
+
+
+def row(what: str, outcome: str, result: Result) -> str:
+    seen = f"`{result.seen}`" if outcome == "error" else result.seen
+    return f"| {what} | {outcome} | {result.seconds:.1f} | {seen.replace('|', '/')} |\n"
 
 
 def documented(text: str) -> list[tuple[str, str]]:
@@ -62,25 +66,37 @@ def main() -> None:
     from tests.faults.conftest import prepare
     from tests.faults.suite import FAULTS, SCENARIOS
 
-    def work(name: str) -> dict[str, Result]:
-        place = Place(*prepared, Path(root) / name)
-        place.folder.mkdir()
-        SCENARIOS[name](place)
-        print(name, file=sys.stderr)
-        return place.results
-
-    results: dict[str, Result] = {}
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="instep-faults-") as root, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+    wanted = sys.argv[1:] or list(SCENARIOS)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="instep-faults-") as root:
         prepared = prepare(Path(root) / "prepared")
-        for name, future in [(name, pool.submit(work, name)) for name in SCENARIOS]:
+
+        def work(name: str, attempt: int = 0) -> dict[str, Result] | Exception:
+            place = Place(*prepared, Path(root) / f"{name}-{attempt}")
+            place.folder.mkdir()
+            began = time.monotonic()
             try:
-                results |= future.result()
-            except AssertionError as error:
-                failed.append(f"{name}: {error}")
+                SCENARIOS[name](place)
+                outcome: dict[str, Result] | Exception = place.results
+            except Exception as error:  # one scenario's fault is not the end of the others
+                outcome = error
+            said = "failed" if isinstance(outcome, Exception) else "took"
+            print(f"{name} {said} {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+            return outcome
+
+        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+            outcomes = dict(zip(wanted, pool.map(work, wanted), strict=True))
+        for name in [name for name, outcome in outcomes.items() if isinstance(outcome, Exception)]:
+            outcomes[name] = work(name, attempt=1)
+    print(f"all of it took {time.monotonic() - started:.0f} s", file=sys.stderr)
+    failed = [f"{name}: {error!r}" for name, error in outcomes.items() if isinstance(error, Exception)]
+    results = {fault: x for found in outcomes.values() if isinstance(found, dict) for fault, x in found.items()}
+    if sys.argv[1:]:
+        print("".join(row(*FAULTS[fault], result) for fault, result in results.items()))
     if failed:
         sys.exit("\n\n".join([*failed, f"{len(failed)} scenarios failed, {PATH} is as it was"]))
-    PATH.write_text(document(FAULTS, results))
+    if not sys.argv[1:]:
+        PATH.write_text(document(FAULTS, results))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Run:
         patches: role ("controller", "worker", "engine" or "all") -> code that its processes run first.
         hooks: the module `my_hooks`, whose `reward` becomes the reward function.
         stdout: the descriptor that it prints to; default: nowhere.
+        env: further environment variables.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Run:
         patches: dict[str, str] | None = None,
         hooks: str | None = None,
         stdout: int = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
     ):
         self.place, self.run_dir = place, run_dir or place.folder / name
         code = place.folder / f"{name}-code"
@@ -98,7 +100,7 @@ class Run:
         path = os.pathsep.join(filter(None, [str(code), ENVIRONMENT.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "instep.cli", *grpo_arguments(place.tiny, self.run_dir, *flags)],
-            env={**ENVIRONMENT, "PYTHONPATH": path, "FAULT_MARK": str(self._mark)},
+            env={**ENVIRONMENT, "PYTHONPATH": path, "FAULT_MARK": str(self._mark), **(env or {})},
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,

@@ -73,7 +73,17 @@ def hook_import(place: Place) -> None:
 
 @scenario(slow=True, reward_server_away="error: nothing answers at `--rm-url`")
 def reward_server_away(place: Place) -> None:
-    with place.run("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/", "--reward-timeout", "3") as run:
+    patch = """
+        import instep.rollout.http as module
+        ask = module._ask
+        def ask_and_mark(method, url, *args, **more):
+            if ":9/" in url and not os.path.exists(os.environ["FAULT_MARK"]):
+                mark()
+            return ask(method, url, *args, **more)
+        module._ask = ask_and_mark
+        """
+    flags = ("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/")
+    with place.run(*flags, patches={"controller": patch}) as run:
         run.error("reward_server_away", "RewardError: ", "http://127.0.0.1:9/")
 
 

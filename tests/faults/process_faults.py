@@ -30,6 +30,14 @@ def worker_stopped(place: Place) -> None:
         run.error("worker_stopped", "WorkerError: actor rank 0 is stopped", "SIGSTOP", "kill -CONT")
 
 
+@scenario(slow=True, critic_killed="error: PPO's critic is killed (SIGKILL)")
+def critic_killed(place: Place) -> None:
+    with place.run(*ENDLESS, "--advantage-estimator", "ppo") as run:
+        run.wait_steps()
+        run.signal("worker", signal.SIGKILL, which=1)  # the actor's ranks start first
+        run.error("critic_killed", "WorkerError: critic rank 0 died (SIGKILL)", "memory", "--max-tokens-per-gpu")
+
+
 # With the interpreter's lock held, so that no thread of the process runs any more.
 HANG = """
     import ctypes
@@ -53,7 +61,7 @@ def worker_hangs(place: Place) -> None:
 
 @scenario(engine_killed="error: an engine is killed (SIGKILL)")
 def engine_killed(place: Place) -> None:
-    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+    with place.run(*ENDLESS) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGKILL)
         run.error("engine_killed", "EngineError: engine 0 died (SIGKILL)", "log")
@@ -61,7 +69,7 @@ def engine_killed(place: Place) -> None:
 
 @scenario(engine_http_killed="error: an engine's HTTP process is killed (SIGKILL)")
 def engine_http_killed(place: Place) -> None:
-    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+    with place.run(*ENDLESS) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGKILL, which=1)
         run.error(
@@ -157,7 +165,7 @@ def message_stopped(place: Place) -> None:
 
 @scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
 def engine_stopped(place: Place) -> None:
-    with place.run(*ENDLESS, "--rollout-max-response-len", "100") as run:
+    with place.run(*ENDLESS) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGSTOP)
         run.error("engine_stopped", "EngineError: engine 0 is stopped", "SIGSTOP", "kill -CONT")
@@ -260,7 +268,7 @@ def port_stolen(place: Place) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        patch = f"import instep.ports; instep.ports.free_port = lambda host: {port}"
+        patch = f"import instep.ports; instep.ports.free_port = lambda host: mark() or {port}"
         with place.run(patches={"controller": patch}) as run:
             run.error(
                 "port_stolen", "EngineError: engine 0 died with exit code 2: ", str(port), "ddress already in use"

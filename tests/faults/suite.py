@@ -6,6 +6,8 @@ from tests.faults import vllm_faults
 from tests.faults import data_faults
 from tests.faults import damage_faults
 from tests.faults import input_faults
+from tests.faults import request_faults
+from tests.faults import ray_faults
 from tests.faults.registry import FAULTS, SCENARIOS, SLOW, VLLM
 
 __all__ = [
@@ -18,5 +20,7 @@ __all__ = [
     "input_faults",
     "phase_faults",
     "process_faults",
+    "ray_faults",
+    "request_faults",
     "vllm_faults",
 ]

@@ -9,7 +9,7 @@ from tests.faults.harness import ENDLESS, Place, Run
 from tests.faults.process_faults import HANG
 from tests.faults.registry import scenario, unindent
 
-FLAGS = (*ENDLESS, "--rollout-max-response-len", "100", "--rollout-backend", "vllm")
+FLAGS = (*ENDLESS, "--rollout-backend", "vllm")
 
 
 def vllm(place: Place, *flags: str, **options: Any) -> Run:

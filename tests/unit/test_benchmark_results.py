@@ -7,6 +7,8 @@ from statistics import median
 
 import pytest
 
+from instep.arguments.algorithm.loss_rules import RULES
+
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "cpu-grpo.json").read_text())
 ROWS = {(row["lengths"], row["framework"]): row for row in RESULT["rows"]}
@@ -74,6 +76,13 @@ def test_in_bf16_syncs_widen_no_gap(device):
     ratio = headline["gap_mean_after_syncs"] / headline["gap_mean_loaded_from_disk"]
     assert found["device"] and headline["gap_ratio"] == pytest.approx(ratio) and ratio <= 1.2
     assert headline["num_syncs"] == found["workload"]["steps"] + 1 == len(found["rows"]) + 1
+
+
+def test_the_share_that_rounding_clips_is_the_measured_one():
+    found = json.loads((ROOT / "benchmarks" / "results" / "bf16-gap-cpu.json").read_text())["headline"]
+    share = f"{100 * found['outside_the_bounds_of_gspo']:.0f} %"
+    notes = next(r.what for r in RULES if "narrow" in r.what)
+    assert f"for {share} of" in (ROOT / "docs" / "algorithms.md").read_text() and f"({share} of" in notes
 
 
 def test_every_algorithm_learnt():
