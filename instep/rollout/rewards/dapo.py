@@ -26,7 +26,7 @@ _REPLACED = [
     *((re.sub(r"^\\text\{\^", r"\\text{\n", word), "") for word in _DROPPED.split()),
 ]
 _REWRITTEN = [
-    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula between dollars
+    (re.compile(r"(?m)^.*?\$(.*?)\$.*"), r"$\1$"),  # the first formula between dollars of a line; linear by its ^
     *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
