@@ -53,10 +53,13 @@ def given_key(args: Settings) -> str:
 
 
 def client_key(args: Settings) -> str:
-    """The key that opens generation for clients of this run: users of `instep serve`, and hooks."""
-    if args.command == "serve":
+    """The key that opens generation for clients of this run: users of `instep serve`, and hooks.
+
+    A router that somebody else runs sees it, so that it is not the run's there.
+    """
+    if args.command == "serve" or args.vllm_router_ip is not None:
         return given_key(args) or _made("clients")
-    return args.vllm_router_ip is not None and given_key(args) or run_key()
+    return run_key()
 
 
 def router_key(args: Settings, ours: bool) -> str:

@@ -161,7 +161,10 @@ class VllmKind(EngineKind):
     def environment(
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
-        here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"} if node_host == "127.0.0.1" else {}
+        here = {}
+        if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
+            here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
+            here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
         return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------

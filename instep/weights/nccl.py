@@ -8,6 +8,7 @@ The group outlives its session as long as the same processes take part.
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,13 @@ class _Open:
     group: Group
 
 
+def _store_at(host: str, timeout: timedelta) -> tuple[dist.Store, str]:
+    """A store at an address of ours, and what `open_store` calls it; TCPStore itself would listen on all addresses."""
+    listener = socket.create_server((host, 0))
+    port, given = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore(host, port, timeout=timeout, master_listen_fd=listener.detach(), **given), f"tcp:{host}:{port}"
+
+
 class Nccl:
     digest_kind, digest = "multilinear-64", staticmethod(checksum)
 
@@ -101,8 +109,7 @@ class Nccl:
         timeout = timedelta(seconds=order.seconds)
         store: dist.Store
         if order.host:
-            store = dist.TCPStore(order.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            place = f"tcp:{order.host}:{store.port}"
+            store, place = _store_at(order.host, timeout)
         else:
             path = order.folder / f"{name}.store"
             store, place = dist.FileStore(str(path), -1), f"file:{path}"

@@ -11,6 +11,7 @@ from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
 from tests.e2e.listening import CONTROL, GENERATION, LOOPBACK, PAGE, listeners
 
 REFUSED = {401, 403, 404, 405, 415, 422, 501}  # 415 and 422: vllm-router reads a body before it asks for the key
+APART = [*on_vllm(2), "--prefill-num-servers", "1"]  # NIXL hands the KV cache over
 WORKER = "instep.cluster.worker_main"
 EMBEDDED, TWO_RANKS = "--rollout-backend embedded", "--actor-num-gpus-per-node 2 --num-threads 2"
 
@@ -21,6 +22,7 @@ EMBEDDED, TWO_RANKS = "--rollout-backend embedded", "--actor-num-gpus-per-node 2
         pytest.param(f"{EMBEDDED} --rollout-num-gpus 2 {TWO_RANKS}".split(), id="router", marks=pytest.mark.router),
         pytest.param(f"{EMBEDDED} --no-api-key".split(), id="no-api-key", marks=pytest.mark.slow),
         pytest.param(on_vllm(), id="vllm", marks=pytest.mark.vllm),
+        pytest.param(APART, id="prefill-decode", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
 def test_a_stranger_controls_nothing(small, tmp_path, words):

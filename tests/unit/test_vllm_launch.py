@@ -5,7 +5,7 @@ import pytest
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.spec import Addresses
-from instep.engines.vllm import serve_arguments, vllm_env
+from instep.engines.vllm import KIND, serve_arguments, vllm_env
 
 
 def resolved(device, precision, *more):
@@ -29,3 +29,19 @@ def test_a_gpu_that_is_shared_with_the_trainer_is_not_taken_whole():
 def test_float32_on_a_gpu_is_float32(precision, value):
     assert vllm_env(resolved("cuda", precision), 1).get("TRITON_F32_DEFAULT") == value
     assert "TRITON_F32_DEFAULT" not in vllm_env(resolved("cpu", precision), 1)
+
+
+def test_on_one_host_nothing_of_vllm_listens_beyond_loopback(monkeypatch):
+    """UCX and gloo would take every interface; a choice of the user's for UCX stays."""
+    args = resolved("cpu", "fp32")
+    (spec,) = plan_engines(args)
+
+    def environment(host):
+        return KIND.environment(args, spec, Addresses(host, 1), host, 1)
+
+    loopback = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "UCX_NET_DEVICES": "lo"}
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert environment("127.0.0.1").items() >= loopback.items()
+    assert not environment("10.0.0.2").keys() & loopback.keys()
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert environment("127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"

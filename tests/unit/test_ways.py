@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from instep.errors import SyncError
+from instep.ports import users_listening
 from instep.weights import nccl
 from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
@@ -230,3 +232,12 @@ def test_a_receiver_that_does_not_come_ends_the_stream(tmp_path):
     receiver.carriage.deliver = receiver.deliver
     assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
     assert receiver.streams[0].group != receiver.streams[-1].group
+
+
+def test_the_members_of_a_stream_meet_at_one_address_of_the_host():
+    """A TCPStore by itself would listen on all of them."""
+    store, place = nccl._store_at("127.0.0.2", timedelta(seconds=20))
+    port = int(place.rpartition(":")[2])
+    assert users_listening(port, "127.0.0.2") and not users_listening(port, "127.0.0.1")
+    open_store(place, 20.0).set("name", "value")
+    assert store.get("name") == b"value"

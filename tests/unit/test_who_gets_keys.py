@@ -26,6 +26,7 @@ from instep.cluster.engine_start import start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
+from instep.engines.guard import GENERATE_VARIABLE, KEY_VARIABLE, Guard
 from instep.engines.http import get_json
 from instep.engines.router import Router
 from instep.errors import ConfigError, EngineError, NoAnswerError, RolloutError
@@ -159,6 +160,17 @@ def test_engines_of_somebody_else_get_no_key_of_the_run(server: Any, theirs: str
     sent = {key for path, key in seen if path == "/v1/completions"}
     assert len(sent) == 1 and f"Bearer {keys.run_key()}" not in sent
     assert not theirs or sent == {f"Bearer {theirs}"}
+
+
+def test_a_router_of_somebody_else_gets_no_key_that_opens_control_routes() -> None:
+    args: Any = SimpleNamespace(command="train", vllm_router_ip="10.0.0.7", api_key_file=None, no_api_key=False)
+    args.allowed_hosts = None
+    environment = keys.server_environment(args)  # of the run's engines behind it
+    guard = Guard(environment[KEY_VARIABLE], environment[GENERATE_VARIABLE])
+    headers = {name.lower(): value for name, value in keys.bearer(keys.client_key(args)).items()}
+    assert guard.refusal("/v1/completions", headers, "127.0.0.1") is None
+    refused = guard.refusal("/update_weights", headers, "127.0.0.1")
+    assert refused is not None and refused[0] == 403
 
 
 # ---- who is refused is told why, at once
