@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 CHARACTERS = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz\\{}:"
 TEMPLATE = (
@@ -13,13 +14,10 @@ TEMPLATE = (
 )
 
 
-def make_checkpoint(
-    path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128, head_dim: int = 16
-) -> Path:
-    """A random Qwen3 (hidden 64) whose vocabulary is single characters."""
-    import torch
+def make_tokenizer() -> Any:
+    """A tokenizer of single characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
     vocab = {token: i for i, token in enumerate([*specials, *CHARACTERS, "\n"])}
@@ -31,6 +29,18 @@ def make_checkpoint(
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_checkpoint(
+    path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128, head_dim: int = 16
+) -> Path:
+    """A random Qwen3 (hidden 64) whose vocabulary is single characters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    vocab = tokenizer.get_vocab()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(vocab),

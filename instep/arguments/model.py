@@ -152,14 +152,16 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def dense(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Neither train backend trains a mixture of experts: hf would not find their weights in the checkpoint."""
+    """Megatron trains no mixture of experts yet."""
+    if args.train_backend != "megatron":
+        return
     config = known_config(args)
     for key in _EXPERTS:
         if isinstance(config.get(key), int) and config[key] > 1 and not args.debug_rollout_only:
             yield Problem(
-                f"is a mixture-of-experts model ({key} {config[key]} in config.json), which cannot be trained yet",
+                f"is a mixture-of-experts model ({key} {config[key]} in config.json): megatron trains none yet",
                 "--hf-checkpoint",
-                f"give a dense model ({', '.join(FAMILIES)}); `instep serve` and --debug-rollout-only take this one",
+                f"--train-backend hf; or give a dense model ({', '.join(FAMILIES)})",
             )
             return
 

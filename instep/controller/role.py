@@ -192,6 +192,11 @@ class RoleTrainer:
         """Load the weights of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic's from an actor's."""
         self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
 
+    def remark(self) -> str:
+        """A line for the user about a slower way in which this model is trained, else empty; weights are loaded."""
+        remark: str = self.workers.call("remark", timeout=self.args.worker_start_timeout)[0]
+        return remark
+
     def load_reference(self, path: Path) -> None:
         self.workers.call("load_reference", path, timeout=self.args.worker_start_timeout)
 

@@ -69,6 +69,8 @@ class Trainer:
         self._load_actor(beginning.checkpoint)
         if self.critic is not None:
             tell(self._load_critic(self.critic, beginning.checkpoint))
+        for line in filter(None, dict.fromkeys(role.remark() for role in self.roles)):
+            tell(line)
         if uses_reference(args):
             self._load_reference(beginning.checkpoint if beginning.state is not None else None)
         if args.use_opd and args.opd_type == "model":

@@ -121,6 +121,14 @@ class TrainBackend(Protocol):
         """Clip the gradients, step with learning rate `lr`, zero the gradients. A non-finite norm skips the step."""
         ...
 
+    def remark(self) -> str:
+        """A line for the user about a slower way in which this model is trained, else empty; collective.
+
+        Raises:
+            ConfigError: the model cannot be trained.
+        """
+        ...
+
     def publish(self, version: str) -> None:
         """Make the current weights those that `weight_source` yields; no-op where it reads the live weights."""
         ...

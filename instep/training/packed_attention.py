@@ -26,6 +26,7 @@ def packed_attention(
     max_seqlen: int,
     scale: float | None = None,
     shared: SharedPrefixes | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each segment of a packed stream.
 
@@ -36,20 +37,21 @@ def packed_attention(
         max_seqlen: the longest segment.
         scale: of q k^T; 1 / sqrt(head_dim) when None.
         shared: where given, `q`, `k`, `v` and the result hold only the `num_kept` tokens that are computed.
+        window: how many tokens a token sees, itself included; None: all before it.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
     if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
-        return _padded_attention(q, k, v, cu_seqlens, q.shape[-1] ** -0.5 if scale is None else scale, shared)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return _padded_attention(q, k, v, cu_seqlens, scale, shared, max_seqlen if window is None else window)
     gqa = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_HAS_GQA else {}
     cu_queries, max_queries = cu_seqlens, max_seqlen
     if shared is not None:  # the queries are the last tokens of their segments, as the kernel has it
         cu_queries, max_queries = shared.cu_kept, shared.max_kept
         k, v = rows(k, shared.copies), rows(v, shared.copies)
-    return varlen_attn(
-        q, k, v, cu_queries, cu_seqlens, max_queries, max_seqlen, window_size=(-1, 0), scale=scale, **gqa
-    )
+    sides = (-1 if window is None else window - 1, 0)
+    return varlen_attn(q, k, v, cu_queries, cu_seqlens, max_queries, max_seqlen, window_size=sides, scale=scale, **gqa)
 
 
 def rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -58,14 +60,14 @@ def rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, shared: SharedPrefixes | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, shared: SharedPrefixes | None, window: int
 ) -> Tensor:
     """Attention over padded chunks of segments of similar length; causality hides the padding at their ends."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     cu_queries = cu_seqlens if shared is None else shared.cu_kept
     query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
     outs, places = [], []
-    chunks = _chunks(lengths.tolist())
+    chunks = chunks_of(lengths.tolist())
     for chunk in chunks:
         which = torch.tensor(chunk, device=q.device)
         start, length, num = starts[which], lengths[which], num_queries[which]
@@ -87,14 +89,21 @@ def _padded_attention(
             x.unflatten(0, (len(chunk), -1)).transpose(1, 2) for x in (padded, rows(k, keys), rows(v, keys))
         )
         if short:
-            visible = at <= skipped[:, None, None] + at[:width, None]
+            visible = _visible(skipped[:, None, None] + at[:width, None], at, window)
             out = _attend(queries, k_, v_, visible[:, None], scale)
         else:
             gqa = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(queries, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa)
+            mask = _visible(at[:, None], at, window) if window < longest else None
+            out = F.scaled_dot_product_attention(
+                queries, k_, v_, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+            )
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, slot))
         places.append(place)
     return outs[0] if len(chunks) == 1 else torch.cat(outs).index_select(0, torch.cat(places).argsort())
+
+
+def _visible(query: Tensor, key: Tensor, window: int) -> Tensor:
+    return (key <= query) & (key > query - window)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -106,7 +115,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
     return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
 
 
-def _chunks(lengths: list[int]) -> list[list[int]]:
+def chunks_of(lengths: list[int]) -> list[list[int]]:
     """Indices of segments in as few chunks as bounded padding allows."""
     if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
         return [list(range(len(lengths)))]

@@ -133,6 +133,10 @@ class Worker:
         dist.barrier()
         self.reference.load_hf(scratch)
 
+    def remark(self) -> str:
+        """See `TrainBackend.remark`."""
+        return self.backend.remark()
+
     # ---- log-probs and training ----------------------------------------------------------------------------------
 
     def log_probs(self, batch: TokenBatch, micro_batches: list[list[int]], names: list[str]) -> dict[str, Any] | None:

@@ -1,38 +1,72 @@
-"""Architectures of transformers under the `hf` backend: each is right when packed, or refused by one clear message."""
+"""Architectures of transformers under the `hf` backend: each is right, packed or padded, or refused by one message."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import OPTConfig
+from transformers import BloomModel, OPTConfig
 
 from instep.errors import ConfigError
 from instep.training.hf.model import Policy
-from tests.architectures import REASONS, REFUSED, RIGHT, compare
+from tests.architectures import PACKED, PADDED, REASONS, REFUSED, WINDOWED, compare
 
 
-@pytest.mark.parametrize("model_type", RIGHT)
-def test_right(model_type: str):
+@pytest.mark.parametrize("model_type", PACKED)
+def test_packed(model_type: str):
     difference = compare(model_type)
-    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5 and not difference.remark
 
 
 @pytest.mark.parametrize("model_type", REASONS)
+def test_padded(model_type: str):
+    difference = compare(model_type)
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
+    assert re.search(f"is trained padded, which is slower: .*({REASONS[model_type]})", difference.remark)
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_samples_longer_than_the_window(model_type: str):
+    difference = compare(model_type, window=4)
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
+    assert bool(difference.remark) is (model_type in REASONS)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type: str):
-    with pytest.raises(ConfigError, match=REASONS[model_type]) as error:
+    with pytest.raises(ConfigError, match="cannot be trained: a token's hidden states depend on tokens after it"):
         compare(model_type)
-    assert "cannot be trained packed" in error.value.what and error.value.remedy
+
+
+def test_a_model_that_is_wrong_with_padding_runs_one_sample_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Here a token's position counts the rows of its pass, too."""
+    real = BloomModel.forward
+
+    def forward(self: BloomModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        output = real(self, input_ids, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * len(input_ids)
+        return output
+
+    monkeypatch.setattr(BloomModel, "forward", forward)
+    difference = compare("bloom")
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
+    assert "is trained one sample at a time" in difference.remark
 
 
 def test_the_document_lists_them():
     text = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    listed, _, refused = text.partition("<!-- refused -->")
-    assert re.findall(r"`([a-z0-9_-]+)`", listed.partition("<!-- right -->")[2]) == list(RIGHT)
-    assert re.findall(r"^\| `(.+)` \|", refused, re.MULTILINE) == ["`, `".join(n.split()) for n in REFUSED.values()]
+    packed, padded, refused = (text.partition(f"<!-- {part} -->")[2].partition("\n\n<!--")[0] for part in _PARTS)
+    names = r"`([a-z0-9_-]+)`"
+    assert re.findall(names, packed.partition("\n\n")[0]) == PACKED
+    assert re.findall(r"^\| `(.+)` \|", padded, re.MULTILINE) == ["`, `".join(n.split()) for n in PADDED.values()]
+    assert re.findall(names, refused.partition(".")[0]) == REFUSED
+
+
+_PARTS = ("packed", "padded", "refused")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import socket
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
@@ -64,7 +65,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
-    scheduler = Scheduler(runner, LiveWeights(model), tokenizer, pipe)
+    scheduler = Scheduler(runner, LiveWeights(model, Path(args.model)), tokenizer, pipe)
     pipe.send(dict(calls=set(scheduler.calls()), max_model_len=limit, vocab_size=scheduler.vocab_size, eos_ids=eos_ids))
     return scheduler
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
+from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.processes import pulse
 from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
 from instep.weights.place import NoPlace, check_checkpoint
@@ -19,14 +21,22 @@ FAILED, NOT_STARTED = "the last weight update failed", "no weight update was sta
 
 
 class LiveWeights:
-    """The live parameters by Hugging Face name, written in place; tied weights appear once.
+    """The live weights by the names of their checkpoint, written in place; tied weights appear once.
 
+    Tensors that make one weight together, such as the experts of a layer, wait in `pending` for the last of them.
     `failure` says why nothing may be generated: a session failed, and the parameters may be of two weight versions.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.parameters = dict(model.named_parameters())
-        self.aliases = set(model.state_dict()) - set(self.parameters)  # tied names, buffers
+    def __init__(self, model: PreTrainedModel, folder: Path):
+        self.weights = named_weights(model)
+        self.names = CheckpointNames(model, weight_files(folder))
+        self.expected = {
+            name: (group, torch.empty(shape, dtype=self.weights[group.model[0]].dtype, device="meta"))
+            for group in self.names.groups
+            for name, shape in zip(group.checkpoint, group.shapes, strict=True)
+        }
+        self.aliases = set(model.state_dict()) - set(self.weights)  # tied names
+        self.pending: dict[str, torch.Tensor] = {}
         self.version, self.failure = "default", ""
         self.session: tuple[str | None, str | None] | None = None  # version, nonce
         self.delivered: set[str] = set()
@@ -34,7 +44,7 @@ class LiveWeights:
 
     def start(self, version: str | None, nonce: str | None) -> None:
         self.abandon()
-        self.session, self.delivered = (version, nonce), set()
+        self.session, self.delivered, self.pending = (version, nonce), set(), {}
 
     def update(self, info: Any) -> int:
         """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
@@ -57,7 +67,7 @@ class LiveWeights:
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         started = self.session[0]
-        missing = [name for name in self.parameters if name not in self.delivered]
+        missing = [name for name in self.expected if name not in self.delivered]
         self.session, self.failure = None, f"{FAILED}: {missing[:3]} not delivered" if missing else ""
         if missing:
             raise HttpError("WeightMismatch", f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
@@ -70,11 +80,13 @@ class LiveWeights:
         self.session = None
 
     def digests(self) -> dict[str, str]:
-        """The xxh3-128 of the bytes of each live parameter, as in a manifest."""
+        """The xxh3-128 of the bytes of each live weight, as in a manifest."""
         digests = {}
-        for name, parameter in self.parameters.items():
-            pulse()
-            digests[name] = digest(tensor_bytes(parameter.cpu()))
+        for group in self.names.groups:
+            live = {name: self.weights[name].detach() for name in group.model}
+            for name, tensor in zip(group.checkpoint, self.names.to_checkpoint(group, live), strict=True):
+                pulse()
+                digests[name] = digest(tensor_bytes(tensor.cpu()))
         return digests
 
     def _load_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -102,7 +114,7 @@ class LiveWeights:
         try:
             if self.group is None or self.group.name != invitation.group:
                 self._leave_group()
-                device = next(iter(self.parameters.values())).device
+                device = next(iter(self.weights.values())).device
                 self.group = Group(open_store(invitation.store, seconds), invitation, device, seconds, alive=pulse)
             receive(self.group, {"version": str(version), "nonce": str(nonce)}, load, deadline)
         except (StreamBroken, StreamMismatch) as error:
@@ -136,14 +148,19 @@ class LiveWeights:
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
         """Write all tensors or none; with `exact` they must have the dtype of the model."""
         for name, tensor in tensors.items():
-            parameter = self.parameters.get(name)
-            if parameter is None or name in self.delivered:
-                problem = "is no tensor of this model" if parameter is None else "came twice"
+            known = self.expected.get(name)
+            if known is None or name in self.delivered:
+                problem = "is no tensor of this model" if known is None else "came twice"
                 raise HttpError("WeightMismatch", f"{name} {problem}", name)
-            if tensor.shape != parameter.shape or (exact and tensor.dtype != parameter.dtype):
-                got, want = ((tuple(t.shape), dtype_name(t.dtype)) for t in (tensor, parameter))
+            weight = known[1]
+            if tensor.shape != weight.shape or (exact and tensor.dtype != weight.dtype):
+                got, want = ((tuple(t.shape), dtype_name(t.dtype)) for t in (tensor, weight))
                 raise HttpError("WeightMismatch", f"{name}: received shape and dtype {got}, the model has {want}", name)
-        for name, tensor in tensors.items():
-            pulse()
-            self.parameters[name].copy_(tensor)
+        self.pending |= tensors
+        for group in {id(group): group for group, _ in (self.expected[name] for name in tensors)}.values():
+            if all(name in self.pending for name in group.checkpoint):
+                pulse()
+                parts = [self.pending.pop(name) for name in group.checkpoint]
+                for name, tensor in self.names.to_model(group, parts).items():
+                    self.weights[name].copy_(tensor)
         return tensors

@@ -8,6 +8,7 @@ gradients in float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
+from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
 from instep.training.hf.model import Policy
-from instep.training.hf.weights import HfWeightSource, load_hf, named_weights
+from instep.training.hf.weights import HfWeightSource, load_hf
 from instep.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class HfBackend:
         with_optimizer: False for a model that only scores (a reference).
 
     Raises:
-        ConfigError: the model is not decoder-only, or cannot be run packed (noticed at the first forward pass).
+        ConfigError: the model is not decoder-only, or cannot be run (noticed by `remark` or the first forward pass).
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class HfBackend:
         self.policy.to(device)
         rank, size = dist.get_rank(), dist.get_world_size()
         self.parallel = ParallelInfo(rank, size, rank, size, dp_group=dist.group.WORLD, device=device)
+        self.policy.num_passes = self._most
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
@@ -86,12 +90,27 @@ class HfBackend:
             packing.response_targets(batch),
             packing.response_temperatures(batch),
             with_entropy=entropy,
-            shared=None if logits else packing.shared_prefixes(batch),
+            shared=None if logits or not self.policy.layout.packed else packing.shared_prefixes(batch),
             check=not self._checked,
             with_logits=logits,
         )
         self._checked = True
         return TokenOutputs(*outputs)
+
+    def _most(self, number: int) -> int:
+        """The largest `number` of all ranks."""
+        if self.parallel.world_size == 1:
+            return number
+        most = torch.tensor(number, device=self.parallel.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.parallel.dp_group)
+        return int(most)
+
+    def remark(self) -> str:
+        if not self._checked:
+            one = torch.ones(1, dtype=torch.long)
+            tokens = torch.arange(4) % self.policy.vocab_size
+            self.forward_only([TokenBatch(tokens, 4 * one, one, sample_columns={"temperature": one.float()})])
+        return self.policy.remark
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
@@ -136,7 +155,14 @@ class HfBackend:
         """No-op: `weight_source` reads the live weights."""
 
     def weight_source(self) -> HfWeightSource:
-        return HfWeightSource(self.policy.model, self.dtype)
+        return HfWeightSource(self.policy.model, self.dtype, self._names)
+
+    @functools.cached_property
+    def _names(self) -> CheckpointNames:
+        """Weights go out under the names that they have in the checkpoint of the model's configuration."""
+        folder = Path(self.policy.model.config.name_or_path)
+        names = weight_files(folder) if (folder / "config.json").exists() else None
+        return CheckpointNames(self.policy.model, names)
 
     def load_hf(self, path: Path) -> None:
         load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))

@@ -1,7 +1,8 @@
-"""Weights of a Hugging Face model: names, full tensors one after another, loading."""
+"""Weights of a Hugging Face model: full tensors one after another under a checkpoint's names, and loading."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,45 +10,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
+from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.weights.source import TensorSpec
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What `save_pretrained` would write, under its names: parameters and persistent buffers, tied ones once."""
-    seen: set[int] = set()
-    out = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            out[name] = tensor
-    return out
-
-
 class HfWeightSource:
-    """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering."""
+    """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self._weights = named_weights(model)
+    Parameters travel as `dtype`, in which the trainer computes with them; buffers as they are.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames):
+        self._weights, self._names = named_weights(model), names
         self.emits = dist.get_rank() == 0
-        self.specs = [
-            TensorSpec(name, tuple(w.shape), dtype if w.is_floating_point() else w.dtype)
-            for name, w in self._weights.items()
+        self._groups = [
+            (group, [TensorSpec(*named, self._dtype(group, dtype)) for named in _named_shapes(group)])
+            for group in names.groups
         ]
+        self.specs = [spec for _, specs in self._groups for spec in specs]
+
+    def _dtype(self, group: Group, dtype: torch.dtype) -> torch.dtype:
+        weight = self._weights[group.model[0]]
+        return dtype if isinstance(weight, nn.Parameter) and weight.is_floating_point() else weight.dtype
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        for spec, weight in zip(self.specs, self._weights.values(), strict=True):
-            local = weight.detach()
-            if isinstance(local, DTensor):
-                local = local.to(spec.dtype).full_tensor()  # cast first: half the bytes on the wire
-            yield spec, local.to(spec.dtype) if self.emits else None
+        for group, specs in self._groups:
+            full = {}
+            for name in group.model:
+                local = self._weights[name].detach().to(specs[0].dtype)  # cast first: half the bytes on the wire
+                full[name] = local.full_tensor() if isinstance(local, DTensor) else local
+            tensors = self._names.to_checkpoint(group, full) if self.emits else [None] * len(specs)
+            yield from zip(specs, tensors, strict=True)
+
+
+def _named_shapes(group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return zip(group.checkpoint, group.shapes, strict=True)
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, path: Path, *, fresh: str | None = None) -> None:
+def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> None:
     """Copy a checkpoint's weights into `model`, each rank its own shard, with no communication.
 
     Args:
@@ -56,25 +62,25 @@ def load_hf(model: nn.Module, path: Path, *, fresh: str | None = None) -> None:
     Raises:
         CheckpointError: a missing or unreadable file, a weight missing, unexpected or of another shape.
     """
-    weights = named_weights(model)
-    ignored = set(model.state_dict()) - set(weights)
-    if fresh is not None:
-        del weights[fresh]
-        ignored.add(fresh)
-    places = weight_files(path)
-    if missing := sorted(set(weights) - set(places)):
+    weights, places = named_weights(model), weight_files(path)
+    names = CheckpointNames(model, places)
+    if missing := [name for name in names.missing if name != fresh]:
         raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
-    if extra := sorted(set(places) - set(weights) - ignored):
-        raise _mismatch(path, f"{len(extra)} weights are not the model's, the first {extra[0]!r}")
-    for file in sorted({places[name] for name in weights}):
-        with opened(file) as tensors:
-            for name in (n for n in weights if places[n] == file):
-                _copy(weights[name], tensors.get_tensor(name), name, path)
+    if names.extra:
+        raise _mismatch(path, f"{len(names.extra)} weights are not the model's, the first {names.extra[0]!r}")
+    groups = [group for group in names.groups if group.model != [fresh]]
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context(opened(file)) for file in sorted(set(places.values()))}
+        for group in groups:
+            tensors = [files[places[name]].get_tensor(name) for name in group.checkpoint]
+            for name, shape, tensor in zip(group.checkpoint, group.shapes, tensors, strict=True):
+                if tensor.shape != shape:
+                    raise _mismatch(path, f"{name!r} is {list(tensor.shape)} there and {list(shape)} in the model")
+            for name, full in names.to_model(group, tensors).items():
+                _copy(weights[name], full)
 
 
-def _copy(weight: Tensor, full: Tensor, name: str, path: Path) -> None:
-    if weight.shape != full.shape:
-        raise _mismatch(path, f"{name!r} is {list(full.shape)} there and {list(weight.shape)} in the model")
+def _copy(weight: Tensor, full: Tensor) -> None:
     if isinstance(weight, DTensor):
         full = full.to(weight.device, weight.dtype)
         full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)

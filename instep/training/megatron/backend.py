@@ -215,6 +215,9 @@ class MegatronBackend:
 
     # Weights and checkpoints
 
+    def remark(self) -> str:
+        return ""
+
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live parameters."""
 

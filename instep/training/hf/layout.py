@@ -1,0 +1,186 @@
+"""How the samples of a stream are run through a model of transformers: packed where it can be, else padded in rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from instep.training.machine import is_of_the_machine
+from instep.training.packed_attention import chunks_of, packed_attention
+from instep.training.packing import SharedPrefixes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run samples.
+
+    Attributes:
+        attention: the name of the attention in transformers.
+        packed: all samples are one row.
+        batched: samples of similar length are rows of one pass, with padding on the right, which a causal model does
+            not see; otherwise each is a pass of its own.
+    """
+
+    attention: str
+    packed: bool = False
+    batched: bool = False
+
+    def __str__(self) -> str:
+        return "packed" if self.packed else "padded" if self.batched else "one sample at a time"
+
+
+PACKED = Layout("instep_packed", packed=True)
+ALONE = Layout("eager")
+LAYOUTS = (PACKED, Layout("instep_rows", batched=True), Layout("eager", batched=True), ALONE)  # the fastest first
+
+
+class Unfit(Exception):
+    """A model cannot be run in a layout; the text says why, and goes on after "because"."""
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packed_cu_seqlens: Tensor | None = None,
+    packed_max_seqlen: int = 0,
+    packed_shared: SharedPrefixes | None = None,
+    sliding_window: int | None = None,
+    **other: Any,  # among them dropout, which the engine does not have either
+) -> tuple[Tensor, None]:
+    """An attention of transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
+    if packed_cu_seqlens is None:
+        raise Unfit("its layers do not hand the packed segments on to their attention")
+    _check_plain(other)
+    if attention_mask is not None:
+        if attention_mask.ndim:
+            raise Unfit("its attention has a mask of its own")
+        sliding_window = int(attention_mask)  # see `_window`
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # latent attention
+        v = F.pad(v, (0, q.shape[-1] - width))
+    out = packed_attention(
+        q,
+        k,
+        v,
+        cu_seqlens=packed_cu_seqlens,
+        max_seqlen=packed_max_seqlen,
+        scale=scaling,
+        shared=packed_shared,
+        window=sliding_window if sliding_window and sliding_window < packed_max_seqlen else None,
+    )
+    return out[None, ..., :width], None
+
+
+def _window(*, local_size: int | None = None, config: Any = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
+    """What transformers takes for a layer's mask: nothing, or the size of its window. Not all models tell it twice."""
+    if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
+        raise Unfit("its attention has a mask of its own")
+    return None if local_size is None else torch.tensor(local_size)
+
+
+def _rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **other: Any
+) -> tuple[Tensor, None]:
+    """PyTorch's fused attention, which would leave out what it does not know."""
+    _check_plain(other)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
+
+
+def _check_plain(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("softcap") is not None:
+        raise Unfit(f"its attention caps scores (softcap {kwargs['softcap']})")
+    if kwargs.get("s_aux") is not None:
+        raise Unfit("its attention has sinks")
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED.attention, _packed)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED.attention, _window)
+ALL_ATTENTION_FUNCTIONS.register("instep_rows", _rows)
+ALL_MASK_ATTENTION_FUNCTIONS.register("instep_rows", sdpa_mask)
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Whatever a model of transformers raises that cannot be built or run in a layout becomes `Unfit`."""
+    try:
+        yield
+    except (ValueError, ImportError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        if is_of_the_machine(error):
+            raise
+        if PACKED.attention in str(error):
+            raise Unfit("its attention cannot be exchanged for one over packed segments") from error
+        why = f"transformers cannot run it so ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise Unfit(why) from error
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head, which gives hidden states."""
+    body: nn.Module = model.base_model
+    return model.model if body is model else body  # Llama-4's base_model is itself
+
+
+def run_packed(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    shared: SharedPrefixes | None = None,
+) -> Tensor:
+    """The hidden states of a stream in one pass, `[num_tokens, width]`; of `shared.kept` alone if that is given."""
+    if shared is not None:
+        tokens, position_ids = tokens[shared.kept], position_ids[shared.kept]
+    output = body_of(model)(
+        input_ids=tokens[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        packed_cu_seqlens=cu_seqlens,
+        packed_max_seqlen=max_seqlen,
+        packed_shared=shared,
+    )
+    states: Tensor = output.last_hidden_state
+    return states[0]
+
+
+def run_rows(
+    model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, batched: bool, num_passes: Callable[[int], int]
+) -> Tensor:
+    """The hidden states of a stream `[num_tokens, width]`, whose samples are rows.
+
+    Args:
+        num_passes: how many passes any rank makes, from this rank's own number. Sharded layers are gathered in every
+            pass, so that ranks with fewer make idle ones.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    sizes = lengths.tolist()
+    body = body_of(model)
+    chunks = chunks_of(sizes) if batched else [[i] for i in range(len(sizes))]
+    states, places = [], []
+    for chunk in chunks:
+        which = torch.tensor(chunk, device=tokens.device)
+        at = torch.arange(max(sizes[i] for i in chunk), device=tokens.device)
+        real = at < lengths[which, None]
+        place = starts[which, None] + at.where(real, 0)
+        output = body(input_ids=tokens[place], use_cache=False)
+        states.append(output.last_hidden_state[real])
+        places.append(place[real])
+    stream = torch.cat(states)[torch.cat(places).argsort()]
+    for _ in range(num_passes(len(chunks)) - len(chunks)):
+        idle = body(input_ids=tokens[None, :1], use_cache=False).last_hidden_state
+        stream = stream + 0 * idle.sum()
+    return stream

@@ -1,0 +1,75 @@
+"""A tiny model of each family that docs/models.md shows with vLLM, in shapes that vLLM serves on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.assets import make_tokenizer
+
+
+@dataclass(frozen=True)
+class Family:
+    """Its `model_type` in transformers, its own settings, and whether its samples are trained packed."""
+
+    model_type: str
+    settings: dict[str, Any]
+    packed: bool = True
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 128}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_DELTA = {  # the linear attention of Qwen3-Next and Qwen3.5
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+
+FAMILIES = {
+    "qwen2": Family("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen3": Family("qwen3", _HEADS),
+    "qwen3_moe": Family("qwen3_moe", {**_HEADS, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "llama": Family("llama", _HEADS),
+    "yi": Family("llama", {**_HEADS, "num_key_value_heads": 1, "rope_theta": 5e6}),
+    "mistral": Family("mistral", {**_HEADS, "sliding_window": 16}),
+    "mixtral": Family("mixtral", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "phi": Family("phi", {"num_attention_heads": 2, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "phi3": Family("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "gemma": Family("gemma", {**_HEADS, "hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": Family("gemma2", {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}, packed=False),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        {
+            **_EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "starcoder2": Family("starcoder2", {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 16}),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {**_HEADS, **_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        packed=False,
+    ),
+    "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, packed=False),
+}  # fmt: skip
+
+
+def make_family(name: str, folder: Path) -> Path:
+    """A random checkpoint of the family in `folder`, with a tokenizer of single characters."""
+    family, tokenizer = FAMILIES[name], make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    settings = {**_SMALL, **family.settings, **ids, "vocab_size": len(tokenizer)}
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(0.12 * torch.randn_like(weight) + (weight if weight.ndim == 1 else 0))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
