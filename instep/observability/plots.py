@@ -12,6 +12,7 @@ INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
 PHASE_ORDER = ("rollout", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak")
+Curve = tuple[str, list[int], list[float]]  # label, x, y
 NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
 
 
@@ -142,98 +143,85 @@ def plot_reward(history: History) -> str | None:
     return _svg(figure, axes)
 
 
+def _curves(history: History, labels: dict[str, str], least: float = -1.0) -> list[Curve]:
+    """The metrics of `labels` that are anywhere further from 0 than `least`."""
+    columns = [(label, *history.column(name)) for name, label in labels.items()]
+    return [(label, x, y) for label, x, y in columns if any(abs(v) > least for v in y)]
+
+
+def _plot(
+    title: str,
+    ylabel: str,
+    left: list[Curve],
+    right_label: str = "",
+    right: Sequence[Curve] = (),
+    *,
+    limits: tuple[float | None, float | None] = (None, None),
+    right_limits: tuple[float | None, float | None] = (None, None),
+    scale: str = "linear",
+) -> str | None:
+    """Plot curves, and those of `right` on an axis of their own; None where there is neither."""
+    if not left and not right:
+        return None
+    figure, axes = _axes(title, ylabel)
+    for color, (label, x, y) in zip(COLORS, left, strict=False):
+        _line(axes, x, y, label, color)
+    axes.set_yscale(scale)
+    if left:
+        axes.set_ylim(*limits)
+    if not right:
+        return _svg(figure, axes)
+    second = _right_axes(axes, right_label)
+    for color, (label, x, y) in zip(COLORS[1:], right, strict=False):
+        _line(second, x, y, f"{label} (right axis)", color, linestyle="--")
+    second.set_ylim(*right_limits)
+    return _svg(figure, axes, second)
+
+
 def plot_loss(history: History) -> str | None:
     """Plot the loss where there are no rewards, and the margin of pairs on the right axis."""
-    x, loss = history.column("train/loss")
-    if not x or history.column("rollout/reward_mean")[0]:
+    if history.column("rollout/reward_mean")[0]:
         return None
-    figure, axes = _axes("Loss", "loss")
-    _line(axes, x, loss, "loss", COLORS[0])
-    mx, margin = history.column("train/reward_margin")
-    if not mx:
-        return _svg(figure, axes)
-    right = _right_axes(axes, "margin")
-    _line(right, mx, margin, "margin (right axis)", COLORS[1], linestyle="--")
-    return _svg(figure, axes, right)
+    margin = _curves(history, {"train/reward_margin": "margin"})
+    return _plot("Loss", "loss", _curves(history, {"train/loss": "loss"}), "margin", margin)
 
 
 def plot_pairs(history: History) -> str | None:
     """Plot the share of pairs whose chosen response has the higher reward."""
-    x, accuracy = history.column("train/reward_accuracy")
-    if not x:
-        return None
-    figure, axes = _axes("Accuracy", "share of pairs")
-    _line(axes, x, accuracy, "accuracy", COLORS[2])
-    axes.set_ylim(0, 1.02)
-    return _svg(figure, axes)
+    accuracy = _curves(history, {"train/reward_accuracy": "accuracy"})
+    return _plot("Accuracy", "share of pairs", accuracy, limits=(0, 1.02))
 
 
 def plot_tokens(history: History) -> str | None:
     """Plot the tokens of a rollout where there are no rewards, and the share that is not trained on."""
-    x, tokens = history.column("rollout/num_tokens")
-    if not x or history.column("rollout/reward_mean")[0]:
+    if history.column("rollout/reward_mean")[0]:
         return None
-    figure, axes = _axes("Tokens", "tokens per rollout")
-    _line(axes, x, tokens, "tokens", COLORS[0])
-    axes.set_ylim(bottom=0)
-    mx, masked = history.column("rollout/masked_ratio")
-    right = _right_axes(axes, "share masked")
-    _line(right, mx, masked, "masked (right axis)", COLORS[1], linestyle=":")
-    right.set_ylim(0, 1)
-    return _svg(figure, axes, right)
+    tokens = _curves(history, {"rollout/num_tokens": "tokens"})
+    masked = _curves(history, {"rollout/masked_ratio": "masked"})
+    return _plot("Tokens", "tokens per rollout", tokens, "share masked", masked, limits=(0, None), right_limits=(0, 1))
 
 
 def plot_length(history: History) -> str | None:
     """Plot the response length (mean, max), and the share of truncated responses on the right axis."""
-    x, mean = history.column("rollout/response_length_mean")
-    if not x:
-        return None
-    figure, axes = _axes("Response length", "tokens")
-    _line(axes, x, mean, "mean", COLORS[0])
-    mx, longest = history.column("rollout/response_length_max")
-    if mx:
-        _line(axes, mx, longest, "max", COLORS[5], alpha=0.6)
-    axes.set_ylim(bottom=0)
-    tx, truncated = history.column("rollout/truncated_ratio")
-    if not any(truncated):
-        return _svg(figure, axes)
-    right = _right_axes(axes, "share truncated")
-    _line(right, tx, truncated, "truncated (right axis)", COLORS[1], linestyle=":")
-    right.set_ylim(0, 1)
-    return _svg(figure, axes, right)
+    name = "rollout/response_length"
+    lengths = _curves(history, {f"{name}_mean": "mean", f"{name}_max": "max"})
+    truncated = _curves(history, {"rollout/truncated_ratio": "truncated"}, 0)
+    title, right = "Response length", "share truncated"
+    return _plot(title, "tokens", lengths, right, truncated, limits=(0, None), right_limits=(0, 1))
 
 
 def plot_gap(history: History) -> str | None:
     """Plot how far trainer and engine differ in their log-probs, on a log scale; zeros are drawn at 1e-10."""
     labels = {"train/log_prob_gap_max": "max", "train/log_prob_gap_mean": "mean", "train/engine_kl": "KL (absolute)"}
-    columns = {name: history.column(name) for name in labels}
-    if not any(x for x, _ in columns.values()):
-        return None
-    figure, axes = _axes("Log-prob gap, trainer vs engine", "|difference| (log scale)")
-    for color, (name, (x, y)) in zip(COLORS, columns.items(), strict=False):
-        if x:
-            _line(axes, x, [max(abs(v), 1e-10) for v in y], labels[name], color)
-    axes.set_yscale("log")
-    return _svg(figure, axes)
+    curves = [(label, x, [max(abs(v), 1e-10) for v in y]) for label, x, y in _curves(history, labels)]
+    return _plot("Log-prob gap, trainer vs engine", "|difference| (log scale)", curves, scale="log")
 
 
 def plot_entropy(history: History) -> str | None:
     """Plot the entropy, and the KL divergences on the right axis."""
-    x, entropy = history.column("train/entropy")
-    kls = {"train/ppo_kl": "PPO KL (right axis)", "train/kl_loss": "KL to reference (right axis)"}
-    columns = {name: history.column(name) for name in kls}
-    columns = {name: column for name, column in columns.items() if any(abs(v) > NO_KL for v in column[1])}
-    if not x and not columns:
-        return None
-    figure, axes = _axes("Entropy and KL" if columns else "Entropy", "entropy (nats)")
-    if x:
-        _line(axes, x, entropy, "entropy", COLORS[0])
-    if not columns:
-        return _svg(figure, axes)
-    right = _right_axes(axes, "KL (nats)")
-    for color, (name, (kx, ky)) in zip(COLORS[1:], columns.items(), strict=False):
-        _line(right, kx, ky, kls[name], color, linestyle="--")
-    return _svg(figure, axes, right)
+    kls = _curves(history, {"train/ppo_kl": "PPO KL", "train/kl_loss": "KL to reference"}, NO_KL)
+    entropy = _curves(history, {"train/entropy": "entropy"})
+    return _plot("Entropy and KL" if kls else "Entropy", "entropy (nats)", entropy, "KL (nats)", kls)
 
 
 def phase_seconds(history: History) -> dict[str, list[float]]:
@@ -273,38 +261,19 @@ def plot_phases(history: History) -> str | None:
 def plot_speed(history: History) -> str | None:
     """Plot the tokens per second of rollouts and training, and the memory (PSS) on the right axis."""
     labels = {"perf/rollout_tokens_per_second": "rollout tok/s", "perf/train_tokens_per_second": "train tok/s"}
-    columns = {name: column for name in labels if (column := history.column(name))[0]}
-    mx, memory = history.column("perf/pss_bytes")
-    if not columns and not mx:
-        return None
-    figure, axes = _axes("Throughput and memory", "tokens per second")
-    for color, (name, (x, y)) in zip(COLORS, columns.items(), strict=False):
-        _line(axes, x, y, labels[name], color)
-    axes.set_ylim(bottom=0)
-    if not mx:
-        return _svg(figure, axes)
-    right = _right_axes(axes, "GB")
-    _line(right, mx, [m / 1e9 for m in memory], "memory (right axis)", COLORS[5], linestyle=":")
-    right.set_ylim(0, max(memory) / 1e9 * 1.25 or 1)
-    return _svg(figure, axes, right)
+    memory = [(label, x, [v / 1e9 for v in y]) for label, x, y in _curves(history, {"perf/pss_bytes": "memory"})]
+    most = max((v for _, _, y in memory for v in y), default=0) * 1.25 or 1
+    title, speeds = "Throughput and memory", _curves(history, labels)
+    return _plot(title, "tokens per second", speeds, "GB", memory, limits=(0, None), right_limits=(0, most))
 
 
 def plot_critic(history: History) -> str | None:
     """Plot the critic's loss, and on the right axis how much of the returns its values explain."""
-    x, loss = history.column("critic/value_loss")
-    ex, explained = history.column("critic/explained_variance")
-    if not x and not ex:
-        return None
-    figure, axes = _axes("Critic", "value loss")
-    if x:
-        _line(axes, x, loss, "value loss", COLORS[0])
-        axes.set_ylim(bottom=0)
-    if not ex:
-        return _svg(figure, axes)
-    right = _right_axes(axes, "explained variance")
-    _line(right, ex, explained, "explained variance (right axis)", COLORS[1], linestyle="--")
-    right.set_ylim(max(-1.0, min(0.0, *explained)), 1)  # a new critic may be far below 0
-    return _svg(figure, axes, right)
+    loss = _curves(history, {"critic/value_loss": "value loss"})
+    explained = _curves(history, {"critic/explained_variance": "explained variance"})
+    least = max(-1.0, min([0.0, *(v for _, _, y in explained for v in y)]))  # a new critic may be far below 0
+    right, limits = "explained variance", (least, 1)
+    return _plot("Critic", "value loss", loss, right, explained, limits=(0, None), right_limits=limits)
 
 
 PLOTS = (
