@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,10 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
     return f"engine-{spec.index}{f'-node{node_rank}' if node_rank else ''}.log"
 
 
-def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process) -> Engine:
-    """The engine of `spec` that `process` runs and that answers at `at`."""
+def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process, user: int) -> Engine:
+    """The engine of `spec` that `process` runs, as `user`, and that answers at `at`."""
     url = f"http://{at.host}:{at.port}"
-    keys.know(url, keys.run_key(), started_here=at.host == LOOPBACK)
+    keys.know(url, keys.run_key(), user=user if at.host == LOOPBACK else None)
     return Engine(
         spec.name,
         url,
@@ -74,7 +75,7 @@ def start_engine(
         {**kind.environment(args, spec, at, LOOPBACK, num_threads), **keys.server_environment(args), **(env or {})},
         heartbeat=args.heartbeat_timeout,
     )
-    return engine_at(args, spec, at, process)
+    return engine_at(args, spec, at, process, os.geteuid())
 
 
 def start_router(
@@ -104,7 +105,7 @@ def start_router(
         return SupervisedProcess(name, [sys.executable, *router_command(words)], log, env)
 
     url = f"http://{LOOPBACK}:{port}"
-    keys.know(url, key, started_here=True)
+    keys.know(url, key, user=os.geteuid())
     return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)
 
 
@@ -112,10 +113,12 @@ def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: s
     """A gate before the router or engine `to`, at `spec.port` or a free one; not ready yet."""
     port = spec.port or free_port()
     command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]
+    if (user := keys.user_at(to)) is not None:
+        command += ["--user", str(user)]
     env = keys.server_environment(args) | {KEY_VARIABLE: keys.key_of(to)}
     process = SupervisedProcess(name, command, log_dir / f"{file_name(name)}.log", env)
     url = f"http://{LOOPBACK}:{port}"
-    keys.know(url, "" if args.no_api_key else keys.client_key(args), started_here=True)
+    keys.know(url, "" if args.no_api_key else keys.client_key(args), user=os.geteuid())
     return Gate(url, process)
 
 

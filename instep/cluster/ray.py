@@ -105,7 +105,7 @@ class RayCluster:
             stop_all(parts)
             raise
         self._processes += parts
-        return engine_at(args, spec, at, JointProcess(parts) if len(parts) > 1 else parts[0])
+        return engine_at(args, spec, at, JointProcess(parts) if len(parts) > 1 else parts[0], head.info.user)
 
     def _start_ranks(self, role: str, slots: Sequence[Slot], env: Mapping[str, str]) -> RayWorkerGroup:
         args, trainer = self._args, (*self._plan.actor, *self._plan.critic)

@@ -31,12 +31,13 @@ WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
 
 @dataclass(frozen=True)
 class HostInfo:
-    """A node as its actor sees it; `gpus` are the ids that Ray has assigned, in order."""
+    """A node as its actor sees it; `gpus` are the ids that Ray has assigned, in order; `user` is the one it runs as."""
 
     node_id: str
     address: str
     num_cpus: int
     gpus: tuple[str, ...]
+    user: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Host:
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in sorted(context.get_accelerator_ids().get("GPU", ())))
         self._address = ray.util.get_node_ip_address()
-        return HostInfo(context.get_node_id(), self._address, num_usable_cpus(), gpus)
+        return HostInfo(context.get_node_id(), self._address, num_usable_cpus(), gpus, os.geteuid())
 
     def sees(self, path: str) -> bool:
         return Path(path).exists()

@@ -15,7 +15,6 @@ from yarl import URL
 from instep.engines import keys
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.engines.http import checked_socket
-from instep.ports import LOOPBACK
 from instep.processes import follow_parent
 
 _BEGUN = "begun"
@@ -27,10 +26,10 @@ _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length
 
 
 class Gate:
-    def __init__(self, to: str):
+    def __init__(self, to: str, user: int | None):
         self.to, self.guard = to, Guard.from_environment()
         self.key = os.environ[KEY_VARIABLE]
-        keys.know(to, self.key, started_here=URL(to).host == LOOPBACK)  # what its key goes to is always the run's
+        keys.know(to, self.key, user=user)
 
     async def session(self, app: web.Application) -> AsyncIterator[None]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
@@ -84,8 +83,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--to", required=True, help="http://HOST:PORT of a router or an engine")
+    parser.add_argument("--user", type=int, help="as whom it runs, if it is on this host: nobody else gets the key")
     args = parser.parse_args()
-    gate, app = Gate(args.to), web.Application(client_max_size=MAX_BODY)
+    gate, app = Gate(args.to, args.user), web.Application(client_max_size=MAX_BODY)
     app.cleanup_ctx.append(gate.session)
     app.router.add_route("*", "/{route:.*}", gate.handle)
     web.run_app(app, host=args.host, port=args.port, print=None, access_log=None, handler_cancellation=True)

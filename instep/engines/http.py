@@ -7,6 +7,8 @@ import json
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from instep.engines.keys import api_key, check_listener, headers_for, key_of
@@ -57,24 +59,24 @@ def get_json(url: str, timeout: float) -> Any:
         ValueError: the answer is no JSON.
         ConfigError: it asks for a key, or for another one.
     """
-    try:
-        with open_directly(url, timeout=timeout) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        if error.code in REFUSED:
-            raise refusal(url, error.code, error.read().decode(errors="replace")) from None
-        raise
+    with _explained(url), open_directly(url, timeout=timeout) as answer:
+        return json.loads(answer.read())
 
 
 def check_open(url: str, *, timeout: float) -> None:
     """Ask, without a key, a URL that asks for none. Raises ConfigError if it refuses (401 or 403)."""
-    try:
+    with suppress(OSError, http.client.HTTPException), _explained(url):
         open_without_key(url, timeout=timeout).close()
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    try:
+        yield
     except urllib.error.HTTPError as error:
         if error.code in REFUSED:
             raise refusal(url, error.code, error.read().decode(errors="replace")) from None
-    except (OSError, http.client.HTTPException):
-        pass
+        raise
 
 
 def refusal(url: str, status: int, text: str) -> ConfigError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KEY_FILE = "api_key"  # in the run's folder
 _MAKE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _by_address: dict[tuple[str, int], str] = {}
-_started_here = set[tuple[str, int]]()  # the addresses of servers that this process has started on this host
+_users: dict[tuple[str, int], int] = {}  # of servers of this run on this host, by address: as whom they run
 
 
 @functools.cache
@@ -79,14 +79,21 @@ def server_environment(args: Settings) -> dict[str, str]:
     return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: generate, HOSTS_VARIABLE: hosts}
 
 
-def know(url: str, key: str, *, started_here: bool = False) -> None:
+def know(url: str, key: str, *, user: int | None = None) -> None:
     """Send `key` with every request to the host and port of `url` from now on; "" sends none.
 
     Args:
-        started_here: this process has started the server, and on this host.
+        user: as whom the server runs, if it belongs to this run and is on this host; nobody else's gets the key.
     """
     _by_address[_address(url)] = key
-    (_started_here.add if started_here else _started_here.discard)(_address(url))
+    _users.pop(_address(url), None)
+    if user is not None:
+        _users[_address(url)] = user
+
+
+def user_at(url: str) -> int | None:
+    """The `user` with which `know` was told of the server."""
+    return _users.get(_address(url))
 
 
 def key_of(url: str) -> str:
@@ -111,9 +118,10 @@ def headers_for(url: str) -> dict[str, str]:
 
 
 def check_listener(host: str, port: int) -> None:
-    """Raise ConnectionError if another user listens where a server that this process has started here should."""
+    """Raise ConnectionError if another user listens where a server of this run should, on this host."""
     host = _name(host)
-    if (host, port) in _started_here and (strangers := users_listening(port, host, "::1") - {os.geteuid()}):
+    user = _users.get((host, port))
+    if user is not None and (strangers := users_listening(port, host, "::1") - {user}):
         what = f"user {min(strangers)} of this host listens at {host}:{port}, where a server of this run should"
         raise ConnectionRefusedError(errno.ECONNREFUSED, what)
 

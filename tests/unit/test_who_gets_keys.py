@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,7 @@ import pytest
 import requests
 
 from instep.cluster.engine_plan import RouterSpec
-from instep.cluster.engine_start import start_router
+from instep.cluster.engine_start import start_gate, start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
@@ -62,17 +63,16 @@ def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), _Recorder)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{http.server_port}"
-    keys.know(url, KEY, started_here=True)
+    keys.know(url, KEY, user=os.geteuid())
     yield url, _Recorder.seen
     keys.know(url, "")
     http.shutdown()
     http.server_close()
 
 
-def as_another_user(monkeypatch: Any) -> None:
-    """What listens already is another user's from now on."""
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+def as_another_user(url: str) -> None:
+    """What listens there is another user's from now on than the server of this process should be."""
+    keys.know(url, KEY, user=os.geteuid() + 1)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_who_listens_among_many_is_found() -> None:
             one.close()
 
 
-def test_another_user_at_the_port_of_a_server_gets_no_key(server: Any, monkeypatch: Any) -> None:
+def test_another_user_at_the_port_of_a_server_gets_no_key(server: Any) -> None:
     url, seen = server
     assert headers_for(url) == {"Authorization": f"Bearer {KEY}"} and get_json(url + "/a", 5.0) == {}
     assert asyncio.run(post(url + "/b", {})) == {}
     assert [key for _, key in seen] == [f"Bearer {KEY}"] * 2
-    as_another_user(monkeypatch)
+    as_another_user(url)
     seen.clear()
     for address in (url, url.replace("127.0.0.1", "localhost")):
         for ask in (api_key, headers_for, lambda url: get_json(url, 5.0)):
@@ -126,10 +126,31 @@ def test_another_user_at_the_port_of_a_server_gets_no_key(server: Any, monkeypat
     assert api_key(url) == KEY and get_json(url, 5.0) == {}
 
 
-def test_a_run_stops_where_another_user_was_first(server: Any, monkeypatch: Any) -> None:
+def test_a_gate_hands_no_key_on_to_another_user(server: Any, tmp_path: Path) -> None:
+    url, seen = server
+    args: Any = SimpleNamespace(
+        command="serve", api_key_file=None, no_api_key=False, allowed_hosts=None, vllm_router_ip=None
+    )
+    for user, status in ((os.geteuid(), 200), (os.geteuid() + 1, 503)):
+        keys.know(url, keys.run_key(), user=user)
+        gate = start_gate(args, RouterSpec("policy", ()), url, tmp_path)
+        seen.clear()
+        try:
+            gate.wait_ready(30.0)
+            request = urllib.request.Request(gate.url + "/v1/models", headers=headers_for(gate.url))
+            answer = urllib.request.urlopen(request, timeout=20).status
+        except urllib.error.HTTPError as error:
+            answer = error.code
+        finally:
+            gate.stop()
+        assert answer == status
+        assert seen == ([("/v1/models", f"Bearer {keys.run_key()}")] if status == 200 else [])
+
+
+def test_a_run_stops_where_another_user_was_first(server: Any) -> None:
     """Its engine answers /health, which asks for no key, and then stays the only thing that it was asked."""
     url, seen = server
-    as_another_user(monkeypatch)
+    as_another_user(url)
     process: Any = type("Alive", (), {"alive": lambda _: True, "fault": lambda _: None})()
     engine, router = Engine("engine 0", url, process), Router(url)
     for server_of_ours in (engine, router, Gate(url, process)):
