@@ -109,6 +109,9 @@ def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
         if not _HOST_NAME.fullmatch(host) and not _is_address(host):
             what = f"{host!r} is no name and no address of a host"
             yield Problem(what, "--allowed-hosts", "leave out scheme, port and path: rl.example.org 10.0.0.7")
+    if args.allowed_hosts and args.rollout_external_engine_addrs and not args.no_api_key:
+        what = "no server of this run looks at names: its engines are somebody else's"
+        yield Problem(what, "--allowed-hosts", "start them with INSTEP_ALLOWED_HOSTS in their environment")
     foreign = args.vllm_router_ip or args.rollout_external_engine_addrs or args.opd_teacher_url
     unread = args.no_api_key if args.command == "serve" else not foreign
     if args.api_key_file is None and unread:

@@ -113,6 +113,9 @@ def test_names_of_the_flag_reach_the_servers(monkeypatch):
         assert problem.where == "--allowed-hosts" and "scheme, port and path" in problem.remedy
     args.allowed_hosts = ["b.example", "10.0.0.7", "fd00::1"]
     assert not list(api_keys(args, set()))
+    args.rollout_external_engine_addrs = ["10.0.0.7:8000"]
+    (problem,) = api_keys(args, set())
+    assert problem.where == "--allowed-hosts" and "INSTEP_ALLOWED_HOSTS" in problem.remedy
 
 
 def test_the_docs_list_the_routes_of_generation():
