@@ -26,24 +26,27 @@ class _Validator(BaseHTTPRequestHandler):
         pass
 
 
-def serve_validator(key: str) -> str:
-    """Answer in a child process whether a request has `key`; the URL."""
+def serve_validator(key: str) -> ThreadingHTTPServer:
+    """Answer in a child process whether a request has `key`.
+
+    This process keeps the server's socket, too, so that nobody else can answer at its port if the child should end.
+    """
     _Validator.expected = f"Bearer {key}".encode()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Validator)
     if os.fork() == 0:
         os.environ.pop(LIFELINE_VARIABLE, None)  # it is the router's
         follow_parent()
         server.serve_forever()
-    server.server_close()
-    return f"http://127.0.0.1:{server.server_port}/"
+    return server
 
 
 def main() -> None:
-    url = serve_validator(os.environ[KEY_VARIABLE])
+    validator = serve_validator(os.environ[KEY_VARIABLE])
     follow_parent()
     from vllm_router.launch_router import launch_router, parse_router_args
 
     args = parse_router_args(sys.argv[1:])
+    url = f"http://127.0.0.1:{validator.server_port}/"
     args.api_key_validation_urls = [url]  # a parameter of the router for which its command line has no flag
     launch_router(args)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -192,6 +194,31 @@ def test_a_router_of_somebody_else_gets_no_key_that_opens_control_routes() -> No
     assert guard.refusal("/v1/completions", headers, "127.0.0.1") is None
     refused = guard.refusal("/update_weights", headers, "127.0.0.1")
     assert refused is not None and refused[0] == 403
+
+
+VALIDATOR = """
+import urllib.error, urllib.request, psutil
+from instep.engines.router_main import serve_validator
+from instep.ports import users_listening
+server = serve_validator("secret")
+url = f"http://127.0.0.1:{server.server_port}/"
+for key in ("secret", "x"):
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    try:
+        print(urllib.request.urlopen(request, timeout=20).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+(child,) = psutil.Process().children()
+child.kill()
+child.wait(20)
+print(len(users_listening(server.server_port, "127.0.0.1")))
+"""
+
+
+def test_nobody_else_can_take_the_port_at_which_the_router_asks_for_keys() -> None:
+    """He would say that his own key is valid."""
+    done = subprocess.run([sys.executable, "-c", VALIDATOR], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["200", "401", "1"], done.stderr
 
 
 # ---- who is refused is told why, at once
