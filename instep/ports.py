@@ -86,8 +86,8 @@ def users_listening(port: int, *hosts: str) -> set[int]:
                     while data and kind not in _END:
                         length, kind = struct.unpack_from("=IH", data)
                         if kind == _BY_FAMILY:
-                            source = data[24:28] if family == socket.AF_INET else data[24:40]
-                            if str(ipaddress.ip_address(source)) in wanted:
+                            source = ipaddress.ip_address(data[24:28] if family == socket.AF_INET else data[24:40])
+                            if str(getattr(source, "ipv4_mapped", None) or source) in wanted:
                                 found.add(struct.unpack_from("=I", data, 80)[0])
                         data = data[(length + 3) & ~3 :]
         except OSError:  # no such question here
