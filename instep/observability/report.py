@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from instep.atomic import write_text
 from instep.observability.alarms import describe
 from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
-from instep.observability.sinks import read_json_lines
+from instep.observability.sinks import json_lines, read_json_lines
 
 STYLE = """
 :root { --ink: #27303f; --dim: #6b7686; --line: #e3e7ee; --accent: #2f6fed; }
@@ -54,7 +54,7 @@ def make_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     config, summary = _read_json(run_dir / "config.json"), _read_json(run_dir / "summary.json")
     history = read_history(read_json_lines(run_dir / "metrics.jsonl"))
-    samples = read_json_lines(run_dir / "samples.jsonl")
+    samples = (row for _, row in json_lines(run_dir / "samples.jsonl"))  # in all they may be larger than memory
     plots = [svg for plot in PLOTS if (svg := plot(history)) is not None]
     title = str(config.get("title") or run_dir.resolve().name)
     versions = summary.get("versions") or config.get("versions") or {}
@@ -177,15 +177,16 @@ def _image(svg: str) -> str:
     return f'<img alt="plot" src="data:image/svg+xml;base64,{data}">'
 
 
-def _samples(rows: Sequence[Mapping[str, Any]], per_rollout: int = 2) -> list[str]:
+def _samples(rows: Iterable[dict[str, Any]], per_rollout: int = 2) -> list[str]:
     """Return the cards of a few samples from the first and the last rollout of each split."""
-    cards = []
-    for split in dict.fromkeys(row["split"] for row in rows):
-        rollouts = list(dict.fromkeys(row["rollout_id"] for row in rows if row["split"] == split))
-        for rollout_id in dict.fromkeys([rollouts[0], rollouts[-1]]):
-            chosen = [row for row in rows if row["split"] == split and row["rollout_id"] == rollout_id]
-            cards += [_sample(row) for row in chosen[:per_rollout]]
-    return cards
+    splits: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for row in rows:
+        rollouts = splits.setdefault(row["split"], {})
+        if row["rollout_id"] not in rollouts and len(rollouts) == 2:
+            rollouts.popitem()
+        chosen = rollouts.setdefault(row["rollout_id"], [])
+        chosen += [row] if len(chosen) < per_rollout else []
+    return [_sample(row) for rollouts in splits.values() for chosen in rollouts.values() for row in chosen]
 
 
 def _sample(row: Mapping[str, Any]) -> str:

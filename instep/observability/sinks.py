@@ -38,16 +38,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, none without a file. A last line that a kill cut short is left out.
+    """Return the rows of a JSON-lines file, none without a file; see `json_lines`."""
+    return [row for _, row in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield line and row of a JSON-lines file, one at a time. A last line that a kill cut short is left out.
 
     Raises:
         OutputError: another line is no JSON object, or the file cannot be read.
     """
-    return [row for _, row in _lines(path)]
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of such a file with their rows, one at a time."""
     if not path.exists():
         return
     with reading(path), path.open("rb") as file:
@@ -81,7 +81,7 @@ class JsonLines:
         self._path = path
         with writing(path):
             with replacing(path) as part, part.open("wb") as out:
-                out.writelines(line for line, row in _lines(path) if keep(row))
+                out.writelines(line for line, row in json_lines(path) if keep(row))
                 out.flush()
                 os.fsync(out.fileno())
             sync_folder(path.parent)
