@@ -283,7 +283,7 @@ def reward_hangs(place: Place) -> None:
         run.error("reward_hangs", "RewardError: the reward function took more than 2 s", "my_hooks.reward")
 
 
-@scenario(reward_leaks="error: a reward function leaks memory (`--controller-memory-limit 0.4`)")
+@scenario(reward_leaks="error: a reward function leaks memory (`--controller-memory-limit 0.4 --no-hook-trial`)")
 def reward_leaks(place: Place) -> None:
     hooks = """
         kept = []

@@ -19,15 +19,16 @@ HEAD = """\
 # Faults
 
 What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault suite
-(`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU, with all its
-processes, at default settings where the row names no flag, two runs at a time on one machine. A run recovers, or it
-ends within 10 s with one error that says what happened, where, and what to do; no process of it is left and no complete
-checkpoint is lost. An error has three parts (what, where, remedy); the table shows the first. Engines are embedded ones
-where it does not say vLLM.
+(`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU (GRPO, 4 prompts,
+4 responses of at most 16 tokens each), with all its processes, two runs at a time on one machine. Every timeout has its
+default where the row names no flag. A run recovers, or it ends with one error that says what happened, where, and what
+to do; no process of it is left and no complete checkpoint is lost. The suite requires the end within 10 s of a fault
+that comes while the command runs. One that was there before counts from the command's start, most of which is Python's
+imports beside another run, and has 40 s. An error has three parts (what, where, remedy); the table shows the first.
+Engines are embedded ones where it does not say vLLM.
 
-"Seconds" are counted from the fault until the command has ended with all its processes. A fault that was there
-before the command counts from its start (most of it Python's imports), a recovered one until the next training step
-is done or the command has ended.
+"Seconds" are counted from the fault until the command has ended with all its processes; a recovered one until the next
+training step is done, or the command has ended.
 
 | fault | outcome | seconds | what you see |
 |---|---|---|---|
@@ -64,9 +65,10 @@ def documented(text: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     from tests.faults.conftest import prepare
-    from tests.faults.suite import FAULTS, SCENARIOS
+    from tests.faults.suite import FAULTS, SCENARIOS, VLLM
 
-    wanted = sys.argv[1:] or list(SCENARIOS)
+    longest_first = sorted(SCENARIOS, key=lambda name: name not in VLLM and name != "ray_nodes")
+    wanted = sys.argv[1:] or longest_first
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="instep-faults-") as root:
         prepared = prepare(Path(root) / "prepared")

@@ -87,7 +87,9 @@ def reward_server_away(place: Place) -> None:
         run.error("reward_server_away", "RewardError: ", "http://127.0.0.1:9/")
 
 
-@scenario(slow=True, generate_hangs="error: a custom generate function never returns (`--rollout-timeout 3`)")
+@scenario(
+    slow=True, generate_hangs="error: a custom generate function never returns (`--rollout-timeout 3 --no-hook-trial`)"
+)
 def generate_hangs(place: Place) -> None:
     hooks = """
         import asyncio
@@ -110,7 +112,7 @@ def generate_raises(place: Place) -> None:
         async def generate(args, sample, sampling_params):
             return {}["answer"]
         """
-    flags = ("--custom-generate-function-path", "my_hooks.generate", "--no-hook-trial")
+    flags = ("--custom-generate-function-path", "my_hooks.generate")
     with place.run(*flags, hooks=marking(hooks, "def generate")) as run:
         run.error("generate_raises", "Error: ", "KeyError", "my_hooks")
 
