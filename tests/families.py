@@ -64,7 +64,7 @@ def make_family(name: str, folder: Path) -> Path:
     """A random checkpoint of the family in `folder`, with a tokenizer of single characters."""
     family, tokenizer = FAMILIES[name], make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    settings = {**_SMALL, **family.settings, **ids, "vocab_size": len(tokenizer)}
+    settings = {**_SMALL, **family.settings, **ids, "vocab_size": 64}
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)
     with torch.no_grad():
