@@ -15,11 +15,12 @@ from tests.assets import make_tokenizer
 
 @dataclass(frozen=True)
 class Family:
-    """Its `model_type` in transformers, its own settings, and whether its samples are trained packed."""
+    """Its `model_type` in transformers, its own settings, if it is trained packed, and what vLLM has on a CPU."""
 
     model_type: str
     settings: dict[str, Any]
     packed: bool = True
+    precision: str = "fp32"
 
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -49,6 +50,7 @@ FAMILIES = {
             "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
             "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         },
+        precision="bf16",
     ),
     "starcoder2": Family("starcoder2", {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 16}),
     "qwen3_next": Family(
@@ -64,7 +66,7 @@ def make_family(name: str, folder: Path) -> Path:
     """A random checkpoint of the family in `folder`, with a tokenizer of single characters."""
     family, tokenizer = FAMILIES[name], make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    settings = {**_SMALL, **family.settings, **ids, "vocab_size": len(tokenizer)}
+    settings = {**_SMALL, **family.settings, **ids, "vocab_size": 64}
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)
     with torch.no_grad():

@@ -137,6 +137,8 @@ class VllmKind(EngineKind):
             own["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
             # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
             own["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
+            if "linear_num_key_heads" in _config(str(args.hf_checkpoint)):  # else vLLM wants those pieces
+                own["enable_prefix_caching"] = ["--no-enable-prefix-caching"]
             if group.num_gpus_per_engine == 1:  # one process less, and half a gigabyte
                 own["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
         return {field: given for field, given in own.items() if field not in words or field in SEVERAL}
@@ -147,7 +149,7 @@ class VllmKind(EngineKind):
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
         if args.device == "cpu":
-            _check_heads(Path(spec.path))
+            _check_attention(spec.path, engine_dtype(args))
         if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
             raise ConfigError(
                 "prefill engines hand the KV cache to decode engines by NIXL, which is not installed here",
@@ -291,9 +293,23 @@ def _generation_config(folder: str) -> Mapping[str, Any]:
     return config
 
 
-def _check_heads(model: Path) -> None:
-    """Raise ConfigError for a model with which vLLM on a CPU would start but die of the first request."""
-    config = json.loads((model / "config.json").read_text())
+def _config(folder: str) -> dict[str, Any]:
+    """The config.json of a model; empty where it cannot be read, which others report."""
+    with contextlib.suppress(OSError, ValueError):
+        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        return config
+    return {}
+
+
+def _check_attention(model: str, dtype: str) -> None:
+    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
+    config = _config(model)
+    if config.get("kv_lora_rank") and dtype == "float32":
+        raise ConfigError(
+            "vLLM's latent attention on a CPU knows bfloat16 alone, not float32",
+            where=f"the model {model}",
+            remedy="--precision bf16",
+        )
     size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(

@@ -89,7 +89,8 @@ def _padded_attention(
             x.unflatten(0, (len(chunk), -1)).transpose(1, 2) for x in (padded, rows(k, keys), rows(v, keys))
         )
         if short:
-            visible = _visible(skipped[:, None, None] + at[:width, None], at, window)
+            position = skipped[:, None, None] + at[:width, None]  # padded queries stay where they see a key
+            visible = _visible(position.clamp(max=longest - 1), at, window)
             out = _attend(queries, k_, v_, visible[:, None], scale)
         else:
             gqa = q.shape[1] != k.shape[1]

@@ -83,6 +83,29 @@ def loss_fn(batch, outputs) -> LossOutput:
     return LossOutput(loss, sums={"loss": loss.detach()})
 
 
+def oracle_training(path: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, gradient norm) of each step by plain transformers and torch, and the weights by their names there."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98),
+                                  eps=1e-8, weight_decay=0.1)  # fmt: skip
+    out = []
+    for step, lr in enumerate(LRS):
+        batch = make_batch(step)
+        log_probs, entropies = (torch.cat(x) for x in oracle_log_probs(model, batch))
+        columns = batch.token_columns
+        loss = -(columns["loss_weights"] * (columns["advantages"] * log_probs + 0.01 * entropies)).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((float(loss.detach()), float(norm)))
+    return out, {name: p.detach() for name, p in model.named_parameters()}
+
+
 def make_backend(path: Path, load: bool = True, **kw) -> HfBackend:
     args = SimpleNamespace(**{**vars(ARGS), **kw})
     backend = HfBackend(

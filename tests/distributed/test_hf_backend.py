@@ -1,52 +1,24 @@
 """The `hf` backend on one rank and on two (FSDP2) against plain transformers and torch, written independently here."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from instep.errors import ConfigError
 from instep.training.hf.backend import HfBackend
 from tests.distributed.helpers import RankPool
 from tests.distributed.hf_runs import (
     ARGS,
-    LRS,
     VOCAB,
     loss_fn,
     make_backend,
     make_batch,
     micro_batches,
     oracle_log_probs,
+    oracle_training,
     train,
     weights_of,
 )
-
-# --- the oracle: plain transformers, sample by sample, and torch's AdamW -------------------------------------------
-
-
-def oracle_training(path: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98),
-                                  eps=1e-8, weight_decay=0.1)  # fmt: skip
-    out = []
-    for step, lr in enumerate(LRS):
-        batch = make_batch(step)
-        log_probs, entropies = (torch.cat(x) for x in oracle_log_probs(model, batch))
-        columns = batch.token_columns
-        loss = -(columns["loss_weights"] * (columns["advantages"] * log_probs + 0.01 * entropies)).sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append((float(loss.detach()), float(norm)))
-    return out, {name: p.detach() for name, p in model.named_parameters()}
-
 
 # --- tests --------------------------------------------------------------------------------------------------------
 
@@ -181,39 +153,30 @@ def test_bfloat16_computes_in_bf16_over_fp32_masters(run_ranks, tied_checkpoint,
     assert stored == {torch.float32} and {w.dtype for w in weights.values()} == {torch.bfloat16}
 
 
-def _refusal_rank(config):
-    backend = HfBackend(ARGS, hf_config=config, device=torch.device("cpu"), dtype=torch.float32)
-    for p in backend.policy.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    try:
-        backend.forward_only([make_batch(0)])
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+def _remark_rank(configs):
+    remarks = []
+    for config in configs:
+        backend = HfBackend(ARGS, hf_config=config, device=torch.device("cpu"), dtype=torch.float32)
+        for p in backend.policy.parameters():
+            torch.nn.init.normal_(p, std=0.3)
+        remarks.append(backend.remark())
+    return remarks
 
 
-def test_models_that_cannot_be_run_packed_are_refused(run_ranks):
-    from transformers import CohereConfig, MambaConfig
-
-    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    gemma = Gemma2Config(**small, num_key_value_heads=2, head_dim=8)
-    assert "softcap" in run_ranks(_refusal_rank, 1, gemma)[0]
-    cohere = CohereConfig(**small, logit_scale=0.25)
-    assert "more than its output embedding" in run_ranks(_refusal_rank, 1, cohere)[0]
-    mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    assert "are not those that it has alone" in run_ranks(_refusal_rank, 1, mamba)[0]
-
-
-def _tested_rank(configs):
-    return [_refusal_rank(config) for config in configs]
-
-
-def test_the_families_that_the_readme_names_are_run_packed(run_ranks):
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+def test_what_cannot_be_run_packed_is_padded_and_said_so(run_ranks):
+    from transformers import CohereConfig, LlamaConfig, MambaConfig, Qwen2Config, Qwen3Config
 
     small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     configs = [kind(**small, num_key_value_heads=2) for kind in (Qwen3Config, Qwen2Config, LlamaConfig)]
-    assert run_ranks(_tested_rank, 1, configs)[0] == ["accepted"] * 3
+    configs += [CohereConfig(**small, logit_scale=0.25), Gemma2Config(**small, num_key_value_heads=2, head_dim=8)]
+    configs += [MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)]
+    remarks = run_ranks(_remark_rank, 1, configs)[0]
+    assert remarks[:4] == [""] * 4
+    assert remarks[4:] == [
+        "Gemma2ForCausalLM is trained padded, which is slower: its attention caps scores (softcap 50.0)",
+        "MambaForCausalLM is trained padded, which is slower: a segment's hidden states are not those that it has "
+        "alone",
+    ]
 
 
 def _cuda_rank(path, folder):

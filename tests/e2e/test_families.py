@@ -38,8 +38,11 @@ def train_once(actor: RoleTrainer) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
     checkpoint = make_family(name, tmp_path / "hf")
+    family = FAMILIES[name]
+    if family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's latent attention on a CPU needs AMX")
     make_prompts(tmp_path / "train.jsonl", 4)
-    flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", "fp32"]
+    flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", family.precision]
     args = parse(grpo_arguments(tmp_path, tmp_path / "run", *flags)[1:], "train").replace(device="cpu")
     workers = WorkerGroup("actor", 1, tmp_path / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=tmp_path / "logs")
@@ -47,14 +50,14 @@ def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
         layout = workers.call("setup", args, 0, 1, str(tmp_path / "rendezvous"), 1, timeout=120)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
-        assert (actor.remark() == "") is FAMILIES[name].packed
+        assert (actor.remark() == "") is family.packed
         engine.wait_ready(240)
         sync = WeightSync(args, actor, vocab_size=50, max_len=128)
         try:
             for way in (*WAYS, *WAYS):
                 result = sync.run([engine], way)
                 print(f"{name} {way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
-                assert result.probe_max_abs_diff <= result.tolerance <= 1.1e-4
+                assert result.probe_max_abs_diff <= result.tolerance <= (1.1e-4 if family.precision == "fp32" else 0.5)
                 train_once(actor)
         finally:
             sync.close()

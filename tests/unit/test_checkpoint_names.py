@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from instep.engines.embedded.protocol import HttpError
+from instep.engines.embedded.weights import LiveWeights
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training.hf.model import Policy
@@ -23,7 +25,10 @@ MODELS = "qwen2 gpt_neox qwen3_moe mixtral deepseek_v2 qwen3_next granitemoe jam
 @pytest.mark.parametrize("model_type", MODELS)
 def test_there_and_back_is_bit_equal(tmp_path: Path, model_type: str):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    config = tiny_config(model_type)
+    if model_type == "qwen3_moe":
+        config.num_experts = 12  # of which 10 comes before 2 in the order of letters
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     written, weights = load_file(tmp_path / "model.safetensors"), named_weights(model)
     names = CheckpointNames(model, written)
@@ -66,3 +71,26 @@ def test_a_checkpoint_that_does_not_fit_names_its_own_tensor(tmp_path: Path):
     save_file(tensors | {checkpoint: lost, fifth: lost.clone()}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"1 weights are not the model's, the first '{fifth}'"):
         load(tmp_path)
+
+
+def test_the_embedded_engine_takes_experts_one_by_one(tmp_path: Path):
+    """In any order, over several updates; a layer is written when all of its experts are there."""
+    make_family("mixtral", tmp_path)
+    new = {name: tensor + 1 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).requires_grad_(False)
+    live = LiveWeights(model, tmp_path)
+    before = live.digests()
+    assert before.keys() == new.keys()
+    live.start("1", "nonce")
+    names = sorted(new, key=hash)
+    for part in (names[::2], names[1::2]):
+        live.delivered.update(live._write({name: new[name] for name in part}, exact=True))
+    assert live.finish("1") == "1" and not live.pending
+    fused = model.model.layers[1].mlp.experts.down_proj
+    assert torch.equal(fused[3], new["model.layers.1.block_sparse_moe.experts.3.w2.weight"])
+    assert not set(live.digests().values()) & set(before.values())
+    live.start("2", "nonce")
+    expert = names[-1]
+    live.delivered.update(live._write({name: new[name] for name in names[:-1]}, exact=True))
+    with pytest.raises(HttpError, match=f"1 tensors were not delivered: \\['{expert}'"):
+        live.finish("2")

@@ -27,10 +27,11 @@ def test_positions_targets_and_expansion_of_a_hand_made_batch():
     assert starts.tolist() == [0, 5, 9, 11] and starts.dtype is torch.int32 and longest == 5
 
 
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [7, 6, 7, 5], [1], [40, 1, 3, 2, 39, 1, 17, 5]])
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [7, 6, 7, 5], [1], [40, 1, 3, 2, 39, 1, 17, 5], [150, 140, 4]])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_packed_attention_equals_attention_of_each_segment(lengths, num_kv_heads, scale):
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_attention_equals_attention_of_each_segment(lengths, num_kv_heads, scale, window):
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), h, 8, dtype=torch.float64) for h in (4, num_kv_heads, num_kv_heads))
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -47,10 +48,12 @@ def test_packed_attention_equals_attention_of_each_segment(lengths, num_kv_heads
         for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
             scores = torch.einsum("qhd,khd->hqk", qs, ks) * (8**-0.5 if scale is None else scale)
             mask = torch.ones(len(qs), len(qs), dtype=torch.bool).triu(1)
+            mask |= torch.ones_like(mask).tril(-window) if window else False
             outs.append(torch.einsum("hqk,khd->qhd", F.softmax(scores.masked_fill(mask, -torch.inf), -1), vs))
         return torch.cat(outs)
 
-    out, grads = run(lambda *x: packed_attention(*x, cu_seqlens=ends, max_seqlen=max(lengths), scale=scale))
+    where = dict(cu_seqlens=ends, max_seqlen=max(lengths), scale=scale, window=window)
+    out, grads = run(lambda *x: packed_attention(*x, **where))
     expected_out, expected_grads = run(one_by_one)
     torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-12)
     for grad, expected in zip(grads, expected_grads, strict=True):

@@ -157,11 +157,12 @@ def test_no_reason_is_work_that_is_done():
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
-def test_a_mixture_of_experts_is_refused_before_anything_loads(key, tmp_path, monkeypatch):
+def test_megatron_refuses_a_mixture_of_experts_before_anything_loads(key, tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     Path("model/config.json").write_text(json.dumps({**CONFIG, key: 8}))
-    text = refusal("--train-backend hf")
-    assert f"{key} 8" in text and "give a dense model (qwen3, qwen2, llama)" in text and "--train-backend" not in text
-    assert parse(argv("--debug-rollout-only")).debug_rollout_only  # which the remedy names
+    text = refusal("--train-backend megatron")
+    assert f"{key} 8" in text and "--train-backend hf; or give a dense model (qwen3, qwen2, llama)" in text
+    assert parse(argv("--train-backend hf")).train_backend == "hf"  # which the remedy names
+    assert parse(argv("--debug-rollout-only")).debug_rollout_only
     Path("model/config.json").write_text(json.dumps({**CONFIG, key: 1}))
-    assert parse(argv("--train-backend hf")).train_backend == "hf"
+    assert parse(argv("--train-backend megatron")).train_backend == "megatron"

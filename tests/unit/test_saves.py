@@ -268,7 +268,7 @@ def test_a_checkpoint_of_another_framework_gives_its_weights_alone(tmp_path, mon
         role="actor",
         num_ranks=1,
         start=lambda *words, **more: lambda: [SimpleNamespace(dp_rank=0, dp_size=1)],
-        call=lambda *words, **more: loads.append(words),
+        call=lambda *words, **more: [loads.append(words) or ""],
     )
     cluster: Any = SimpleNamespace(workers=ranks, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": []})
     folder = tmp_path / "iter_0000003"
@@ -280,4 +280,4 @@ def test_a_checkpoint_of_another_framework_gives_its_weights_alone(tmp_path, mon
         scratch=tmp_path,
         tell=print,
     )
-    assert loads == [("load", folder, optimizer)]
+    assert loads == [("load", folder, optimizer), ("remark",)]

@@ -15,6 +15,9 @@ CONFIG = Qwen3Config(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.2,
 )  # fmt: skip
+WINDOWED = Qwen3Config.from_dict(
+    {**CONFIG.to_dict(), "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}
+)
 
 
 def make_batch(samples: list[tuple[list[int], list[int]]]) -> TokenBatch:
@@ -73,11 +76,11 @@ def test_samples_that_stand_elsewhere_cost_nothing():
 
 @pytest.mark.parametrize("prompt_length", [12, 150], ids=["plain products", "fused kernel"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance, recompute):
+@pytest.mark.parametrize("recompute, config", [(False, CONFIG), (True, CONFIG), (False, WINDOWED)])
+def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance, recompute, config):
     if dtype is torch.float64:  # transformers' norm rounds to float32
         monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda m, x: F.rms_norm(x, m.weight.shape, m.weight, 1e-6))
-    policy = Policy(CONFIG, dtype, recompute)
+    policy = Policy(config, dtype, recompute)
     torch.manual_seed(0)
     for p in policy.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)

@@ -170,6 +170,7 @@ def run_rows(
     sizes = lengths.tolist()
     body = body_of(model)
     chunks = chunks_of(sizes) if batched else [[i] for i in range(len(sizes))]
+    num_idle = num_passes(len(chunks)) - len(chunks)  # asked before any pass: both are collective
     states, places = [], []
     for chunk in chunks:
         which = torch.tensor(chunk, device=tokens.device)
@@ -180,7 +181,7 @@ def run_rows(
         states.append(output.last_hidden_state[real])
         places.append(place[real])
     stream = torch.cat(states)[torch.cat(places).argsort()]
-    for _ in range(num_passes(len(chunks)) - len(chunks)):
+    for _ in range(num_idle):
         idle = body(input_ids=tokens[None, :1], use_cache=False).last_hidden_state
         stream = stream + 0 * idle.sum()
     return stream
