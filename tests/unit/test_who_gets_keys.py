@@ -110,6 +110,27 @@ def test_who_listens_among_many_is_found() -> None:
             one.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_real_user_who_was_first_gets_no_key() -> None:
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        os.setresuid(65534, 65534, 65534)
+        taken = socket.create_server(("127.0.0.1", 0))
+        theirs.send(str(taken.getsockname()[1]).encode())
+        theirs.recv(1)
+        os._exit(0)
+    try:
+        url = f"http://127.0.0.1:{int(ours.recv(10))}"
+        keys.know(url, KEY, user=os.geteuid())
+        with pytest.raises(ConnectionError, match="user 65534 of this host listens"):
+            headers_for(url)
+    finally:
+        ours.send(b"x")
+        os.waitpid(child, 0)
+        keys.know(url, "")
+
+
 def test_another_user_at_the_port_of_a_server_gets_no_key(server: Any) -> None:
     url, seen = server
     assert headers_for(url) == {"Authorization": f"Bearer {KEY}"} and get_json(url + "/a", 5.0) == {}
