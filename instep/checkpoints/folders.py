@@ -131,12 +131,12 @@ def save_checkpoint(
         if state is not None:
             write_json(partial / "run_state.json", state)
         write_manifest(partial, "checkpoint", known)
-        others = [p for p in root.glob("iter_*") if p != final] if earlier else []
-        aside = _aside(root) if others or (earlier and final.exists()) else None
+        before = [p for p in root.glob("iter_*") if p != final] if earlier else []
+        aside = _aside(root) if before or (earlier and final.exists()) else None
         put_in_place(partial, final, _replaced(final), "checkpoint", aside and aside / final.name)
         write_text(root / TRACKER, str(iteration), flush=True)
         if aside is not None:
-            for path in others:
+            for path in before:
                 os.rename(path, aside / path.name)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(

@@ -162,7 +162,7 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
         remedy = f"write the number of a complete iter_ folder into {tracker}"
         yield Check("latest checkpoint", "ok" if there else "fail", f"{TRACKER} names {named}", remedy)
     for left in sorted(p for p in root.glob(".iter_*") if p.is_dir()):
-        yield Check(left.name, "warn", "left by a save that was cut short", f"rm -r {left}")
+        yield Check(left.name, "warn", "left by a save that was cut short", "the next run that saves here mends it")
 
 
 def _checkpoint(folder: Path, digests: bool) -> Check:
