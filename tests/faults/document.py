@@ -18,14 +18,15 @@ PATH = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """\
 # Faults
 
-What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault suite
-(`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU (GRPO, 4 prompts,
-4 responses of at most 16 tokens each), with all its processes, two runs at a time on one machine. Every timeout has its
-default where the row names no flag. A run recovers, or it ends with one error that says what happened, where, and what
-to do; no process of it is left and no complete checkpoint is lost. The suite requires the end within 10 s of a fault
-that comes while the command runs. One that was there before counts from the command's start, most of which is Python's
-imports beside another run, and has 40 s. An error has three parts (what, where, remedy); the table shows the first.
-Engines are embedded ones where it does not say vLLM.
+What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault
+suite (`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU (GRPO,
+4 prompts, 4 responses of at most 16 tokens each), with all its processes, two runs at a time on one machine. Every
+timeout has its default where the row names no flag. A run recovers, or it ends with one error that says what
+happened, where, and what to do; no process of it is left and no complete checkpoint is lost. The suite requires the
+end within 10 s of a fault that comes while the command runs (where the row names no other bound). One that was there
+before counts from the command's start, most of which is Python's imports beside another run, and has 40 s. An error
+has three parts (what, where, remedy); the table shows the first. Engines are embedded ones where it does not say
+vLLM.
 
 "Seconds" are counted from the fault until the command has ended with all its processes; a recovered one until the next
 training step is done, or the command has ended.

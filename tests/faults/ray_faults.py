@@ -40,14 +40,14 @@ def engine_of(above: psutil.Process) -> psutil.Process:
 
 def over_two(place: Place, address: str, name: str) -> Run:
     """The trainer on one node, the engine on the other."""
-    flags = ("--sync-way", "disk", "--num-gpus-per-node", "1", "--cluster", "ray", "--ray-address", address)
+    flags = ("--weight-sync", "disk", "--num-gpus-per-node", "1", "--cluster", "ray", "--ray-address", address)
     return place.run(*ENDLESS, *flags, env=LOOPBACK, name=name)
 
 
 @scenario(
     slow=True,
     ray_engine_killed="error: on Ray, an engine on another node is killed (SIGKILL)",
-    ray_node_killed="error: on Ray, the node of an engine dies (its raylet gets SIGKILL)",
+    ray_node_killed="error: on Ray, the node of an engine dies, its raylet by SIGKILL (noticed within 60 s)",
 )
 def ray_nodes(place: Place) -> None:
     with nodes(2) as (address, above):
@@ -62,4 +62,4 @@ def ray_nodes(place: Place) -> None:
             raylet = next(p for p in engine_of(above).parents() if p.name() == "raylet")
             run.mark()
             raylet.kill()
-            run.error("ray_node_killed", "Error: ", "node")
+            run.error("ray_node_killed", "Error: ", "node", within=60)

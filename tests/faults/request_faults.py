@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from textwrap import shorten
 from typing import Any
 
 import psutil
@@ -31,7 +32,7 @@ def refused(run: Run, fault: str, status: int, path: str, body: dict[str, Any], 
     except urllib.error.HTTPError as error:
         answer = json.loads(error.read())["error"]["message"]
         assert error.code == status, (error.code, answer)
-    run.recovered(fault, f"the request is answered with {status}: `{answer[:120]}`", 10)
+    run.recovered(fault, f"the request is answered with {status}: `{shorten(answer, 110)}`", 10)
 
 
 @scenario(
