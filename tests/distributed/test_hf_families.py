@@ -11,7 +11,8 @@ from instep.checkpoints.hf_export import export_hf
 from tests.distributed.hf_runs import make_backend, oracle_training, train, weights_of
 from tests.families import FAMILIES, make_family
 
-NAMES = ("mixtral", "gemma2", "qwen3_5", "deepseek_v2")
+SLOW = pytest.mark.slow
+NAMES = ["mixtral", "gemma2", *(pytest.param(name, marks=SLOW) for name in ("qwen3_5", "deepseek_v2"))]
 
 
 def _train_rank(path, recompute, out):

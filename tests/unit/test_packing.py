@@ -58,3 +58,15 @@ def test_packed_attention_equals_attention_of_each_segment(lengths, num_kv_heads
     torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-12)
     for grad, expected in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_the_kernel_for_gpus_computes_the_same_window(window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(30, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 20, 30], dtype=torch.int32)
+    exact = packed_attention(q.float(), k.float(), v.float(), cu_seqlens=ends, max_seqlen=20, window=window)
+    on_gpu = packed_attention(q.cuda(), k.cuda(), v.cuda(), cu_seqlens=ends.cuda(), max_seqlen=20, window=window)
+    torch.testing.assert_close(on_gpu.float().cpu(), exact, rtol=0, atol=0.03)

@@ -107,9 +107,10 @@ def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance,
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_sharing_changes_only_roundings():
+@pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["all", "window"])
+def test_on_a_gpu_sharing_changes_only_roundings(config):
     """bfloat16, through the varlen kernel, which sees fewer queries than keys, none of a sample that comes twice."""
-    policy = Policy(CONFIG, torch.bfloat16, recompute=False)
+    policy = Policy(config, torch.bfloat16, recompute=False)
     torch.manual_seed(0)
     for p in policy.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)

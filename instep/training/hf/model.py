@@ -204,6 +204,7 @@ class Policy(nn.Module):
     def _check_head(self, tokens: Tensor, states: Tensor) -> None:
         with own_errors():
             logits = self.model(input_ids=tokens[None], use_cache=False).logits[0].float()
+            self._own_head = False
             self._own_head = not torch.equal(self._logits(states).float(), logits)
             if self._own_head and _differ(self._logits(states), logits):
                 raise Unfit("its logits do not follow from its last hidden states")
