@@ -87,11 +87,16 @@ class HfBackend:
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
+    @property
+    def _compute(self) -> Policy:
+        """The model of forward and backward passes."""
+        return self.policy if self._mirror is None else self._mirror.compute
+
     def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
         if self._mirror is not None:
             self._mirror.refresh()
-        policy = self.policy if self._mirror is None else self._mirror.compute
+        policy = self._compute
         outputs = policy(
             batch.tokens,
             packing.position_ids(batch),
@@ -101,7 +106,7 @@ class HfBackend:
             packing.response_targets(batch),
             packing.response_temperatures(batch),
             with_entropy=entropy,
-            shared=None if logits or not self.policy.layout.packed else packing.shared_prefixes(batch),
+            shared=None if logits or not self._compute.layout.packed else packing.shared_prefixes(batch),
             check=not self._checked,
             with_logits=logits,
         )
@@ -119,9 +124,9 @@ class HfBackend:
     def remark(self) -> str:
         if not self._checked:
             one = torch.ones(1, dtype=torch.long)
-            tokens = torch.arange(4) % self.policy.vocab_size
+            tokens = torch.arange(4) % self._compute.vocab_size
             self.forward_only([TokenBatch(tokens, 4 * one, one, sample_columns={"temperature": one.float()})])
-        return self.policy.remark
+        return self._compute.remark
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
