@@ -20,6 +20,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
+from instep.engines.http import get_json
 from instep.errors import SyncError
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
@@ -52,6 +53,9 @@ class Pair:
     def memory(self) -> EngineMemory:
         """The engine's memory, as a third process sees it."""
         return attach(self.folder, lock=False)
+
+    def paused(self) -> bool:
+        return bool(get_json(self.engine.url + "/is_paused", 10.0)["is_paused"])
 
     def scores(self) -> torch.Tensor:
         return torch.tensor(self.engine.prompt_log_probs(TOKENS, timeout=60))
@@ -192,6 +196,21 @@ def test_no_session_and_no_checkpoint_takes_wrong_memory_for_right(shared: Pair,
         assert shared.engine.name in str(caught.value)
         view.copy_(kept)
     sync.run([shared.engine])
+
+
+def test_the_engine_is_held_while_the_trainer_writes(shared: Pair, sync: WeightSync) -> None:
+    """And can be asked again when the gap forbids the first step: nothing has been written then."""
+    sync.run([shared.engine])
+    for _ in range(2):
+        sync.hold([shared.engine])
+        assert shared.paused()
+        before = shared.memory().digests()
+        accused = sync.accuse([shared.engine], SyncError("a gap"), "rollout 3")
+        assert "version 1 is what each engine holds now" in accused.what and shared.memory().digests() == before
+    sync.hold([shared.engine])
+    shared.step()
+    sync.run([shared.engine])
+    assert not shared.paused() and shared.memory().digests() != before
 
 
 def test_a_second_trainer_is_refused(shared: Pair, sync: WeightSync) -> None:

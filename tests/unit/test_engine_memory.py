@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -196,6 +197,18 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(plugin, folder) -> 
         attach(folder, lock=True)
     attach(folder, lock=False)  # another rank of the first one
     first.close()
+    attach(folder, lock=True).close()
+
+
+def test_the_lock_of_a_trainer_ends_with_it_however_it_ends(plugin, folder) -> None:
+    engine(plugin, folder, 1)
+    code = "import sys, time; from pathlib import Path; from instep.weights.memory import attach; "
+    code += f"held = attach(Path({str(folder)!r}), lock=True); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "held\n"
+        with pytest.raises(SyncError, match="another trainer is attached"):
+            attach(folder, lock=True)
+        trainer.kill()
     attach(folder, lock=True).close()
 
 
