@@ -25,7 +25,7 @@ from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
-from instep.weights.way import ON_ONE_HOST
+from instep.weights.way import ON_ONE_HOST, SINGLE_COPY
 
 RAY = "rollouts reach the trainer in one way, through the controller"
 OFFLOAD = "offloading comes later; trainer and engines keep their memory"
@@ -278,11 +278,30 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
         )
 
 
+def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """One engine of this run, on this host's CPU, shares its weights with the trainer."""
+    if args.weight_sync != SINGLE_COPY or args.command not in ("train", "plan"):
+        return
+    where, shm = "--weight-sync single-copy", "--weight-sync shm"
+    if args.device == "cuda":
+        yield Problem("shares weights on a CPU only today", where, f"use --device cpu, or {shm}")
+    if args.cluster != "local" or args.rollout_external_engine_addrs:
+        yield Problem("shares weights with an engine that this run starts on its own host", where, f"use {shm}")
+        return
+    try:
+        fed = [engine for engine in plan_engines(args) if engine.update_weights]
+    except ConfigError:
+        return  # the rule `placement` reports it
+    if (replicas := sum(engine.parallel.data for engine in fed)) > 1:
+        what = f"shares the weights of one engine with the trainer, and {replicas} engines or replicas are planned"
+        yield Problem(what, where, f"use --rollout-num-gpus {args.rollout_num_gpus_per_engine}, or {shm}")
+
+
 def bf16(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.bf16 and "precision" in given and args.precision != "bf16":
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
 
 
-PLANNED_RULES = (hosts, placement, own_gpus)
+PLANNED_RULES = (hosts, placement, own_gpus, single_copy)
 SERVED_RULES = (engine_size, external_engines, *PLANNED_RULES, bf16)
 RULES = (cpu_cores, *SERVED_RULES)

@@ -49,7 +49,7 @@ ENGINE = FlagGroup(
             default=AUTO_WAY,
             choices=(AUTO_WAY, *WAYS),
             help="how weights reach the engines (docs/weight-sync.md); auto: shm where they are on the trainer's host, "
-            "else disk",
+            "else disk; single-copy: trainer and engine use one memory",
             aliases=("--sync-way",),
             later=LATER,
             instead=WAYS_HERE,

@@ -3,14 +3,18 @@
 from instep.arguments.flag import WAYS_HERE, FlagGroup, later, refused
 
 ATROPOS = "a flag of Atropos' example trainer"
-BRIDGE = f"{ATROPOS}, whose weight bridges come later"
 LORA = "LoRA comes later, all weights are trained"
 SERVER = "a flag of a generation server, which `instep serve` is"
 
 NEIGHBOURS = FlagGroup(
     "Neighbours",
     (
-        *later(BRIDGE, "A", "--weight-bridge-mode", "--single-copy", instead=WAYS_HERE),
+        *refused(
+            f"{ATROPOS}, whose weight bridges are ways of a sync here",
+            "A",
+            *("--weight-bridge-mode", "--single-copy"),
+            instead="--weight-sync single-copy (shared_vllm) or --weight-sync shm",
+        ),
         *refused(
             f"{ATROPOS}; a sync reaches the engines that run, without a restart",
             "A",

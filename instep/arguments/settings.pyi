@@ -285,7 +285,7 @@ class Settings:
     wandb_run_id: str | None
     wandb_team: str | None
     weight_decay: float
-    weight_sync: Literal["auto", "shm", "disk", "nccl"]
+    weight_sync: Literal["auto", "shm", "single-copy", "disk", "nccl"]
     worker_start_timeout: float
     world_size: int
 

@@ -20,6 +20,7 @@ from instep.engines.kind import kind_of
 from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
 from instep.processes import Process, num_usable_cpus, stop_all
+from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY
 
 
 class Cluster(Protocol):
@@ -50,26 +51,33 @@ class Cluster(Protocol):
 
 
 def make_cluster(
-    args: Args, *, log_dir: Path, scratch: Path, with_engines: bool, status: Callable[[str], None]
+    args: Args,
+    *,
+    log_dir: Path,
+    scratch: Path,
+    with_engines: bool,
+    status: Callable[[str], None],
+    memory: Path | None = None,
 ) -> Cluster:
     """The cluster that `--cluster` names; nothing is started yet.
 
     Args:
         scratch: a temporary folder on this host.
         status: tells the user what the start waits for.
+        memory: a folder in the shared memory of this host, where an engine shares its weights (single-copy).
     """
     if args.cluster == "ray":
         from instep.cluster.ray import RayCluster
 
         return RayCluster(args, log_dir=log_dir.absolute(), with_engines=with_engines, status=status)
-    return LocalCluster(args, log_dir=log_dir, scratch=scratch, with_engines=with_engines)
+    return LocalCluster(args, log_dir=log_dir, scratch=scratch, memory=memory, with_engines=with_engines)
 
 
 class LocalCluster:
     """All processes on this host."""
 
-    def __init__(self, args: Args, *, log_dir: Path, scratch: Path, with_engines: bool):
-        self._args, self._log_dir, self._with_engines = args, log_dir, with_engines
+    def __init__(self, args: Args, *, log_dir: Path, scratch: Path, with_engines: bool, memory: Path | None = None):
+        self._args, self._log_dir, self._with_engines, self._memory = args, log_dir, with_engines, memory
         self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
         self.engines: list[Engine] = []
         self.one_host = not elsewhere(args)
@@ -105,6 +113,8 @@ class LocalCluster:
         cores = self._num_threads - (self._num_threads > 2)
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
+        if args.weight_sync == SINGLE_COPY and spec.update_weights:
+            env[MEMORY_VARIABLE] = str(self._memory)
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:

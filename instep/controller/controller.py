@@ -239,6 +239,7 @@ class Controller:
         if args.debug_rollout_only:
             return None
         batch: TrainedBatch | None = None
+        self.deployment.hold_engines()
         try:
             with self.log.phase("train", rollout_id) as phase:
                 batch = self._training.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from instep.rollout.client import get_model_url
 from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
-from instep.scratch import Scratch, places, sweep
+from instep.scratch import Scratch, memory_root, places, sweep
+from instep.weights.place import SYNC
 from instep.weights.way import AUTO, auto_way
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Deployment:
         for root, pattern in places(log.run_dir, args.save_hf):
             sweep(root, pattern)
         self._scratch = Scratch("instep-run-")
+        self._memory = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
@@ -78,7 +81,12 @@ class Deployment:
             self._bound_context(teacher.check(tokenizer_of(args)))
         status, with_engines = self._log.status, self._with_engines
         self._cluster = make_cluster(
-            args, log_dir=logs, scratch=self._scratch.path, with_engines=with_engines, status=status
+            args,
+            log_dir=logs,
+            scratch=self._scratch.path,
+            memory=self._memory.path,
+            with_engines=with_engines,
+            status=status,
         )
         self._cluster.start()
         self.engines = self._cluster.engines
@@ -110,7 +118,7 @@ class Deployment:
         if self.engines and self.trainer is not None:
             vocab_size, max_len = int(self._hf_config["vocab_size"]), self._model_len(128)
             way, actor = self._chosen_way(), self.trainer.actor
-            self._sync = WeightSync(args, actor, way, vocab_size=vocab_size, max_len=max_len)
+            self._sync = WeightSync(args, actor, way, self._memory.path, vocab_size=vocab_size, max_len=max_len)
             self._sync.version = int((self._beginning.state or {}).get("version", 0))  # versions go on, never back
         fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (name := args.ref_served_model) and (reference := served_reference(args, self._hook_args)) is not None:
@@ -132,6 +140,7 @@ class Deployment:
             if part is not None:
                 part.close()
         self._scratch.remove()
+        self._memory.remove()
 
     def _model_len(self, default: int) -> int:
         """The most tokens of a sequence that the policy takes."""
@@ -179,6 +188,12 @@ class Deployment:
             how = f"differed by {result.first_diff:.3g} at first, and agreed when they were asked again"
             self._log.progress.line(f"sync {result.version}: trainer's and engine's scores of the probe {how}")
         return result
+
+    def hold_engines(self) -> None:
+        """Pause the engines while the trainer writes into the memory that they compute with (single-copy)."""
+        if self._sync is not None and self._sync.writes_in_place:
+            with self._log.phase("sync"):
+                self._sync.hold(self._require_fleet().available())
 
     @property
     def gap_limit(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from instep.arguments.args import Args
-from instep.arguments.cluster import cpu_cores, own_gpus
+from instep.arguments.cluster import cpu_cores, own_gpus, single_copy
 from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
@@ -34,7 +34,7 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
     if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
         num_threads = num_threads or num_usable_cpus()
     args = args.replace(device=device, precision=precision, num_threads=num_threads)
-    for problem in (*cpu_cores(args, set()), *own_gpus(args, set())):
+    for problem in (*cpu_cores(args, set()), *own_gpus(args, set()), *single_copy(args, set())):
         if problem.refused and args.command != "serve":  # which has no trainer
             raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
     return args.replace(rollout_backend=resolve_backend(args)) if with_engines else args

@@ -28,6 +28,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1  # of the plugin instep-vllm; it refuses another one
 PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
+SINGLE_COPY_ENGINE = "instep_single_copy"  # and for the one that shares its weights with the trainer
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
@@ -124,7 +126,8 @@ class VllmKind(EngineKind):
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
         if update_weights:
-            own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": PLUGIN_ENGINE})]
+            backend = SINGLE_COPY_ENGINE if args.weight_sync == SINGLE_COPY else PLUGIN_ENGINE
+            own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
         own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]

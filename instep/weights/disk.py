@@ -34,7 +34,7 @@ class Disk:
 WAY = Disk()
 
 
-class _Recorded:
+class _Recorded(WeightSource):
     """A weight source that tells the record of each tensor that it yields."""
 
     def __init__(self, source: WeightSource, tell: Callable[[TensorRecord], None]):

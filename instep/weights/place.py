@@ -19,11 +19,16 @@ class NoPlace(Exception):
     """The path does not lie in the folder of a run, or another user may have put it there."""
 
 
-def open_bucket(path: str) -> int:
-    """Open a bucket for reading. Raises NoPlace; OSError where there is no such file."""
+def open_bucket(path: str, flags: int = os.O_RDONLY) -> int:
+    """Open a file of weights in shared memory, for reading unless `flags` says more.
+
+    Raises:
+        NoPlace: it does not lie in the folder of a run.
+        OSError: there is no such file.
+    """
     folder, owner = _open_folder(Path(path).parent, SYNC)
     try:
-        fd = os.open(Path(path).name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        fd = os.open(Path(path).name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
     try:
@@ -32,6 +37,11 @@ def open_bucket(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def check_memory_folder(path: str) -> None:
+    """Check the folder in which an engine shares its weights. Raises NoPlace; OSError where there is no such folder."""
+    os.close(_open_folder(Path(path), SYNC)[0])
 
 
 def check_checkpoint(path: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from instep.weights.memory import EngineMemory
 
 
 @dataclass
@@ -29,3 +32,10 @@ class WeightSource(Protocol):
     emits: bool  # True on the ranks that receive full tensors (rank 0 at least)
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
+
+    def write_into(self, memory: EngineMemory) -> None:
+        """Write all weights into the memory of an engine (collective); where they can be, the trainer's parameters
+        become views of it."""
+        for spec, tensor in self:
+            if tensor is not None:
+                memory.write(spec.name, tensor)

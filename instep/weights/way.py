@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
 
+SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trainer writes into
+MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # tells an engine where to share its weights
 AUTO = "auto"  # the value of --weight-sync that stands for a way
-WAYS = ("shm", "disk", "nccl")
-LATER = ("ipc", "single-copy", "restart", "lora")  # known, not there yet
-ON_ONE_HOST = frozenset({"shm"})  # these need trainer and engines on one host
+WAYS = ("shm", SINGLE_COPY, "disk", "nccl")
+LATER = ("ipc", "restart", "lora")  # known, not there yet
+ON_ONE_HOST = frozenset({"shm", SINGLE_COPY})  # these need trainer and engines on one host
 GOLDEN = "disk"  # the slow way that every other way is compared with
 
 
@@ -118,5 +120,5 @@ def auto_way(one_host: bool) -> tuple[str, str]:
 
 def way_named(name: str) -> Way:
     """The way `name`, one of WAYS."""
-    way: Way = importlib.import_module(f"instep.weights.{name}").WAY
+    way: Way = importlib.import_module(f"instep.weights.{name.replace('-', '_')}").WAY
     return way

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+
+from instep.weights.place import SYNC
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -54,6 +57,13 @@ def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
     if not torch.cuda.is_available() or not trainer:
         return [*flags, "--rollout-num-gpus", str(num_engines)]
     return [*flags, "--colocate", "--actor-num-gpus-per-node", str(num_engines)]
+
+
+def sync_folder(args: Any) -> Path:
+    """The folder through which the weights of a run travel that has no `Deployment`."""
+    folder = Path(args.run_dir) / f"{SYNC}1"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder.absolute()
 
 
 def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:

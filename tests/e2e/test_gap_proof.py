@@ -23,7 +23,7 @@ from instep.errors import SyncError
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run
+from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, sync_folder
 
 PROMPT = [5, 6, 7]
 
@@ -51,7 +51,7 @@ def synced(stack, tiny):
     """A sync of version 4, after which trainer and engine hold the same weights."""
     args, actor, engine, _ = stack
     actor.load_weights(tiny / "hf")
-    sync = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
+    sync = WeightSync(args, actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
     sync.version = 3
     sync.run([engine])
     yield sync
@@ -62,7 +62,7 @@ def load_foreign(stack, tiny):
     """What another trainer does that takes the engine for its own, and says that it is of the same version."""
     args, actor, engine, other = stack
     actor.load_weights(other)
-    foreign = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
+    foreign = WeightSync(args, actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
     foreign.version = 3
     foreign.run([engine])
     foreign.close()

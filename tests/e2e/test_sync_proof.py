@@ -23,7 +23,7 @@ from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from instep.types import Sample
-from tests.e2e.commands import grpo_arguments
+from tests.e2e.commands import grpo_arguments, sync_folder
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def stack(tiny, tmp_path_factory):
 def sync(stack, tmp_path):
     """The syncs of the stack; `run` brings a version to its engine."""
     args, actor, engine = stack
-    syncs = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
+    syncs = WeightSync(args, actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
     syncs.engine_scores = lambda: syncs.proof.engine_scores(engine, Session(args, actor, [engine], 0, tmp_path))
     yield syncs
     syncs.close()
@@ -222,7 +222,7 @@ def test_an_engine_that_ignores_an_update_is_caught(stack, sync, monkeypatch):
 
 def test_the_deadline_is_kept(stack):
     args, actor, engine = stack
-    sync = WeightSync(args.replace(sync_timeout=0.0), actor, "shm", vocab_size=50, max_len=128)
+    sync = WeightSync(args.replace(sync_timeout=0.0), actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
     with pytest.raises(SyncError, match="did not end within its time"):
         sync.run([engine])
     sync.close()

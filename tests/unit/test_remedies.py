@@ -72,7 +72,7 @@ def _texts(value: ast.expr) -> Iterator[str]:
 def wrong_values(text: str) -> list[str]:
     """`--flag word` in a text, where the flag has choices and the word, which is none, is no word of the sentence."""
     out = []
-    for name, word in re.findall(r"(--[a-z][\w-]*)(?: |=)([a-z_0-9]+)\b", text):
+    for name, word in re.findall(r"(--[a-z][\w-]*)(?: |=)([a-z_0-9]+(?:-[a-z]+)*)\b", text):
         flag = find(name)
         if (
             flag is not None

@@ -33,7 +33,7 @@ SAID = [
     ("serve --num_rollout_gpus 2", "unknown flag", "did you mean --rollout-num-gpus?"),
     ("train --no-offload-train", "--offload-train is not there", "leave it out: it is off"),
     ("train --no-use-kl-loss", "--use-kl-loss is off unless it is given", "leave it out, and --use-kl-loss"),
-    ("train --weight-bridge-mode shared_vllm", "later", "use --weight-sync shm or --weight-sync disk"),
+    ("train --weight-bridge-mode shared_vllm", "refused", "use --weight-sync single-copy (shared_vllm)"),
     ("train --weight-sync ipc", "later: this value", "use --weight-sync shm or --weight-sync disk"),
     ("train --sync-way lora", "later: this value", "use --weight-sync shm or --weight-sync disk"),
     ("train data.train_files=x.parquet", "verl's data.train_files", "use --prompt-data"),

@@ -84,6 +84,9 @@ class Session:
             self.actor.watch()
             self.seconds_left()
 
+    def pause(self) -> None:
+        self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
+
     def transfer(self, way: str) -> Sent:
         """Bring the weights to all engines by `way`; they serve the new version when this returns, unproven.
 
@@ -111,7 +114,7 @@ class Session:
     def _transfer(self, way: str) -> Sent:
         carriage = _Carriage(self, way, secrets.token_hex(8))
         try:
-            self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
+            self.pause()
             self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
             sent = way_named(way).drive(carriage)
             names = [t.name for t in sent.tensors]

@@ -10,10 +10,10 @@ One deadline covers all of it. The fleet decides which engines take part.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.controller.role import RoleTrainer
@@ -22,8 +22,7 @@ from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
 from instep.errors import InstepError, SyncError
 from instep.rollout import admission
-from instep.scratch import Scratch, memory_root
-from instep.weights.place import SYNC
+from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -65,19 +64,39 @@ class WeightSync:
     Args:
         args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
         way: the way of the run.
+        folder: of the run, in the shared memory of this host.
         vocab_size: the probe's tokens are drawn below it.
         max_len: the most tokens of a sequence that trainer and engines take.
     """
 
-    def __init__(self, args: Settings, actor: RoleTrainer, way: str, *, vocab_size: int, max_len: int):
+    def __init__(self, args: Settings, actor: RoleTrainer, way: str, folder: Path, *, vocab_size: int, max_len: int):
         self._args, self._actor, self._way = args, actor, way
         self.version = 0
         self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)
-        self._folder = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
+        self._folder, self._held = folder, False
 
     def close(self) -> None:
         admission.reset()
-        self._folder.remove()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether the trainer's steps write into the memory that the engine computes with."""
+        return self._way == SINGLE_COPY
+
+    def hold(self, engines: Sequence[Engine]) -> None:
+        """Let `engines` answer nothing until the next `run`: `--pause-mode` says what becomes of their requests.
+
+        Raises:
+            EngineGone: no engine is left.
+        """
+        admission.close()
+        session = self._session(engines)
+        session.drain()
+        session.pause()
+        self._held = True
+
+    def _session(self, engines: Sequence[Engine], version: int | None = None) -> Session:
+        return Session(self._args, self._actor, engines, version or self.version, self._folder)
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
         """Bring a new version to `engines`, by `way` (default: that of the run).
@@ -88,11 +107,12 @@ class WeightSync:
         """
         for engine in engines:
             engine.capabilities.check_pause(self._args.pause_mode)
-        session = Session(self._args, self._actor, engines, self.version + 1, self._folder.path)
+        session = self._session(engines, self.version + 1)
         self.version += 1
         admission.close()
         session.drain()
         result = self._carry(session, way)
+        self._held = False
         spans = all(engine.capabilities.version_spans for engine in result.engines)
         admission.open_again(None if spans else str(self.version))
         return result
@@ -103,7 +123,7 @@ class WeightSync:
         Raises:
             EngineGone: the engine has died again.
         """
-        return self._carry(Session(self._args, self._actor, [engine], self.version, self._folder.path), None)
+        return self._carry(self._session([engine]), None)
 
     @property
     def gap_limit(self) -> float:
@@ -113,7 +133,9 @@ class WeightSync:
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
         try:
-            session = Session(self._args, self._actor, engines, self.version, self._folder.path)
+            session = self._session(engines)
+            if self._held:  # no step has changed a weight yet
+                session.each(lambda e: e.resume(timeout=session.seconds_left()))
             wrong = self.proof.differing(session)
         except InstepError as failure:
             what = f"{error.what}; the engines could not be asked again: {failure.what}"

@@ -15,6 +15,7 @@ from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.engines.guard import Guard
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
+from instep.weights.way import MEMORY_VARIABLE
 
 
 def refuse(message: str) -> NoReturn:
@@ -50,6 +51,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
 
     from instep.engines.embedded.model import Runner, load_model
     from instep.engines.embedded.scheduler import Scheduler
+    from instep.engines.embedded.shared import SharedWeights
     from instep.engines.embedded.weights import LiveWeights
     from instep.models.rope import context_length
 
@@ -65,7 +67,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
-    scheduler = Scheduler(runner, LiveWeights(model, Path(args.model)), tokenizer, pipe)
+    shared, folder = os.environ.get(MEMORY_VARIABLE), Path(args.model)
+    weights = SharedWeights(model, folder, Path(shared)) if shared else LiveWeights(model, folder)
+    scheduler = Scheduler(runner, weights, tokenizer, pipe)
     pipe.send(dict(calls=set(scheduler.calls()), max_model_len=limit, vocab_size=scheduler.vocab_size, eos_ids=eos_ids))
     return scheduler
 

@@ -2,7 +2,8 @@
 
 Precision: master weights, gradients and moments are float32. On one float32 rank the masters are the model's own
 parameters; otherwise (also on one bf16 rank) FSDP2 shards them, casts each layer to `dtype` for computing, and reduces
-gradients in float32.
+gradients in float32. With `--weight-sync single-copy` forward and backward passes use another model in `dtype`, which
+an engine computes with, too, and the masters follow its gradients (`mirror.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
+from instep.training.hf.mirror import Mirror, MirroredSource
 from instep.training.hf.model import Policy
 from instep.training.hf.weights import HfWeightSource, load_hf
 from instep.types import TokenBatch
+from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -60,28 +63,41 @@ class HfBackend:
         role: Role = "actor",
     ):
         self.args, self.dtype = args, dtype
-        self._sharded = dist.get_world_size() > 1 or (dtype is not torch.float32 and with_optimizer)
-        stored = torch.float32 if with_optimizer else dtype
-        self.policy = Policy(
+        several, full = dist.get_world_size() > 1, dtype is torch.float32
+        mirrors = args.weight_sync == SINGLE_COPY and with_optimizer and role == "actor"
+        self._sharded = several or (with_optimizer and not full and not mirrors)
+        build = functools.partial(
+            Policy,
             hf_config,
-            stored,
             recompute=args.recompute_granularity == "full",
             value_head=role == "critic",
             trust_remote_code=args.trust_remote_code,
             max_model_len=args.vllm_max_model_len,
         )
+        self.policy = build(torch.float32 if with_optimizer else dtype)
         if self._sharded:
             _shard(self.policy, device, dtype)
         self.policy.to(device)
+        self._mirror = None
+        if mirrors:
+            self._mirror = Mirror(self.policy, self.policy if full and not several else build(dtype).to(device))
         rank, size = dist.get_rank(), dist.get_world_size()
         self.parallel = ParallelInfo(rank, size, rank, size, dp_group=dist.group.WORLD, device=device)
         self.policy.num_passes = self._most
         self._checked = False
         self.optimizer = _adamw(self.policy, args) if with_optimizer else None
 
+    @property
+    def _compute(self) -> Policy:
+        """The model of forward and backward passes."""
+        return self.policy if self._mirror is None else self._mirror.compute
+
     def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)
-        outputs = self.policy(
+        if self._mirror is not None:
+            self._mirror.refresh()
+        policy = self._compute
+        outputs = policy(
             batch.tokens,
             packing.position_ids(batch),
             cu_seqlens,
@@ -90,7 +106,7 @@ class HfBackend:
             packing.response_targets(batch),
             packing.response_temperatures(batch),
             with_entropy=entropy,
-            shared=None if logits or not self.policy.layout.packed else packing.shared_prefixes(batch),
+            shared=None if logits or not self._compute.layout.packed else packing.shared_prefixes(batch),
             check=not self._checked,
             with_logits=logits,
         )
@@ -108,9 +124,9 @@ class HfBackend:
     def remark(self) -> str:
         if not self._checked:
             one = torch.ones(1, dtype=torch.long)
-            tokens = torch.arange(4) % self.policy.vocab_size
+            tokens = torch.arange(4) % self._compute.vocab_size
             self.forward_only([TokenBatch(tokens, 4 * one, one, sample_columns={"temperature": one.float()})])
-        return self.policy.remark
+        return self._compute.remark
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
@@ -131,6 +147,8 @@ class HfBackend:
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> StepResult:
         assert self.optimizer is not None, "this policy was built without an optimizer"
+        if self._mirror is not None:
+            self._mirror.hand_over_gradients()
         grads = [_local(p.grad) for p in self.policy.parameters() if p.grad is not None]
         norm = self._global_norm(grads)
         skipped = not math.isfinite(norm)
@@ -141,6 +159,7 @@ class HfBackend:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self._changed()
         return StepResult(norm, skipped)
 
     def _global_norm(self, grads: list[Tensor]) -> float:
@@ -151,10 +170,16 @@ class HfBackend:
             dist.all_reduce(square, group=self.parallel.dp_group)
         return float(square.sqrt())
 
+    def _changed(self) -> None:
+        if self._mirror is not None:
+            self._mirror.changed()
+
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live weights."""
 
     def weight_source(self) -> HfWeightSource:
+        if self._mirror is not None:
+            return MirroredSource(self.policy.model, self.dtype, self._names, self._mirror)
         return HfWeightSource(self.policy.model, self.dtype, self._names)
 
     @functools.cached_property
@@ -166,6 +191,7 @@ class HfBackend:
 
     def load_hf(self, path: Path) -> None:
         load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
+        self._changed()
 
     @torch.no_grad()
     def _fresh_head(self, fresh: bool) -> str | None:
@@ -201,6 +227,7 @@ class HfBackend:
         except (OSError, CheckpointException) as error:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
             raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error
+        self._changed()
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))

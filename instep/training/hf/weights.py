@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
-from instep.weights.source import TensorSpec
+from instep.weights.source import TensorSpec, WeightSource
 
 
-class HfWeightSource:
+class HfWeightSource(WeightSource):
     """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
 
     Parameters travel as `dtype`, in which the trainer computes with them; buffers as they are.

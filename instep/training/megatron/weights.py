@@ -16,7 +16,7 @@ from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, fuse, join, part_range, weight_entries
-from instep.weights.source import TensorSpec
+from instep.weights.source import TensorSpec, WeightSource
 
 
 @dataclass
@@ -53,7 +53,7 @@ def local_parameters(model: torch.nn.Module, placement: Placement) -> dict[str, 
 
 
 @dataclass
-class MegatronWeightSource:
+class MegatronWeightSource(WeightSource):
     """Full tensors on global rank 0, gathered one Megatron parameter at a time; None on the other ranks."""
 
     shape: ModelShape

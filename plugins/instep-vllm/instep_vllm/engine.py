@@ -119,7 +119,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         failure = None
         try:
             with set_current_vllm_config(self.vllm_config):
-                self.receive_weights(Update(**update_info))
+                self.receive_weights(self.update_info_cls(**update_info))
             torch.accelerator.synchronize()
         except Exception as error:  # the border to vLLM's workers
             logger.exception("an update was refused")

@@ -1,0 +1,114 @@
+"""An engine whose weights lie in memory that the trainer writes into (`--weight-sync single-copy`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from instep.engines.embedded.protocol import HttpError
+from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
+from instep.processes import pulse
+from instep.weights.manifest import dtype_name
+from instep.weights.memory import sample_digest
+from instep.weights.place import check_memory_folder
+
+ALIGNMENT = 64  # bytes, of each parameter
+
+
+class SharedWeights(LiveWeights):
+    """Live parameters in one file in shared memory; the manifest beside it says where each lies (`weights/memory.py`).
+
+    Args:
+        checkpoint: the model's folder.
+        folder: of the run, as `place.py` asks for.
+
+    Raises:
+        NoPlace, OSError: it is no such folder, or there is no room for the weights.
+        ValueError: a weight of the checkpoint does not lie in one piece in the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Path, folder: Path):
+        super().__init__(model, checkpoint)
+        check_memory_folder(str(folder))
+        if fused := [group.checkpoint[0] for group in self.names.groups if group.converter is not None]:
+            raise ValueError(f"{fused[0]} is a part of another tensor here: use --weight-sync shm")
+        self.shared = {group.checkpoint[0]: self.weights[group.model[0]] for group in self.names.groups}
+        self.nonce = secrets.token_hex(8)
+        offsets, end = [], 0
+        for parameter in self.shared.values():
+            offsets.append(end)
+            end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+        path = folder / f"memory-0-{self.nonce}.bin"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, end)  # else a write without room would end the process
+            except OSError:
+                path.unlink()
+                raise
+            data = torch.frombuffer(mmap.mmap(file.fileno(), end), dtype=torch.uint8)
+        tensors: dict[str, Any] = {}
+        for (name, parameter), offset in zip(self.shared.items(), offsets, strict=True):
+            size = math.prod(parameter.shape) * parameter.element_size()
+            view = data[offset : offset + size].view(parameter.dtype).view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            place = {"memory": 0, "offset": offset, "shape": list(view.shape), "stride": list(view.stride())}
+            slices = [{**place, "source_offset": 0, "source_stride": list(view.stride())}]
+            tensors[name] = {"shape": list(view.shape), "dtype": dtype_name(view.dtype), "slices": slices}
+        manifest = {
+            "architecture": type(model).__name__,
+            "dtype": dtype_name(next(model.parameters()).dtype),
+            "num_ranks": 1,
+            "rank": 0,
+            "nonce": self.nonce,
+            "memories": [{"kind": "file", "path": str(path), "bytes": end}],
+            "tensors": tensors,
+        }
+        hidden = folder / f".memory-0-{self.nonce}"
+        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
+            json.dump(manifest, text)
+        hidden.rename(folder / "memory-0.json")
+
+    def update(self, info: Any) -> int:
+        """Compare what the trainer has written, or a checkpoint, with the parameters; nothing is loaded."""
+        if not isinstance(info, dict) or info.get("backend") != "single-copy":
+            return super().update(info)
+        if self.session is None:
+            raise HttpError("SessionError", NOT_STARTED)
+        try:
+            (nonce,), (told,) = info["nonces"], info["digests"]
+            self._compare_samples(str(nonce), dict(told))
+        except (KeyError, TypeError, ValueError) as error:
+            raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
+        except HttpError as error:
+            self.failure, self.session = f"the last weight update failed: {error}", None
+            raise
+        self.delivered.update(told)
+        return len(told)
+
+    def _compare_samples(self, nonce: str, told: dict[str, str]) -> None:
+        if nonce != self.nonce:
+            raise HttpError("WeightMismatch", "the trainer is attached to other memory than this engine's")
+        for name, parameter in self.shared.items():
+            pulse()
+            if told.get(name) != sample_digest(parameter):
+                raise HttpError("WeightMismatch", f"{name} is not what the trainer has written", name)
+
+    def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
+        if exact:
+            what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
+            raise HttpError("WeightMismatch", what, next(iter(tensors), None))
+        for name, tensor in tensors.items():
+            pulse()
+            parameter = self.shared.get(name)
+            if parameter is None or not torch.equal(parameter, tensor.to(parameter.dtype)):
+                raise HttpError("WeightMismatch", f"{name} of the checkpoint is not what this engine holds", name)
+        return tensors

@@ -1,0 +1,254 @@
+"""The memory of an engine: recorded from plain copies, opened by the trainer, and written into slice by slice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from instep.errors import SyncError
+from instep.scratch import memory_root
+from instep.weights.memory import attach, sample_digest
+from instep.weights.place import SYNC
+from instep.weights.source import TensorSpec
+
+PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
+HEADS, KV, WIDTH, HEAD, INNER, VOCAB, PADDED = 4, 1, 8, 4, 12, 10, 16
+SHAPES = {
+    "embed.weight": (VOCAB, WIDTH),
+    "q.weight": (HEADS * HEAD, WIDTH),
+    "k.weight": (KV * HEAD, WIDTH),
+    "v.weight": (KV * HEAD, WIDTH),
+    "o.weight": (WIDTH, HEADS * HEAD),
+    "gate.weight": (INNER, WIDTH),
+    "up.weight": (INNER, WIDTH),
+    "down.weight": (WIDTH, INNER),
+    "norm.weight": (WIDTH,),
+}
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    """`instep_vllm/memory.py`, which needs no vLLM."""
+    spec = importlib.util.spec_from_file_location("plugin_memory", PLUGIN / "memory.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["plugin_memory"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / f"{SYNC}1"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """Views of one tensor, as those are which were split from a fused one."""
+    sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
+    return {n: part.view(SHAPES[n]) for n, part in zip(SHAPES, flat.split(sizes), strict=True)}
+
+
+class Rank:
+    """The parameters of one of `size` tensor-parallel ranks, loaded as vLLM's loaders do: `narrow` and `copy_`."""
+
+    def __init__(self, plugin: ModuleType, folder: Path, rank: int, size: int, dtype: torch.dtype = torch.float32):
+        self.rank, self.size = rank, size
+        heads, inner = HEADS // size * HEAD, INNER // size  # with one KV head each rank has a copy of it
+        shapes = {
+            "embed": (PADDED // size, WIDTH),
+            "qkv": (heads + 2 * KV * HEAD, WIDTH),
+            "o": (WIDTH, heads),
+            "gate_up": (2 * inner, WIDTH),
+            "down": (WIDTH, inner),
+            "norm": (WIDTH,),
+        }
+        numbers = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        self.handle, data = plugin.file_memory(folder, rank, sum(numbers.values()) * dtype.itemsize)
+        parts = data.view(dtype).split(list(numbers.values()))
+        self.parameters = {n: part.view(shapes[n]) for n, part in zip(numbers, parts, strict=True)}
+        self.recorder = plugin.Recorder(data)
+        self.dtype = dtype
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        with self.recorder:
+            for name, weight in self.recorder.seen(weights.items()):
+                self.copy(name.split(".")[0], weight)
+
+    def copy(self, name: str, weight: Tensor) -> None:
+        p, heads, inner = self.parameters, HEADS // self.size * HEAD, INNER // self.size
+        if name == "embed":
+            rows = PADDED // self.size
+            here = weight[self.rank * rows : (self.rank + 1) * rows]
+            p["embed"][: len(here)].copy_(here)
+        elif name == "q":
+            p["qkv"].narrow(0, 0, heads).copy_(weight.narrow(0, self.rank * heads, heads))
+        elif name in "kv":
+            p["qkv"].narrow(0, heads + KV * HEAD * (name == "v"), KV * HEAD).copy_(weight)
+        elif name in ("gate", "up"):
+            p["gate_up"].narrow(0, inner * (name == "up"), inner).copy_(weight.narrow(0, self.rank * inner, inner))
+        elif name in ("o", "down"):
+            each = weight.shape[1] // self.size
+            p[name].copy_(weight.narrow(1, self.rank * each, each))
+        else:
+            p["norm"].copy_(weight)
+
+    def publish(self, plugin: ModuleType, folder: Path) -> None:
+        about = {"architecture": "Some", "dtype": str(self.dtype).removeprefix("torch."), "num_ranks": self.size}
+        plugin.write_manifest(folder, self.rank, about, self.handle, self.recorder.slices, SHAPES)
+
+
+def engine(plugin: ModuleType, folder: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Rank]:
+    ranks = [Rank(plugin, folder, rank, size, dtype) for rank in range(size)]
+    for rank in ranks:
+        rank.load(weights(0))
+        rank.publish(plugin, folder)
+    return ranks
+
+
+def specs(dtype: torch.dtype = torch.float32, **changed: tuple[int, ...]) -> list[TensorSpec]:
+    shapes = {**SHAPES, **{f"{name}.weight": shape for name, shape in changed.items()}}
+    return [TensorSpec(name, shape, dtype) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, size, dtype) -> None:
+    """Row slices of q, gate and up, column slices of o and down, vocabulary shards with padding, a KV head of all."""
+    ranks = engine(plugin, folder, size, dtype)
+    assert not any(rank.recorder.unknown for rank in ranks)
+    memory = attach(folder, lock=False)
+    memory.check(specs(dtype))
+    new = weights(1)
+    for name, weight in new.items():
+        memory.write(name, weight)
+    other = folder.parent / f"{SYNC}2"
+    other.mkdir(mode=0o700)
+    for rank in ranks:
+        expected = Rank(plugin, other, rank.rank, size, dtype)
+        expected.load(new)
+        for name, parameter in rank.parameters.items():
+            assert torch.equal(parameter, expected.parameters[name]), (rank.rank, name)
+    told = memory.digests()
+    for rank in ranks:
+        for name, parts in rank.recorder.slices.items():
+            own = [plugin.sample(part.view) for part in parts]
+            assert told[rank.rank][name] == digest_of(own), name
+
+
+def digest_of(parts: list[memoryview]) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
+
+
+def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> None:
+    engine(plugin, folder, 1)
+    memory = attach(folder, lock=False)
+    original = weights(0)
+    for name, shape in SHAPES.items():
+        view = memory.whole(name)
+        assert view is not None and tuple(view.shape) == shape and torch.equal(view, original[name])
+    engine(plugin, folder, 2)
+    assert attach(folder, lock=False).whole("norm.weight") is None
+
+
+def test_both_sides_have_the_same_storage(plugin, folder) -> None:
+    """A write on one side is seen on the other bit for bit, in both directions, without a call."""
+    (rank,) = engine(plugin, folder, 1)
+    view = attach(folder, lock=False).whole("k.weight")
+    assert view is not None
+    view.view(torch.int32).fill_(0x7F812345)  # a NaN with a payload, whose bits an arithmetic would not keep
+    inside = rank.parameters["qkv"][HEADS * HEAD : HEADS * HEAD + KV * HEAD]
+    assert inside.view(torch.int32).eq(0x7F812345).all()
+    inside.view(torch.int32)[1, 2] = 7
+    assert view.view(torch.int32)[1, 2] == 7 and view.view(torch.int32).eq(7).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "dtype,changed,what",
+    [
+        (torch.bfloat16, {}, "embed.weight is bfloat16 in the trainer and float32 in the engine"),
+        (torch.float32, {"gate": (13, WIDTH)}, "gate.weight is (13, 8) in the trainer and (12, 8) in the engine"),
+        (torch.float32, {"extra": (3,)}, "the trainer has extra.weight, the engine has not"),
+    ],
+)
+def test_another_model_or_dtype_is_named(plugin, folder, dtype, changed, what) -> None:
+    engine(plugin, folder, 1)
+    with pytest.raises(SyncError) as caught:
+        attach(folder, lock=False).check(specs(dtype, **changed))
+    assert what in caught.value.what and "--weight-sync shm" in caught.value.remedy
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_gone(plugin, folder) -> None:
+    engine(plugin, folder, 1)
+    first = attach(folder, lock=True)
+    with pytest.raises(SyncError, match="another trainer is attached"):
+        attach(folder, lock=True)
+    attach(folder, lock=False)  # another rank of the first one
+    first.close()
+    attach(folder, lock=True).close()
+
+
+def test_the_lock_of_a_trainer_ends_with_it_however_it_ends(plugin, folder) -> None:
+    engine(plugin, folder, 1)
+    code = "import sys, time; from pathlib import Path; from instep.weights.memory import attach; "
+    code += f"held = attach(Path({str(folder)!r}), lock=True); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "held\n"
+        with pytest.raises(SyncError, match="another trainer is attached"):
+            attach(folder, lock=True)
+        trainer.kill()
+    attach(folder, lock=True).close()
+
+
+def test_a_weight_that_is_loaded_in_another_way_is_noticed(plugin, folder) -> None:
+    rank = Rank(plugin, folder, 0, 1)
+    rank.copy = lambda name, weight: rank.parameters["norm"].copy_(weight + 1) if name == "norm" else None
+    rank.load(weights(0))
+    assert rank.recorder.unknown == [(rank.parameters["norm"].data_ptr() - rank.parameters["embed"].data_ptr(), (8,))]
+
+
+@pytest.mark.parametrize("change", ["outside", "cut", "foreign"])
+def test_a_manifest_that_lies_opens_nothing(plugin, folder, change) -> None:
+    engine(plugin, folder, 1)
+    path = folder / "memory-0.json"
+    manifest = json.loads(path.read_text())
+    if change == "outside":
+        manifest["tensors"]["q.weight"]["slices"][0]["offset"] = manifest["memories"][0]["bytes"] - 8
+    elif change == "foreign":
+        secret = folder.parent / "secret"
+        secret.write_bytes(b"0" * manifest["memories"][0]["bytes"])
+        manifest["memories"][0]["path"] = str(secret)
+    path.write_text(json.dumps(manifest) if change != "cut" else "{")
+    with pytest.raises(SyncError, match="cannot be opened"):
+        attach(folder, lock=False)
+
+
+def test_without_room_an_engine_says_so_and_leaves_nothing(plugin) -> None:
+    free = os.statvfs(memory_root())
+    too_much = 2 * free.f_blocks * free.f_frsize
+    with pytest.raises(plugin.CannotShare, match="do not fit into .*--shm-size.*--weight-sync shm"):
+        plugin.file_memory(memory_root(), 0, too_much)
+    assert not [path for path in memory_root().glob("memory-0-*.bin") if path.stat().st_size == too_much]
+
+
+def test_the_sample_of_both_sides_is_one(plugin) -> None:
+    for shape in ((3,), (5000,), (100, 70), (1, 9000), (6, 5, 4), ()):
+        tensor = torch.randn(shape).to(torch.bfloat16)
+        assert sample_digest(tensor) == digest_of([plugin.sample(tensor)])
+
+
+def test_no_engine_shares_anything(folder) -> None:
+    with pytest.raises(SyncError, match="cannot be opened"):
+        attach(folder, lock=False)
