@@ -171,7 +171,7 @@ NOT_ACTING = [
     ("--use-torch-fsdp2", "refused", "use --train-backend hf"),
     ("--vision-pretraining", "refused", "not honoured by instep's trainer"),
     ("--train-iters 5", "refused", "use --num-rollout"),
-    ("--weight-bridge-mode none", "later", "Atropos"),
+    ("--weight-bridge-mode none", "refused", "Atropos"),
     ("--openai.base_url x", "later", "Atropos"),
     ("--http-proxy x", "refused", "read by nobody"),
 ]
