@@ -12,6 +12,7 @@ from instep.training.hf.backend import HfBackend
 from instep.types import TokenBatch
 
 ARGS = SimpleNamespace(
+    weight_sync="auto",
     adam_beta1=0.9,
     adam_beta2=0.98,
     adam_eps=1e-8,
