@@ -27,8 +27,8 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 128}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _DELTA = {  # the linear attention of Qwen3-Next and Qwen3.5
-    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "num_hidden_layers": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }  # fmt: skip
 
 FAMILIES = {
@@ -57,8 +57,9 @@ FAMILIES = {
         "qwen3_next",
         {**_HEADS, **_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32},
         packed=False,
+        precision="bf16",
     ),
-    "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, packed=False),
+    "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, packed=False, precision="bf16"),
 }  # fmt: skip
 
 

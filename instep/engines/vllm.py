@@ -307,9 +307,9 @@ def _config(folder: str) -> dict[str, Any]:
 def _check_attention(model: str, dtype: str) -> None:
     """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
     config = _config(model)
-    if config.get("kv_lora_rank") and dtype == "float32":
+    if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
         raise ConfigError(
-            "vLLM's latent attention on a CPU knows bfloat16 alone, not float32",
+            "vLLM's linear and latent attention on a CPU know bfloat16 alone, not float32",
             where=f"the model {model}",
             remedy="--precision bf16",
         )

@@ -1,11 +1,14 @@
 """What instep adds to the command line and the environment of vLLM, by device."""
 
+import json
+
 import pytest
 
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.spec import Addresses
 from instep.engines.vllm import KIND, serve_arguments, vllm_env
+from instep.errors import ConfigError
 
 
 def resolved(device, precision, *more):
@@ -45,3 +48,18 @@ def test_on_one_host_nothing_of_vllm_listens_beyond_loopback(monkeypatch):
     assert not environment("10.0.0.2").keys() & loopback.keys()
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
     assert environment("127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"
+
+
+@pytest.mark.parametrize("key", ["linear_num_key_heads", "kv_lora_rank"])
+def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64, key: 2}))
+    for precision in ("fp32", "bf16"):
+        args = resolved("cpu", precision).replace(hf_checkpoint=str(tmp_path))
+        (spec,) = plan_engines(args)
+        uncached = "--no-enable-prefix-caching" in serve_arguments(spec, Addresses("HOST", 1))
+        assert uncached is (key == "linear_num_key_heads")
+        if precision == "bf16":
+            KIND.check_start(args, spec)
+        else:
+            with pytest.raises(ConfigError, match="know bfloat16 alone"):
+                KIND.check_start(args, spec)

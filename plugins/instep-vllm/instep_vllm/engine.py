@@ -81,7 +81,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._group: Group | None = None  # of the last stream
         self._delivered: set[str] = set()
         self._complete = self._active = False
-        self._kernels: list[tuple[Any, Any]] = []  # see `_let_experts_pack`
+        self._kernels: list[tuple[Any, Any]] = []  # see `_make_unpacked`
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
@@ -112,8 +112,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._active = True
         self._delivered, self._complete = set(), False
         with set_current_vllm_config(self.vllm_config):
+            self._make_unpacked()
             initialize_layerwise_reload(self.model)
-        self._let_experts_pack()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         failure = None
@@ -284,13 +284,23 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             method.moe_kernel = method.moe_kernel or kernel
         self._repack_tied()
 
-    def _let_experts_pack(self) -> None:
-        """Take the kernels off the layers of experts: on a CPU vLLM packs weights only where it makes the kernel."""
-        if self.device.type == "cpu":
-            methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
-            self._kernels = [(m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None]
-            for method, _ in self._kernels:
-                method.moe_kernel = None
+    def _make_unpacked(self) -> None:
+        """Undo what vLLM's own reload forgets on a CPU, before it begins.
+
+        It packs experts only where it makes their kernel, and latent attention has dropped the weights that it packed.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if self.device.type != "cpu":
+            return
+        for layer in self.model.modules():
+            if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
+                blank = torch.empty_like(get_layerwise_info(layer).restore_metadata[0]["weight"], device="cpu")
+                layer.weight = torch.nn.Parameter(blank, requires_grad=False)
+        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        self._kernels = [(m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None]
+        for method, _ in self._kernels:
+            method.moe_kernel = None
 
     def _repack_tied(self) -> None:
         """Repack a tied lm_head: on a CPU it would keep its packed copy of the old embedding, as it gets no tensor."""
