@@ -1,4 +1,4 @@
-"""Families of models with real vLLM: each trains, and ways that carry the weights bring them to an engine that proves them."""
+"""Families of models with real vLLM: each trains, and each way that carries weights brings them to a proven engine."""
 
 import pytest
 import torch
