@@ -13,7 +13,7 @@ from instep.data.batch import build_batch
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_prompts
-from tests.e2e.commands import grpo_arguments, on_vllm
+from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
 from tests.families import FAMILIES, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -51,7 +51,7 @@ def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
         actor.load_weights(checkpoint)
         assert (actor.remark() == "") is family.packed
         engine.wait_ready(240)
-        sync = WeightSync(args, actor, "shm", vocab_size=50, max_len=128)
+        sync = WeightSync(args, actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
         try:
             for way in ("shm", "disk", "nccl", "shm"):
                 result = sync.run([engine], way)
