@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-peers: the packages of .venv, seen through a .pth file, and TRL and verl (requirements/peers.txt).
+# Makes .venv-peers: the packages of .venv, seen through a .pth file, and TRL, verl and peft (requirements/peers.txt).
 # A second call installs nothing (it compares a stamp).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

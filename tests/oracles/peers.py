@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.oracles.losses import Response
 
-VERSIONS = {"verl": "0.9.1", "trl": "1.16.0"}
+VERSIONS = {"verl": "0.9.1", "trl": "1.16.0", "peft": "0.21.2"}
 
 
 def load(name: str) -> ModuleType:
