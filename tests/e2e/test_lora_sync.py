@@ -59,7 +59,7 @@ def stack(request, tiny, tmp_path_factory):
 @pytest.fixture
 def sync(stack, tmp_path):
     args, actor, engine = stack
-    syncs = WeightSync(args, actor, vocab_size=50, max_len=128)
+    syncs = WeightSync(args, actor, args.weight_sync, vocab_size=50, max_len=128)
     syncs.engine_scores = lambda: syncs.proof.engine_scores(engine, Session(args, actor, [engine], 0, tmp_path))
     yield syncs
     syncs.close()
