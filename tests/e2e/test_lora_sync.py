@@ -23,7 +23,7 @@ from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint
-from tests.e2e.commands import grpo_arguments, on_vllm
+from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
 from tests.e2e.test_sync_proof import tamper, train_once
 
 A = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
@@ -59,7 +59,7 @@ def stack(request, tiny, tmp_path_factory):
 @pytest.fixture
 def sync(stack, tmp_path):
     args, actor, engine = stack
-    syncs = WeightSync(args, actor, args.weight_sync, vocab_size=50, max_len=128)
+    syncs = WeightSync(args, actor, args.weight_sync, sync_folder(args), vocab_size=50, max_len=128)
     syncs.engine_scores = lambda: syncs.proof.engine_scores(engine, Session(args, actor, [engine], 0, tmp_path))
     yield syncs
     syncs.close()
