@@ -162,7 +162,7 @@ def _load_rank(path, folder):
     return train(backend, range(1, 3)), adapter_of(backend), weights_of(backend)
 
 
-@pytest.mark.parametrize("saved_by, loaded_by", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 2), (2, 1)])
 def test_a_saved_run_goes_on_as_if_never_stopped(run_ranks, checkpoint, tmp_path, saved_by, loaded_by):
     steps, adapter, merged = run_ranks(_save_rank, saved_by, checkpoint, tmp_path / "save")[0]
     loaded_steps, loaded, loaded_merged = run_ranks(_load_rank, loaded_by, checkpoint, tmp_path / "save")[0]
