@@ -48,7 +48,7 @@ test-full: venv  ## all tests that a CPU can run
 test-vllm: install-vllm  ## all tests that need vLLM, on a CPU, one after the other (half an hour)
 	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e tests/faults
 
-test-peers: venv  ## our losses against TRL's and verl's own functions (makes .venv-peers, once)
+test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
 	@scripts/setup_peers.sh
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
 

@@ -14,6 +14,7 @@ from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
 from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
 from instep.arguments.loggers import LOGGERS
+from instep.arguments.lora import LORA
 from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
 from instep.arguments.model import MODEL
 from instep.arguments.neighbours import NEIGHBOURS
@@ -31,6 +32,7 @@ GROUPS: tuple[FlagGroup, ...] = (
     EVAL,
     ALGORITHM,
     OPTIMIZER,
+    LORA,
     CLUSTER,
     ENGINE,
     PARALLEL,

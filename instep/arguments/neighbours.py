@@ -1,9 +1,8 @@
 """Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
-from instep.arguments.flag import WAYS_HERE, FlagGroup, later, refused
+from instep.arguments.flag import WAYS_HERE, FlagGroup, refused
 
 ATROPOS = "a flag of Atropos' example trainer"
-LORA = "LoRA comes later, all weights are trained"
 SERVER = "a flag of a generation server, which `instep serve` is"
 
 NEIGHBOURS = FlagGroup(
@@ -13,7 +12,7 @@ NEIGHBOURS = FlagGroup(
             f"{ATROPOS}, whose weight bridges are ways of a sync here",
             "A",
             *("--weight-bridge-mode", "--single-copy"),
-            instead="--weight-sync single-copy (shared_vllm) or --weight-sync shm",
+            instead="--weight-sync single-copy (shared_vllm), --weight-sync lora (lora_only) or --weight-sync shm",
         ),
         *refused(
             f"{ATROPOS}; a sync reaches the engines that run, without a restart",
@@ -22,7 +21,6 @@ NEIGHBOURS = FlagGroup(
             instead=WAYS_HERE,
         ),
         *refused(f"{ATROPOS}; every run writes perf/* into metrics.jsonl", "A", "--benchmark"),
-        *later(LORA, "A", "--lora-r", "--lora-alpha", "--enable-lora", "--max-lora-rank"),
         *refused(ATROPOS, "A", "--vllm-port", instead="--engine-port"),
         *refused(ATROPOS, "A", "--training-steps", instead="--num-rollout"),
         *refused(ATROPOS, "A", "--batch-size", instead="--rollout-batch-size and --micro-batch-size"),

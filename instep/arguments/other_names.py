@@ -138,7 +138,9 @@ TRL = (
     Row("save_steps, output_dir", "", "--save-interval --save", "in rollouts"),
     Row("resume_from_checkpoint", "", "--load"),
     Row("eval_steps", "", "--eval-interval", "in rollouts"),
-    Row("peft_config, use_peft, lora_r", "", "", "LoRA comes later, all weights are trained"),
+    Row("lora_r, lora_alpha", "16, 32", "--lora-rank --lora-alpha", "off unless given"),
+    Row("lora_target_modules, lora_dropout", "", "--lora-target-modules", "all linear layers; no dropout"),
+    Row("peft_config, use_peft", "", "--lora-rank"),
 )
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -210,7 +212,9 @@ VERL = (
         "--tensor-model-parallel-size --pipeline-model-parallel-size",
     ),
     Row(ACTOR + "megatron.context_parallel_size", "1", "--context-parallel-size"),
-    Row("actor_rollout_ref.model.lora_rank, lora_alpha", "0", "", "LoRA comes later, all weights are trained"),
+    Row("actor_rollout_ref.model.lora_rank", "0", "--lora-rank"),
+    Row("actor_rollout_ref.model.lora_alpha", "16", "--lora-alpha", "twice the rank unless given"),
+    Row("actor_rollout_ref.model.target_modules", "all-linear", "--lora-target-modules", "the same unless given"),
     Row(
         "actor_rollout_ref.model.enable_gradient_checkpointing",
         "True",
@@ -324,7 +328,9 @@ OPENRLHF = (
     Row("vllm.sync_backend or vllm_sync_backend", "nccl", "--weight-sync nccl"),
     Row("vllm.enable_sleep or vllm_enable_sleep", "False", "", "engines keep their memory today"),
     Row("ds.zero_stage or zero_stage", "2", "--train-backend hf", "FSDP2, which shards weights, gradients and states"),
-    Row("ds.lora.rank or lora_rank", "0", "", "LoRA comes later, all weights are trained"),
+    Row("ds.lora.rank or lora_rank", "0", "--lora-rank"),
+    Row("ds.lora.alpha or lora_alpha", "16", "--lora-alpha", "twice the rank unless given"),
+    Row("ds.lora.target_modules or target_modules", "all-linear", "--lora-target-modules", "the same unless given"),
     Row("ds.packing_samples or packing_samples", "False", "", "samples are always packed"),
     Row("ds.ring_attn_size or ring_attn_size", "1", "", "context parallelism comes later"),
     Row("ckpt.path or ckpt_path", "", "--save"),

@@ -116,6 +116,10 @@ class Settings:
     load: str | None
     load_debug_rollout_data: str | None
     load_debug_rollout_data_subsample: float | None
+    lora_alpha: int | None
+    lora_dropout: float
+    lora_rank: int
+    lora_target_modules: list[str] | None
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"]
     loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"]
     lr: float
@@ -228,6 +232,7 @@ class Settings:
     save_debug_rollout_data: str | None
     save_debug_train_data: str | None
     save_hf: str | None
+    save_hf_as: Literal["merged", "adapter"]
     save_interval: int | None
     seed: int
     seq_length: int | None
@@ -285,7 +290,7 @@ class Settings:
     wandb_run_id: str | None
     wandb_team: str | None
     weight_decay: float
-    weight_sync: Literal["auto", "shm", "single-copy", "disk", "nccl"]
+    weight_sync: Literal["auto", "shm", "single-copy", "disk", "nccl", "lora"]
     worker_start_timeout: float
     world_size: int
 

@@ -14,6 +14,7 @@ from instep.arguments import (
     debugging,
     evaluation,
     loggers,
+    lora,
     megatron,
     model,
     offline,
@@ -37,6 +38,7 @@ Rules = tuple[Callable[[Draft, set[str]], Iterator[Problem]], ...]
 # In this order: each may read what those before it have set.
 RESOLVERS: tuple[Resolver, ...] = (
     *model.RESOLVERS,
+    *lora.RESOLVERS,
     *serving.RESOLVERS,
     *debugging.RESOLVERS,
     rollout_backend,
@@ -60,6 +62,7 @@ SERVE_RULES: Rules = (
 )
 RULES: Rules = (
     *model.RULES,
+    *lora.RULES,
     *paths.RULES,
     serving.only_served,
     *data.RULES,

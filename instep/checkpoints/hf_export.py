@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,19 @@ def check_export_folder(path: str | Path) -> None:
 def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
+    See `exporting`.
+    """
+
+    def write(weights: Iterator[Any], new: Path) -> None:
+        _write_weights(weight_source, weights, new)
+        _copy_companions(Path(src_checkpoint), new, weight_source.specs)
+
+    exporting(weight_source, dst, write)
+
+
+def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[Any], Path], None]) -> None:
+    """Let `write` put what `weight_source` yields into a new folder, which becomes `dst`.
+
     This is collective; the rank that emits writes. `dst` is replaced only when everything is on disk, and only an
     earlier export is: anything else that lies there is kept beside it.
 
@@ -149,8 +163,7 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
             scratch = Scratch(f".{dst.name}.", dst.parent, ".tmp")
             new = scratch.path / "new"
             new.mkdir()
-            _write_weights(weight_source, weights, new)
-            _copy_companions(Path(src_checkpoint), new, weight_source.specs)
+            write(weights, new)
             write_manifest(new, "export")
             share(new)
             put_in_place(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"), "export")

@@ -210,3 +210,9 @@ def _digest(path: Path, sync: bool, read: list[int]) -> str:
         if sync:
             os.fsync(file.fileno())
     return state.hexdigest()
+
+
+def folder_digest(files: Sequence[Path]) -> str:
+    """One digest of several files: of their names and contents."""
+    lines = [f"{path.name} {digest}" for path, digest in zip(files, _read_digests(files), strict=True)]
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

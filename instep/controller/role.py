@@ -212,8 +212,9 @@ class RoleTrainer:
         return self.workers.start("save", folder, timeout=self.args.train_timeout)
 
     def export_hf(self, path: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
-        self.workers.call("export_hf", path, timeout=self.args.train_timeout)
+        """Write the weights as a Hugging Face checkpoint, or the adapter alone in peft's format (--save-hf-as)."""
+        adapter = self.args.save_hf_as == "adapter"
+        self.workers.call("export_hf", path, adapter, timeout=self.args.train_timeout)
 
     def check_weights(self, timeout: float) -> None:
         """Raise TrainingError with the names of weights that are not finite, if there are any."""

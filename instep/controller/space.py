@@ -40,19 +40,21 @@ def what_is_saved(args: Args) -> Iterator[Saved]:
     """The least that each flag writes at a save, with `--precision` resolved.
 
     The `hf` backend saves float32 weights; Megatron those that it computes with, and their float32 masters with the
-    optimizer. Two moments per weight are float32.
+    optimizer. Two moments per weight are float32. An adapter is counted as nothing.
     """
     num = num_weights(Path(args.hf_checkpoint))
     narrow = args.precision == "bf16"
     weights = 2 if narrow and args.train_backend == "megatron" else 4
     role = num * (weights if args.no_save_optim else weights + 8 + (4 if weights == 2 else 0))
     if args.save:
-        yield Saved("--save", Path(args.save), role * (2 if num_critic_gpus(args) else 1), True)
+        num_roles = (0 if args.lora_rank else 1) + (1 if num_critic_gpus(args) else 0)
+        yield Saved("--save", Path(args.save), role * num_roles, True)
     elif args.critic_save:
         yield Saved("--critic-save", Path(args.critic_save), role, True)
     if args.save_hf:
         path, other = (str(args.save_hf).format(rollout_id=i) for i in (0, 1))
-        yield Saved("--save-hf", Path(path), num * (2 if narrow else 4), path != other)
+        exported = 0 if args.save_hf_as == "adapter" else num * (2 if narrow else 4)
+        yield Saved("--save-hf", Path(path), exported, path != other)
 
 
 def check_space(args: Args, num_saves: int) -> list[str]:

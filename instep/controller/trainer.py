@@ -79,11 +79,14 @@ class Trainer:
     # ---- which weights they begin with ---------------------------------------------------------------------------
 
     def _load_actor(self, checkpoint: Path | None) -> None:
-        """Load `checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule)."""
+        """Load `checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule).
+
+        The checkpoint of an adapter does not hold its base, which is loaded first.
+        """
+        if checkpoint is None or self._args.lora_rank:
+            self.actor.load_weights(self._first_weights())
         if checkpoint is not None:
             self.actor.load(checkpoint, optimizer=self._with_optimizer)
-        else:
-            self.actor.load_weights(self._first_weights())
 
     def _load_critic(self, critic: RoleTrainer, checkpoint: Path | None) -> str:
         """Load the critic of `checkpoint`, else `--critic-load`, else the actor's weights with a new head.
@@ -97,7 +100,7 @@ class Trainer:
         if self._args.critic_load is not None:
             path = critic_folder(self._args)
         else:
-            path = checkpoint or self._first_weights()
+            path = self._first_weights() if self._args.lora_rank else checkpoint or self._first_weights()
         has_head = (path / CRITIC).is_dir()
         path = path / CRITIC if has_head else path
         critic.load_weights(path, fresh_head=not has_head)

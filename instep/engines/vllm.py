@@ -28,7 +28,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
-from instep.weights.way import SINGLE_COPY
+from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -44,6 +44,7 @@ INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 
@@ -128,6 +129,9 @@ class VllmKind(EngineKind):
         if update_weights:
             backend = SINGLE_COPY_ENGINE if args.weight_sync == SINGLE_COPY else PLUGIN_ENGINE
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
+            if args.weight_sync in OF_ADAPTERS:
+                own["enable_lora"] = ["--enable-lora"]
+                own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= args.lora_rank))]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
         own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]
@@ -170,7 +174,8 @@ class VllmKind(EngineKind):
         if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
             here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
             here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
-        return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
+        lora = {"INSTEP_LORA": "1"} if args.weight_sync in OF_ADAPTERS else {}  # read by the plugin
+        return vllm_env(args, num_threads) | here | lora | node_environment(spec, at, node_host)
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 

@@ -19,11 +19,14 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and persistent buffers under the names of its modules, tied ones once."""
+    """The model's parameters and persistent buffers under the names of its modules, tied ones once.
+
+    LoRA adapters (`training/hf/lora.py`) are not among them.
+    """
     seen: set[int] = set()
     out = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not name.endswith((".lora_A.weight", ".lora_B.weight")):
             seen.add(id(tensor))
             out[name] = tensor
     return out

@@ -85,7 +85,28 @@ class StepResult:
 Role = Literal["actor", "critic"]
 
 
-class TrainBackend(Protocol):
+class Frozen(Protocol):
+    """A model that only scores: a reference or a teacher. Each `TrainBackend` is one.
+
+    Attributes:
+        is_adapter: it is the actor under another adapter, and `load_hf` reads an adapter in peft's format.
+    """
+
+    is_adapter: bool
+
+    def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
+        """Outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
+        ...
+
+    def load_hf(self, path: Path) -> None:
+        """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters).
+
+        A critic's output layer becomes zero: its first values are 0, whatever the layout.
+        """
+        ...
+
+
+class TrainBackend(Frozen, Protocol):
     """What a train backend offers to `training/worker.py`. All ranks call every method in the same order.
 
     Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; the worker relies on it to know
@@ -98,10 +119,6 @@ class TrainBackend(Protocol):
     """
 
     parallel: ParallelInfo
-
-    def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """Outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
-        ...
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
@@ -133,12 +150,19 @@ class TrainBackend(Protocol):
         """Make the current weights those that `weight_source` yields; no-op where it reads the live weights."""
         ...
 
-    def weight_source(self) -> WeightSource: ...
+    def weight_source(self, *, adapter: bool = False) -> WeightSource:
+        """The weights that engines serve, adapters merged into them; with `adapter` the adapter alone (only `hf`)."""
+        ...
 
-    def load_hf(self, path: Path) -> None:
-        """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters).
+    def export_adapter(self, path: Path) -> None:
+        """Write the adapter, in float32 and peft's format, as the folder `path` (collective; only `hf`)."""
+        ...
 
-        A critic's output layer becomes zero: its first values are 0, whatever the layout.
+    def earlier(self, path: Path) -> Frozen | None:
+        """The frozen model in `path` as this one under another adapter; None where it needs weights of its own.
+
+        Args:
+            path: the base of this model's adapter, or a folder that `export_adapter` wrote.
         """
         ...
 

@@ -16,15 +16,17 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.integrity import digests_of_rank
 from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
+from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.gap import COLUMN, FreshGap
 from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
 from instep.types import TokenBatch
-from instep.weights.way import Order, way_named
+from instep.weights.source import WeightSource
+from instep.weights.way import OF_ADAPTERS, Order, way_named
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -38,8 +40,8 @@ class Worker:
     """
 
     backend: TrainBackend
-    reference: TrainBackend | None = None
-    teacher: TrainBackend | None = None
+    reference: Frozen | None = None
+    teacher: Frozen | None = None
 
     def __init__(self, emit: Callable[[Any], None]):
         self._emit = emit
@@ -111,11 +113,12 @@ class Worker:
             return MegatronBackend(self.args, **options)
         from instep.training.hf.backend import HfBackend
 
-        return HfBackend(self.args, **options)
+        trains_adapter = with_optimizer and self.role == "actor"  # a critic trains all of its weights
+        return HfBackend(self.args, **options, lora=lora_of(self.args) if trains_adapter else None)
 
     def load_reference(self, path: Path) -> None:
-        """Build the frozen reference model from a Hugging Face checkpoint or one that instep saved."""
-        self.reference = self._frozen(path)
+        """Make the frozen reference of a Hugging Face checkpoint or one that instep saved, or the actor's base."""
+        self.reference = self.backend.earlier(path) or self._frozen(path)
 
     def load_teacher(self, path: Path) -> None:
         """Build the teacher of on-policy distillation likewise; its shape may differ, its vocabulary may not."""
@@ -129,7 +132,7 @@ class Worker:
     def refresh_reference(self, scratch: Path) -> None:
         """Make the reference a copy of the current actor (--ref-update-interval)."""
         assert self.reference is not None
-        self.export_hf(scratch)
+        self.export_hf(scratch, adapter=self.reference.is_adapter)
         dist.barrier()
         self.reference.load_hf(scratch)
 
@@ -256,22 +259,28 @@ class Worker:
     def publish(self, way: str, order: Order) -> None:
         """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
         self.backend.publish(order.version)
-        way_named(way).send(self.backend.weight_source(), replace(order, host=self._host), self._emit)
+        way_named(way).send(self._source(way), replace(order, host=self._host), self._emit)
+
+    def _source(self, way: str) -> WeightSource:
+        return self.backend.weight_source(adapter=way in OF_ADAPTERS)
 
     def weight_digests(self, way: str) -> dict[str, str]:
-        """The digest of every weight by name, as `way` computes it; collective, empty except on emitting ranks."""
+        """The digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
         digest = way_named(way).digest
-        return {spec.name: digest(t) for spec, t in self.backend.weight_source() if t is not None}
+        return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
 
     def broken_weights(self) -> list[str]:
         """Names of the weights that are not finite; collective, empty except on emitting ranks."""
         return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
 
-    def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint (collective)."""
+    def export_hf(self, path: Path, adapter: bool = False) -> None:
+        """Write a Hugging Face checkpoint, or the adapter alone in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
 
-        export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
+        if adapter:
+            self.backend.export_adapter(path)
+        else:
+            export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from instep.weights.way import Carriage, Order, Sent
 
 class Disk:
     digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
+    name = "disk"
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[TensorRecord], None]) -> None:
         """Write a checkpoint as `order.folder`, and emit the record of each of its tensors."""
-        export_hf(_Recorded(source, emit), order.hf_checkpoint, order.folder)
+        export_hf(Recorded(source, emit), order.hf_checkpoint, order.folder)
 
     def drive(self, carriage: Carriage) -> Sent:
         """Let the engines load the complete checkpoint, then remove it."""
@@ -27,14 +28,14 @@ class Disk:
         with Scratch(GOLDEN, carriage.disk_folder) as root:
             path = root / "hf"
             carriage.publish(path, tensors.append)
-            carriage.deliver({"backend": "disk", "path": str(path)})
+            carriage.deliver({"backend": self.name, "path": str(path)})
         return Sent(tuple(tensors), self.digest_kind)
 
 
 WAY = Disk()
 
 
-class _Recorded(WeightSource):
+class Recorded(WeightSource):
     """A weight source that tells the record of each tensor that it yields."""
 
     def __init__(self, source: WeightSource, tell: Callable[[TensorRecord], None]):

@@ -32,6 +32,7 @@ from instep.weights.way import Carriage, Order, Sent
 
 class Shm:
     digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
+    name = "shm"
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write all weights as buckets of about `order.bucket_bytes` into `order.folder`, and emit their manifests.
@@ -70,7 +71,7 @@ class Shm:
 
         def load(manifest: BucketManifest) -> None:
             try:
-                carriage.deliver({"backend": "shm", "manifest": manifest.to_json()})
+                carriage.deliver({"backend": self.name, "manifest": manifest.to_json()})
             finally:
                 Path(manifest.path).unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -39,3 +39,9 @@ class WeightSource(Protocol):
         for spec, tensor in self:
             if tensor is not None:
                 memory.write(spec.name, tensor)
+
+
+class AdapterSource(WeightSource, Protocol):
+    """The A and B of an adapter under peft's names; `config` is peft's `adapter_config.json`."""
+
+    config: dict[str, Any]

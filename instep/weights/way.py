@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trainer writes into
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # tells an engine where to share its weights
 AUTO = "auto"  # the value of --weight-sync that stands for a way
-WAYS = ("shm", SINGLE_COPY, "disk", "nccl")
-LATER = ("ipc", "restart", "lora")  # known, not there yet
-ON_ONE_HOST = frozenset({"shm", SINGLE_COPY})  # these need trainer and engines on one host
+WAYS = ("shm", SINGLE_COPY, "disk", "nccl", "lora")
+LATER = ("ipc", "restart")  # known, not there yet
+ON_ONE_HOST = frozenset({"shm", SINGLE_COPY, "lora"})  # these need trainer and engines on one host
+OF_ADAPTERS = frozenset({"lora", "lora_disk"})  # these carry an adapter alone; the engines have its base
 GOLDEN = "disk"  # the slow way that every other way is compared with
 
 
@@ -118,7 +119,12 @@ def auto_way(one_host: bool) -> tuple[str, str]:
     return "disk", "an engine is on another host than the trainer's rank 0 or this process"
 
 
+def golden(way: str) -> str:
+    """The slow way that `way` is compared with."""
+    return "lora_disk" if way in OF_ADAPTERS else GOLDEN
+
+
 def way_named(name: str) -> Way:
-    """The way `name`, one of WAYS."""
+    """The way `name`, one of WAYS, or the golden way of one."""
     way: Way = importlib.import_module(f"instep.weights.{name.replace('-', '_')}").WAY
     return way

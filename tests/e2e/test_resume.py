@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.e2e.commands import grpo_arguments, run
 from tests.e2e.killing import Run, metrics, schedule
@@ -102,6 +103,22 @@ def test_ppo_killed_and_resumed_is_bit_identical(tiny, tmp_path, backend):
     assert "critic rank 0 died (SIGKILL)" in victim.sessions[0].stderr
     last = metrics(victim.run_dir)[7]
     assert last["critic/values_mean"] != 0 and last["critic/value_clipfrac"] > 0
+
+
+LORA = "--lora-rank 4 --weight-sync lora --lr 1e-2".split()
+
+
+def test_a_lora_run_that_is_killed_and_resumed_is_bit_identical(tiny, tmp_path):
+    """The adapter, and the reference that was the policy of an earlier step, come back; no checkpoint holds a base."""
+    victim = kill_and_compare(tiny, tmp_path, "hf", 1, *LORA, plan=[("sync", "worker")])
+    assert exit_codes(victim) == (1, 0)
+    for folder in sorted((victim.run_dir / "ckpt").glob("iter_*")):
+        held = FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert held and all(".lora_" in name for name in held)
+        assert (folder / "lora.json").exists()
+    assert {p.name for p in (folder / "reference").glob("*.*")} >= {"adapter_model.safetensors", "adapter_config.json"}
+    begun, merged = tensors(tiny), tensors(victim.run_dir)
+    assert begun.keys() == merged.keys() and 0 < sum(not begun[n].equal(merged[n]) for n in begun) == 14
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""TRL's and verl's own functions as second oracles; `make test-peers` makes an environment that has them.
+"""TRL's, verl's and peft's own functions as second oracles; `make test-peers` makes an environment that has them.
 
 Nothing of their mathematics is stood in for: their modules are imported from the pinned wheels. What a trainer's method
 needs around it (a model that answers with given log-probs, an accelerator of one process) is plumbing and given here.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.oracles.losses import Response
 
-VERSIONS = {"verl": "0.9.1", "trl": "1.16.0"}
+VERSIONS = {"verl": "0.9.1", "trl": "1.16.0", "peft": "0.21.2"}
 
 
 def load(name: str) -> ModuleType:

@@ -53,6 +53,8 @@ def test_weights_are_counted_from_the_headers(folder):
         ("--save-hf hf --precision fp32", {"--save-hf": 4}),
         ("--save out --advantage-estimator ppo", {"--save": 28}),
         ("--critic-save out --advantage-estimator ppo", {"--critic-save": 14}),
+        ("--save out --save-hf hf --train-backend hf --lora-rank 8", {"--save": 0, "--save-hf": 2}),
+        ("--save-hf hf --train-backend hf --lora-rank 8 --save-hf-as adapter", {"--save-hf": 0}),
         ("", {}),
     ],
 )

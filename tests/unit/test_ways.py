@@ -33,14 +33,14 @@ from instep.weights.stream import (
     rows_of,
     send_bucket,
 )
-from instep.weights.way import GOLDEN, LATER, ON_ONE_HOST, SINGLE_COPY, WAYS, Order, auto_way, way_named
+from instep.weights.way import GOLDEN, LATER, ON_ONE_HOST, SINGLE_COPY, WAYS, Order, auto_way, golden, way_named
 from tests.assets import make_checkpoint
 
 TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
 
 
 class Source(WeightSource):
-    emits = True
+    emits, config = True, {"r": 2, "lora_alpha": 4}
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()]
 
     def __iter__(self):
@@ -69,13 +69,15 @@ class Carriage:
         assert info["backend"] == self._way
         if self._way == "nccl":
             receive_stream(info, lambda tensors: self.loaded.update(tensors))
-            return
-        if self._way == "shm":
+        elif "manifest" in info:
             manifest = BucketManifest.from_json(info["manifest"])
+            whole = {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
+            assert info["manifest"].get("config", whole) == whole
             assert (manifest.version, manifest.nonce) == ("3", "nonce")
             self.loaded |= {name: t.clone() for name, t in read_bucket(manifest).items()}
         else:
-            self.loaded |= load_file(Path(info["path"]) / "model.safetensors")
+            name = "adapter_model" if "lora" in self._way else "model"
+            self.loaded |= load_file(Path(info["path"]) / f"{name}.safetensors")
 
     def seconds_left(self):
         return 30.0
@@ -90,7 +92,7 @@ def receive_stream(info, load, session=None):
         group.close()
 
 
-@pytest.mark.parametrize("name", [way for way in WAYS if way != SINGLE_COPY])
+@pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))
 def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     carriage = Carriage(name, tmp_path)
     sent = way_named(name).drive(carriage)
@@ -140,6 +142,7 @@ def test_single_copy_delivers_digests_of_what_the_engine_holds(tmp_path, spoilt)
 
 def test_the_golden_way_reaches_every_host():
     assert GOLDEN in WAYS and GOLDEN not in ON_ONE_HOST and ON_ONE_HOST <= set(WAYS)
+    assert {golden(way) for way in WAYS} == {GOLDEN, "lora_disk"} and not {*map(golden, WAYS)} & ON_ONE_HOST
 
 
 def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, monkeypatch):
@@ -160,7 +163,7 @@ def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, 
         freed.set()
 
 
-@pytest.mark.parametrize("name", [way for way in WAYS if way != SINGLE_COPY])  # which samples
+@pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))  # which samples
 def test_a_digest_tells_every_byte(name):
     digest = way_named(name).digest
     weight = torch.zeros(5000)

@@ -16,7 +16,7 @@ from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.types import TokenBatch
-from instep.weights.way import GOLDEN, Sent
+from instep.weights.way import GOLDEN, OF_ADAPTERS, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -122,14 +122,14 @@ class Proof:
         In bf16 trainer and engine round differently, by how much depends on the weights. An engine must score the same
         after both ways; the difference to the trainer that remains is rounding, and sets the tolerance from now on.
         """
-        session.transfer(GOLDEN)
+        session.transfer(golden(way))
         rescored = session.each(lambda engine: self.engine_scores(engine, session))
         for engine in session.engines:
-            golden = rescored[engine.url]
-            between = largest_gap(golden, scores[engine.url])
+            after = rescored[engine.url]
+            between = largest_gap(after, scores[engine.url])
             if not between <= GOLDEN_TOLERANCE:
                 raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", 0.0, way, sent)
-            gap = largest_gap(expected, golden)
+            gap = largest_gap(expected, after)
             if not gap <= ARITHMETIC_LIMIT:
                 how = f"differ from the trainer's by {gap:.3g}, on the golden path as well"
                 raise self._wrong(session, engine, how, ARITHMETIC_LIMIT, way, sent)
@@ -169,6 +169,11 @@ class Proof:
         """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
         ours = session.actor.weight_digests(way, session.seconds_left())
         wrong_sent = sorted(name for name, digest in sent.digests.items() if ours.get(name) != digest)
+        if way in OF_ADAPTERS and not wrong_sent:
+            return (
+                "The adapter is the trainer's, tensor by tensor: the engine has another base than --hf-checkpoint or "
+                "another alpha, or its requests do not use the adapter."
+            )
         if not engine.capabilities.digests or sent.digest_kind != ENGINE_DIGESTS:
             return f"Sent wrongly: {', '.join(wrong_sent[:8]) or 'nothing'}; this engine cannot say what it holds."
         theirs = engine.weight_digests(timeout=session.seconds_left())

@@ -1,5 +1,6 @@
 """The engine's side of a weight sync: sessions that check all bytes before they load them (docs/architecture.md)."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from instep.checkpoints.adapter import CONFIG, read_adapter
 from instep.checkpoints.weight_files import opened, weight_files
+from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
@@ -41,20 +44,22 @@ class LiveWeights:
         self.session: tuple[str | None, str | None] | None = None  # version, nonce
         self.delivered: set[str] = set()
         self.group: Group | None = None  # of the last stream
+        self.adapter = Adapter(self.weights)
 
     def start(self, version: str | None, nonce: str | None) -> None:
         self.abandon()
         self.session, self.delivered, self.pending = (version, nonce), set(), {}
+        self.adapter.received = {}
 
     def update(self, info: Any) -> int:
         """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         try:
-            written = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}[info["backend"]](
-                info
-            )
-        except (KeyError, TypeError) as error:  # also a backend that is neither
+            loaders = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}
+            loaders |= {"lora": self._receive_bucket, "lora_disk": self._receive_checkpoint}
+            written = loaders[info["backend"]](info)
+        except (KeyError, TypeError) as error:  # also a backend that is none of these
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except HttpError as error:
             self.failure, self.session = f"{FAILED}: {error}", None
@@ -67,6 +72,11 @@ class LiveWeights:
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         started = self.session[0]
+        if self.adapter.received:
+            self.session, self.failure = None, f"{FAILED}: the adapter is not whole"
+            self.adapter.merge()
+            self.failure = ""
+            return version or started or self.version
         missing = [name for name in self.expected if name not in self.delivered]
         self.session, self.failure = None, f"{FAILED}: {missing[:3]} not delivered" if missing else ""
         if missing:
@@ -90,12 +100,31 @@ class LiveWeights:
         return digests
 
     def _load_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return self._write(self._read_bucket(info), exact=True)
+
+    def _receive_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        tensors = self._read_bucket(info)
+        self.adapter.receive(tensors, info["manifest"]["config"])
+        return tensors
+
+    def _receive_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """An adapter on disk, in peft's format."""
+        try:
+            check_checkpoint(info["path"])
+            config = json.loads((Path(info["path"]) / CONFIG).read_text())
+            tensors = read_adapter(Path(info["path"]))
+        except (CheckpointError, NoPlace, OSError, ValueError) as error:
+            raise HttpError("WeightMismatch", f"no adapter in {info['path']}: {error}") from error
+        self.adapter.receive(tensors, config)
+        return tensors
+
+    def _read_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         manifest = BucketManifest.from_json(info["manifest"])
         if (got := (manifest.version, manifest.nonce)) != self.session:
             first = next((record.name for record in manifest.tensors), None)
             raise HttpError("WeightMismatch", f"bucket of version and nonce {got}, session of {self.session}", first)
         try:
-            return self._write(read_bucket(manifest), exact=True)
+            return read_bucket(manifest)
         except BucketMismatch as error:
             raise HttpError("WeightMismatch", str(error), error.tensor) from error
 
@@ -163,4 +192,5 @@ class LiveWeights:
                 parts = [self.pending.pop(name) for name in group.checkpoint]
                 for name, tensor in self.names.to_model(group, parts).items():
                     self.weights[name].copy_(tensor)
+                self.adapter.forget(group.model)
         return tensors

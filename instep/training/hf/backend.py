@@ -25,15 +25,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
+from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
+from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
 from instep.training.hf.mirror import Mirror, MirroredSource
 from instep.training.hf.model import Policy
 from instep.training.hf.weights import HfWeightSource, load_hf
 from instep.types import TokenBatch
+from instep.weights.source import WeightSource
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
@@ -47,10 +51,13 @@ class HfBackend:
         hf_config: the model's configuration. `load_hf` or `load` must follow: weights start undefined.
         dtype: the type that forward and backward compute in, and that engines serve.
         with_optimizer: False for a model that only scores (a reference).
+        lora: the adapter to train instead of the weights, which are then frozen, in `dtype`.
 
     Raises:
         ConfigError: the model is not decoder-only, or cannot be run (noticed by `remark` or the first forward pass).
     """
+
+    is_adapter = False
 
     def __init__(
         self,
@@ -61,8 +68,10 @@ class HfBackend:
         dtype: torch.dtype,
         with_optimizer: bool = True,
         role: Role = "actor",
+        lora: Lora | None = None,
     ):
-        self.args, self.dtype = args, dtype
+        self.args, self.dtype, self.lora = args, dtype, lora
+        self._base: Base | None = None  # what `load_hf` or `load` has read; only with an adapter
         several, full = dist.get_world_size() > 1, dtype is torch.float32
         mirrors = args.weight_sync == SINGLE_COPY and with_optimizer and role == "actor"
         self._sharded = several or (with_optimizer and not full and not mirrors)
@@ -74,7 +83,9 @@ class HfBackend:
             trust_remote_code=args.trust_remote_code,
             max_model_len=args.vllm_max_model_len,
         )
-        self.policy = build(torch.float32 if with_optimizer else dtype)
+        self.policy = build(torch.float32 if with_optimizer and lora is None else dtype)
+        if lora is not None:
+            attach(self.policy.model, lora, args.seed)
         if self._sharded:
             _shard(self.policy, device, dtype)
         self.policy.to(device)
@@ -177,11 +188,6 @@ class HfBackend:
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live weights."""
 
-    def weight_source(self) -> HfWeightSource:
-        if self._mirror is not None:
-            return MirroredSource(self.policy.model, self.dtype, self._names, self._mirror)
-        return HfWeightSource(self.policy.model, self.dtype, self._names)
-
     @functools.cached_property
     def _names(self) -> CheckpointNames:
         """Weights go out under the names that they have in the checkpoint of the model's configuration."""
@@ -189,9 +195,43 @@ class HfBackend:
         names = weight_files(folder) if (folder / "config.json").exists() else None
         return CheckpointNames(self.policy.model, names)
 
+    def weight_source(self, *, adapter: bool = False) -> WeightSource:
+        if adapter:
+            return self._adapter_source(self.dtype)
+        if self._mirror is not None:
+            return MirroredSource(self.policy.model, self.dtype, self._names, self._mirror)
+        return HfWeightSource(self.policy.model, self.dtype, self._names, merged(self.policy.model))
+
+    def _adapter_source(self, dtype: torch.dtype) -> AdapterSource:
+        assert self.lora is not None and self._base is not None, "this policy has no adapter, or no weights yet"
+        last = sorted({name.rpartition(".")[2] for name in adapted(self.policy.model)})
+        config = self.lora.config(list(self.lora.targets or last), self._base.path)
+        return AdapterSource(self.policy.model, dtype, self.parallel.rank == 0, config)
+
+    def export_adapter(self, path: Path) -> None:
+        source = self._adapter_source(torch.float32)
+        export_adapter(source, source.config, path)
+
+    def earlier(self, path: Path) -> Earlier | None:
+        """See `TrainBackend.earlier`."""
+        is_adapter = (path / ADAPTER_CONFIG).exists()
+        if self._base is None or not (is_adapter or str(path) == self._base.path):
+            return None
+        reference = Earlier(self)
+        if is_adapter:
+            reference.load_hf(path)
+        return reference
+
     def load_hf(self, path: Path) -> None:
         load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
         self._changed()
+        self._remember_base(Path(path))
+
+    def _remember_base(self, path: Path) -> None:
+        if self.lora is not None:
+            found = [base_of(path) if self.parallel.rank == 0 else None]
+            dist.broadcast_object_list(found, src=0)
+            self._base = found[0]
 
     @torch.no_grad()
     def _fresh_head(self, fresh: bool) -> str | None:
@@ -202,9 +242,9 @@ class HfBackend:
         head.zero_()
         return next(name for name, weight in named_weights(self.policy.model).items() if weight is head)
 
-    def _state(self, optimizer: bool) -> dict[str, Any]:
+    def _state(self, optimizer: bool, adapter: bool) -> dict[str, Any]:
         """Everything that `save` writes, by name; `load` copies into the same tensors."""
-        weights = named_weights(self.policy.model)
+        weights = adapter_weights(self.policy.model) if adapter else named_weights(self.policy.model)
         state: dict[str, Any] = {"model": {name: w.detach() for name, w in weights.items()}}
         if optimizer and self.optimizer is not None:
             state["optimizer"] = {n: self.optimizer.state[w] for n, w in weights.items() if w in self.optimizer.state}
@@ -212,14 +252,21 @@ class HfBackend:
 
     def save(self, path: Path) -> None:
         try:
-            dcp.save(self._state(optimizer=not self.args.no_save_optim), checkpoint_id=path)
+            dcp.save(self._state(not self.args.no_save_optim, adapter=self.lora is not None), checkpoint_id=path)
+            if self.lora is not None and self._base is not None and self.parallel.rank == 0:
+                write_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot write: {_cause(error)}", where=str(path), remedy="free space, or --save to another disk"
             ) from error
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
-        state = self._state(optimizer)
+        adapter = check_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
+        if self.lora is not None and not adapter and optimizer:
+            what = "it holds all weights of a model and no adapter, so that no LoRA run can go on from it"
+            remedy = "give it as --ref-load, to train an adapter of it; or leave --lora-rank out"
+            raise CheckpointError(what, where=str(path), remedy=remedy)
+        state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
             del state["model"][head]
         try:
@@ -228,6 +275,8 @@ class HfBackend:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
             raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error
         self._changed()
+        if not adapter:
+            self._remember_base(Path(path))
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
@@ -272,7 +321,8 @@ def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, p in policy.named_parameters():
+    trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    for name, p in trained:
         (plain if p.ndim <= 1 or name.endswith(".bias") else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
@@ -282,7 +332,7 @@ def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
         eps=args.adam_eps,
         fused=True,
     )
-    for p in policy.parameters():
+    for _, p in trained:
         step = torch.zeros((), device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,15 +17,22 @@ from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.weights.source import TensorSpec, WeightSource
 
+Addition = Callable[[str], Tensor | None]
+
+
+def _nothing(name: str) -> None:
+    return None
+
 
 class HfWeightSource(WeightSource):
     """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
 
-    Parameters travel as `dtype`, in which the trainer computes with them; buffers as they are.
+    Parameters travel as `dtype`, in which the trainer computes with them; buffers as they are. `more` gives what is
+    added to the weight of a name, in float32, or None; collective.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames):
-        self._weights, self._names = named_weights(model), names
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames, more: Addition = _nothing):
+        self._weights, self._names, self._more = named_weights(model), names, more
         self.emits = dist.get_rank() == 0
         self._groups = [
             (group, [TensorSpec(*named, self._dtype(group, dtype)) for named in _named_shapes(group)])
@@ -44,6 +51,8 @@ class HfWeightSource(WeightSource):
             for name in group.model:
                 local = self._weights[name].detach().to(specs[0].dtype)  # cast first: half the bytes on the wire
                 full[name] = local.full_tensor() if isinstance(local, DTensor) else local
+                if (more := self._more(name)) is not None:
+                    full[name] = (full[name].float() + more).to(specs[0].dtype)
             tensors = self._names.to_checkpoint(group, full) if self.emits else [None] * len(specs)
             yield from zip(specs, tensors, strict=True)
 

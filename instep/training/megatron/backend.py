@@ -43,6 +43,8 @@ class MegatronBackend:
         ConfigError: a model or a layout that this backend does not have.
     """
 
+    is_adapter = False
+
     def __init__(
         self,
         args: Settings,
@@ -221,9 +223,16 @@ class MegatronBackend:
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live parameters."""
 
-    def weight_source(self) -> MegatronWeightSource:
+    def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
+        assert not adapter, "adapters are trained by the hf backend"
         parameters = local_parameters(self.model, self.placement)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
+
+    def export_adapter(self, path: Path) -> None:
+        raise NotImplementedError("adapters are trained by the hf backend")
+
+    def earlier(self, path: Path) -> None:
+        return None
 
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.model, self.placement)

@@ -15,6 +15,7 @@ PROTOCOL = 1  # of the weight sync; instep refuses an engine that speaks another
 ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
 SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where that memory lies: a folder of the run
+LORA_VARIABLE = "INSTEP_LORA"  # set for engines that take adapters, as `lora.py` says
 PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # set by instep for engines that it has started
 
 _watching = False
@@ -27,6 +28,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(ENGINE, "instep_vllm.engine", "ShmWeightTransferEngine")
         single_copy = "instep_vllm.single_copy", "SingleCopyWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(SINGLE_COPY, *single_copy)
+    if os.environ.get(LORA_VARIABLE):
+        from instep_vllm.lora import install
+
+        install()
     if os.environ.get(PARENT_VARIABLE):
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         _die_with_parent()

@@ -6,6 +6,7 @@ A session uses vLLM's own routes:
     POST /start_weight_update
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
                                                                                   or "nccl", "invitation", "seconds"
+                          an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk"
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
@@ -41,6 +42,7 @@ from vllm.logger import init_logger
 
 from instep_vllm import PROTOCOL
 from instep_vllm.bucket import Manifest, WeightMismatch, read
+from instep_vllm.lora import Receiver
 from instep_vllm.place import NoPlace, check_checkpoint
 from instep_vllm.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
@@ -61,7 +63,8 @@ class Session(WeightTransferInitInfo):
 class Update(WeightTransferUpdateInfo):
     """One step of a session.
 
-    `backend` is shm (needs `manifest`), disk (`path`), nccl (`invitation`, `seconds`) or complete (`names`).
+    `backend` is shm or lora (need `manifest`), disk or lora_disk (`path`), nccl (`invitation`, `seconds`) or complete
+    (`names`).
     """
 
     backend: str
@@ -85,6 +88,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+        self._reloading = False
+        self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure
@@ -107,13 +112,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._agree(failure)
 
     def start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self._active = True
         self._delivered, self._complete = set(), False
-        with set_current_vllm_config(self.vllm_config):
-            self._make_unpacked()
-            initialize_layerwise_reload(self.model)
+        self._adapter.clear()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         failure = None
@@ -152,13 +153,23 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         if self._session is None:
             raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
         if update_info.backend == "shm":
-            self._load(self._checked(Manifest.from_json(update_info.manifest)))
+            manifest = self._of_session(Manifest.from_json(update_info.manifest))
+            self._check_names({t.name: t.shape for t in manifest.tensors})
+            self._load(read(manifest))
         elif update_info.backend == "disk":
             self._load(self._checkpoint(Path(update_info.path)))
         elif update_info.backend == "nccl":
             self._receive(Invitation(**update_info.invitation), update_info.seconds)
+        elif update_info.backend == "lora":
+            manifest = self._of_session(Manifest.from_json(update_info.manifest))
+            self._receive_adapter(read(manifest), update_info.manifest["config"])
+        elif update_info.backend == "lora_disk":
+            tensors = self._files(Path(update_info.path))
+            self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
         elif update_info.backend == "complete":
             self._check_complete(update_info.names)
+            if self._adapter.tensors:
+                self._adapter.load()
             self._complete = True
         else:
             raise WeightMismatch(f"no such backend: {update_info.backend!r}")
@@ -180,14 +191,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
-    def _checked(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _of_session(self, manifest: Manifest) -> Manifest:
         assert self._session is not None
         got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
         if got != want:
             first = manifest.tensors[0].name if manifest.tensors else None
             raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
-        self._check_names({t.name: t.shape for t in manifest.tensors})
-        return read(manifest)
+        return manifest
 
     def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
@@ -200,6 +210,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     def _checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
         """All tensors of a Hugging Face checkpoint."""
+        return {name: t for name, t in self._files(folder).items() if not self._shapes or name in self._shapes}
+
+    def _files(self, folder: Path) -> dict[str, torch.Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -210,7 +223,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
                 tensors |= load_file(file)
         except (OSError, ValueError, NoPlace, SafetensorError) as error:
             raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
-        return {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
+        return tensors
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
         """Raise WeightMismatch unless all `names` and every weight of this worker's model have arrived."""
@@ -219,6 +232,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
         if missing := sorted(set(names or ()) - self._delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+        if self._adapter.tensors:  # whose base stays as it is
+            return
+        if not self._delivered:
+            raise WeightMismatch("no tensor was delivered")
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -232,7 +249,17 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
+    def _receive_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        self._adapter.receive(tensors, config)
+        self._delivered.update(tensors)
+
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if not self._reloading:
+            self._make_unpacked()
+            initialize_layerwise_reload(self.model)
+            self._reloading = True
         try:
             self.model.load_weights((name, tensor) for name, tensor in tensors.items())
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
@@ -274,10 +301,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     def _end_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        if not any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+        if not self._reloading:
             return
+        self._reloading = False
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
         for method, kernel in self._kernels:

@@ -1,0 +1,98 @@
+"""LoRA: an adapter is trained, the model stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.arguments.concern import Given, Problem, Settings, flag_name
+from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
+from instep.weights.way import SINGLE_COPY
+
+MAX_RANK = 512  # of vLLM
+OF_SERVER = "of an engine that takes adapters, which --weight-sync lora starts"
+_COMPANIONS = ("lora_alpha", "lora_target_modules", "lora_dropout")
+
+LORA = FlagGroup(
+    "LoRA",
+    (
+        Flag(
+            "--lora-rank",
+            Number(int, 0, MAX_RANK),
+            0,
+            "train a LoRA adapter of this rank, with --train-backend hf; 0: all weights are trained",
+            aliases=("--lora-r",),
+            whose="A",
+        ),
+        Flag("--lora-alpha", COUNT, None, "the adapter counts alpha / rank; default: twice the rank", whose="A"),
+        Flag(
+            "--lora-target-modules",
+            help="names, or last parts of names, of the linear layers with an adapter (q_proj v_proj ...); default: "
+            "all but the output layer",
+            nargs="+",
+        ),
+        Flag("--lora-dropout", FRACTION, 0.0, "0 only: the engine, whose distribution is trained, has no dropout"),
+        Flag(
+            "--save-hf-as",
+            default="merged",
+            choices=("merged", "adapter"),
+            help="what --save-hf holds with --lora-rank: a whole model, or the adapter in peft's format",
+        ),
+        *refused(OF_SERVER, "A", "--enable-lora", instead="--weight-sync lora"),
+        *refused(OF_SERVER, "A", "--max-lora-rank", instead="--lora-rank"),
+    ),
+)
+
+
+def lora_alpha(args: Settings, given: Given) -> int | None:
+    return args.lora_alpha if args.lora_alpha is not None or not args.lora_rank else 2 * args.lora_rank
+
+
+RESOLVERS = (lora_alpha,)
+
+
+def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Flags that say something about an adapter need one."""
+    if args.lora_rank:
+        return
+    for name in _COMPANIONS:
+        if name in given:
+            yield Problem("has no effect without --lora-rank", flag_name(name), "give both")
+    if args.weight_sync == "lora" and not args.debug_rollout_only:
+        yield Problem("there is no adapter", "--weight-sync lora", "give --lora-rank, or another way")
+    if args.save_hf_as == "adapter":
+        yield Problem("there is no adapter", "--save-hf-as adapter", "give --lora-rank")
+
+
+def adapter(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if not args.lora_rank:
+        return
+    if args.train_backend != "hf":
+        what = f"the backend {args.train_backend} trains all weights"
+        yield Problem(what, "--lora-rank", "give --train-backend hf")
+    if args.lora_dropout:
+        what = "the engine, whose distribution is trained, has no dropout"
+        yield Problem(what, f"--lora-dropout {args.lora_dropout}", "leave it out")
+    if args.weight_sync == SINGLE_COPY:
+        what = "the engine would have to compute with an adapter that is no part of its memory"
+        yield Problem(what, "--weight-sync single-copy with --lora-rank", "use --weight-sync lora")
+    if args.save_hf_as == "adapter" and args.save_hf is None:
+        yield Problem("there is no folder to save to", "--save-hf-as adapter", "give --save-hf")
+
+
+def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """By `lora` the adapter alone reaches the engines, so that they must have its base, and room for it."""
+    if args.weight_sync != "lora" or not args.lora_rank:
+        return
+    if args.ref_load is not None and args.ref_load != args.hf_checkpoint:
+        what = f"the adapter's base is --ref-load {args.ref_load}, but engines load {args.hf_checkpoint}"
+        yield Problem(what, "--weight-sync lora", "name the base as --hf-checkpoint, or use --weight-sync shm")
+    words = args.vllm_overrides
+    largest = words.get("max_lora_rank", ["", ""])[-1]
+    if largest.isdigit() and int(largest) < args.lora_rank:
+        what = f"{largest} is below --lora-rank {args.lora_rank}"
+        yield Problem(what, "--vllm-max-lora-rank", "leave it out: --weight-sync lora sets it")
+    if words.get("enable_lora", [""])[0].startswith("--no-"):
+        yield Problem("is needed by --weight-sync lora", "--vllm-no-enable-lora", "leave it out")
+
+
+RULES = (companions, adapter, adapter_way)

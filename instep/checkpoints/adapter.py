@@ -1,0 +1,170 @@
+"""LoRA adapters as files: peft's format, and which base model an adapter belongs to.
+
+DIR/adapter_config.json         peft's: rank, alpha, the names of the adapted layers
+DIR/adapter_model.safetensors   the tensors, under peft's names, in float32
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.checkpoints.hf_export import exporting
+from instep.checkpoints.integrity import folder_digest
+from instep.checkpoints.weight_files import opened
+from instep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from instep.arguments.settings import Settings
+    from instep.weights.source import WeightSource
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+LAYOUT = "lora.json"  # in a checkpoint that holds an adapter and not its base
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What `--lora-rank` and its companions ask for. `targets` are names, or last parts of names, of layers."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...] | None
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def config(self, modules: list[str], base: str) -> dict[str, Any]:
+        """The content of peft's `adapter_config.json` for the adapted `modules` of the model `base`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": modules,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+
+def lora_of(args: Settings) -> Lora | None:
+    """The adapter that the arguments ask for; None where all weights are trained."""
+    if not args.lora_rank:
+        return None
+    return Lora(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, tuple(args.lora_target_modules or ()) or None)
+
+
+# ---- an adapter alone, as peft writes and reads it -------------------------------------------------------------------
+
+
+def export_adapter(source: WeightSource, config: dict[str, Any], dst: Path) -> None:
+    """Write the adapter that `source` yields as the folder `dst`, collectively; see `export_hf`."""
+
+    def write(weights: Iterator[Any], new: Path) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {spec.name: tensor.detach().to("cpu", copy=True).contiguous() for spec, tensor in weights}
+        save_file(tensors, new / TENSORS, metadata={"format": "pt"})
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    exporting(source, dst, write)
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter by peft's names. Raises CheckpointError if there is no readable one."""
+    with opened(folder / TENSORS) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+# ---- the base of an adapter in a run's checkpoint --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """The identity of a base model: where it lay, and a digest of its files of weights."""
+
+    path: str
+    digest: str
+
+
+def base_of(folder: Path) -> Base:
+    """The identity of the base in a Hugging Face folder, or in a checkpoint that instep saved."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.distcp"))
+    return Base(str(folder), folder_digest(files))
+
+
+def write_layout(folder: Path, lora: Lora, modules: list[str], base: Base) -> None:
+    content = {"rank": lora.rank, "alpha": lora.alpha, "modules": modules, "base": asdict(base)}
+    (folder / LAYOUT).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_layout(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of its adapter; None for one that holds all weights.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    path = folder / LAYOUT
+    if not path.exists():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        Base(**content["base"])
+        return {name: content[name] for name in ("rank", "alpha", "modules", "base")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"it does not say what its adapter is: {error!r}", where=str(path), remedy="take another checkpoint"
+        ) from error
+
+
+def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base | None) -> bool:
+    """Compare what the checkpoint `folder` holds with the model that is to read it.
+
+    Args:
+        lora, modules: the adapter of the model; None if it has none.
+        base: the base that the model has read; None before that.
+
+    Returns:
+        Whether the checkpoint holds an adapter; else all weights.
+
+    Raises:
+        CheckpointError: it holds an adapter of another rank, alpha, layers or base, or one where weights are needed.
+    """
+    found = read_layout(folder)
+    if found is None:
+        return False
+    theirs = Base(**found["base"])
+    if lora is None or base is None:
+        what = f"it holds a LoRA adapter of {theirs.path} alone"
+        remedy = "give a merged export (--save-hf); to train this adapter on, --load it with the flags of its run"
+        raise CheckpointError(what, where=str(folder), remedy=remedy)
+    for name, ours, flag in (
+        ("rank", lora.rank, "--lora-rank"),
+        ("alpha", lora.alpha, "--lora-alpha"),
+        ("modules", modules, "--lora-target-modules"),
+    ):
+        if found[name] != ours:
+            there = _difference(found[name], modules) if name == "modules" else f"{found[name]} there, {ours} here"
+            what = f"its adapter is another one: {name} {there}"
+            raise CheckpointError(what, where=str(folder), remedy=f"give {flag} as the run that saved it had it")
+    if theirs.digest != base.digest:
+        raise CheckpointError(
+            f"its adapter belongs to another base: {theirs.path}, not {base.path} (digests {theirs.digest[:12]} and "
+            f"{base.digest[:12]})",
+            where=str(folder),
+            remedy=f"name its base: --hf-checkpoint or --ref-load {theirs.path}",
+        )
+    return True
+
+
+def _difference(theirs: list[str], ours: list[str]) -> str:
+    odd = sorted(set(theirs) ^ set(ours))
+    return f"{len(theirs)} there, {len(ours)} here, the first that differs {odd[0]!r}" if odd else "in another order"

@@ -1,0 +1,24 @@
+"""The way `lora_disk`: engines load an adapter on disk, in peft's format. The way `lora` is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from instep.checkpoints.adapter import export_adapter
+from instep.weights.disk import Disk, Recorded
+from instep.weights.manifest import TensorRecord
+from instep.weights.source import AdapterSource, WeightSource
+from instep.weights.way import Order
+
+
+class LoraDisk(Disk):
+    name = "lora_disk"
+
+    def send(self, source: WeightSource, order: Order, emit: Callable[[TensorRecord], None]) -> None:
+        """Write the adapter as the folder `order.folder`, and emit the record of each of its tensors."""
+        config = {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}
+        export_adapter(Recorded(source, emit), config, order.folder)
+
+
+WAY = LoraDisk()

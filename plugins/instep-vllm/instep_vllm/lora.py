@@ -1,0 +1,154 @@
+"""LoRA adapters from a trainer, in memory: an engine that is started with --enable-lora and INSTEP_LORA=1 takes them.
+
+A weight session brings the adapter to every worker (`engine.py`), which keeps its tensors here. vLLM loads adapters
+when a request names them: each request that names none names the trainer's, whatever its route, and vLLM's own loader
+is given these tensors instead of files. So scheduling, CUDA graphs, caches and parallel layers see an adapter like any.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from instep_vllm import LORA_VARIABLE
+from instep_vllm.bucket import WeightMismatch
+
+REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
+PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+_held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # tensors and peft's configuration, in a worker
+
+
+def install() -> None:
+    """Let requests without an adapter name the trainer's, and vLLM's loader find it here. Once in each process."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if hasattr(InputProcessor.process_inputs, "__wrapped__"):
+        return
+    process, load = InputProcessor.process_inputs, WorkerLoRAManager._load_adapter
+    signature = inspect.signature(process)
+
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        if self.lora_config is not None and call.arguments.get("lora_request") is None:
+            call.arguments["lora_request"] = REQUEST
+        return process(*call.args, **call.kwargs)
+
+    @functools.wraps(load)
+    def load_adapter(self: Any, lora_request: LoRARequest) -> LoRAModel:
+        if lora_request.lora_path != REQUEST.lora_path:
+            return load(self, lora_request)
+        return _model(self._adapter_manager)
+
+    InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
+
+
+class Receiver:
+    """A worker's side of a session that brings an adapter.
+
+    Args:
+        shapes: those of the base's weights by name; empty where they are unknown.
+    """
+
+    def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
+        self._config, self._model, self._shapes = vllm_config, model, shapes
+        self.clear()
+
+    def clear(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._adapter: dict[str, Any] = {}
+
+    def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> None:
+        """Check and keep tensors of the adapter that peft's configuration `adapter` describes.
+
+        Raises:
+            WeightMismatch: the engine takes no adapters; a tensor belongs to no layer, has another rank or shape, is
+                not finite; `adapter` is malformed.
+        """
+        rank, num = adapter.get("r"), adapter.get("num_tensors")
+        if not (type(rank) is type(num) is int and rank > 0 and isinstance(adapter.get("lora_alpha"), int | float)):
+            raise WeightMismatch("the adapter's configuration has no rank, alpha or number of tensors")
+        lora_config = self._config.lora_config
+        if lora_config is None or not os.environ.get(LORA_VARIABLE) or lora_config.max_lora_rank < rank:
+            ask = f"start it with {LORA_VARIABLE}=1, --enable-lora and --max-lora-rank (at least {rank})"
+            raise WeightMismatch(f"this engine takes no adapter of rank {rank}: {ask}")
+        if self.tensors and adapter != self._adapter:
+            raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
+        self._adapter = adapter
+        known, mapper = _layers(self._model.lora_manager), _mapper(self._model)
+        for name, tensor in tensors.items():
+            layer = name.removeprefix(PEFT).removesuffix(A).removesuffix(B)
+            base = self._shapes.get(f"{layer}.weight", ())
+            if not (name.startswith(PEFT) and name.endswith((A, B))) or (self._shapes and len(base) != 2):
+                raise WeightMismatch(f"{name} belongs to no layer of this model", name)
+            if parse_fine_tuned_lora_name(name, mapper)[0].rpartition(".")[2] not in known:
+                raise WeightMismatch(f"vLLM has no adapters for {layer} (leave it out of --lora-target-modules)", name)
+            if base:
+                shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
+                if tuple(tensor.shape) != shape:
+                    raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {shape}", name)
+            if not bool(torch.isfinite(tensor).all()):
+                raise WeightMismatch(f"{name} is not finite", name)
+        self.tensors |= tensors
+
+    def load(self) -> None:
+        """Make the adapter that has arrived the one that requests use.
+
+        Raises:
+            WeightMismatch: it is not whole, or vLLM does not take it.
+        """
+        global _held
+        if len(self.tensors) != self._adapter["num_tensors"]:
+            total = self._adapter["num_tensors"]
+            raise WeightMismatch(f"{len(self.tensors)} of {total} tensors of the adapter were delivered")
+        before, _held = _held, (self.tensors, self._adapter)
+        manager: Any = self._model.lora_manager
+        try:
+            model = _model(manager)
+            manager.remove_adapter(model.id)
+            manager.add_adapter(model)
+            manager.activate_adapter(model.id)
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            _held = before
+            raise WeightMismatch(f"vLLM does not take this adapter: {error!r}") from error
+        self.clear()
+
+
+def _model(manager: Any) -> LoRAModel:
+    """The adapter that this worker holds as vLLM's; before the first session one without layers, which is the base."""
+    if _held is None:
+        return LoRAModel(REQUEST.lora_int_id, manager.lora_config.max_lora_rank, {})
+    tensors, adapter = _held
+    return LoRAModel.from_lora_tensors(
+        REQUEST.lora_int_id,
+        {name: tensor.clone() for name, tensor in tensors.items()},  # vLLM multiplies B by alpha / rank in place
+        PEFTHelper.from_dict(adapter),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_mapper(manager.model),
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+
+
+def _mapper(model: Any) -> Any:
+    """What vLLM's own loader maps the names of adapters with."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_unstacked_mapper() if hasattr(mapper, "get_unstacked_mapper") else mapper.get_rename_mapper()
+
+
+def _layers(manager: Any) -> set[str]:
+    """The last parts of the names of layers that adapters may have."""
+    packed = manager.packed_modules_mapping
+    return {part for name in manager.supported_lora_modules for part in packed.get(name, [name])}
