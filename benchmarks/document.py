@@ -84,10 +84,24 @@ def bf16_gap() -> str:
     return table(*rows)
 
 
+def weight_sync() -> str:
+    found = result("weight-sync-cpu")
+    w = found["workload"]
+    rows = [["precision", "way", "engine paused, seconds", "bytes sent", "probe on both sides, seconds"]]
+    for r in found["rows"]:
+        seconds = [f"{r[key]:.3f}" for key in ("transfer_s", "proof_s")]
+        rows.append([r["precision"], f"`{r['way']}`", seconds[0], f"{r['bytes']:,}", seconds[1]])
+    ratios = ", ".join(f"{name.partition('_')[0]} {ratio:.1f}" for name, ratio in found["headline"].items())
+    how = f"{w['num_parameters'] / 1e9:.2f} B random weights, medians of {w['num_syncs']} syncs of each way"
+    text = f"{measured(found)} {how}. `shm` over `single-copy`: {ratios}."
+    return f"{text}\n\n{table(*rows)}"
+
+
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
     "docs/engines.md": [bf16_gap],
+    "docs/weight-sync.md": [weight_sync],
 }
 
 

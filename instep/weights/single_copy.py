@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
 from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, nonce, sample_digest
 from instep.weights.source import WeightSource
@@ -39,7 +40,11 @@ class SingleCopy:
         """
         if self._memory is None or self._memory.nonces[0] != nonce(order.folder):
             memory = attach(order.folder, lock=source.emits)
-            memory.check(source.specs)
+            try:
+                memory.check(source.specs)
+            except SyncError:
+                memory.close()
+                raise
             if self._memory is not None:
                 self._memory.close()
             self._memory = memory

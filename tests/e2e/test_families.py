@@ -1,4 +1,6 @@
-"""Families of models with real vLLM: each trains, and each way that carries weights brings them to a proven engine."""
+"""Families of models with real vLLM: each trains, and each way brings its weights to an engine that proves them."""
+
+import contextlib
 
 import pytest
 import torch
@@ -10,12 +12,16 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
+from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import Sample
+from instep.weights.place import SYNC
+from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY
 from tests.assets import make_prompts
-from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
+from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.families import FAMILIES, make_family
 
+DENSE = "qwen2 qwen3 llama mistral phi phi3 gemma gemma2 starcoder2".split()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
@@ -34,32 +40,61 @@ def train_once(actor: RoleTrainer) -> None:
     assert metrics["grad_norm"] > 0 and not metrics["skipped_steps"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
-    checkpoint = make_family(name, tmp_path / "hf")
+@contextlib.contextmanager
+def stack(name, folder, *more):
+    """The arguments, the trainer and the vLLM of a family, and a folder through which weights travel."""
+    checkpoint = make_family(name, folder / "hf")
     family = FAMILIES[name]
     if family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's latent attention on a CPU needs AMX")
-    make_prompts(tmp_path / "train.jsonl", 4)
-    flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", family.precision]
-    args = parse(grpo_arguments(tmp_path, tmp_path / "run", *flags)[1:], "train").replace(device="cpu")
-    workers = WorkerGroup("actor", 1, tmp_path / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=tmp_path / "logs")
+    make_prompts(folder / "train.jsonl", 4)
+    flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", family.precision, *more]
+    args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
+    memory, logs = Scratch(f"{SYNC}test-", memory_root()), folder / "logs"
+    workers = WorkerGroup("actor", 1, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    env = {MEMORY_VARIABLE: str(memory.path)}
+    engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=logs, env=env)
     try:
-        layout = workers.call("setup", args, 0, 1, str(tmp_path / "rendezvous"), 1, timeout=120)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
         assert (actor.remark() == "") is family.packed
         engine.wait_ready(240)
-        sync = WeightSync(args, actor, "shm", sync_folder(args), vocab_size=50, max_len=128)
-        try:
-            for way in ("shm", "disk", "nccl", "shm"):
-                result = sync.run([engine], way)
-                print(f"{name} {way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
-                assert result.probe_max_abs_diff <= result.tolerance <= (1.1e-4 if family.precision == "fp32" else 0.5)
-                train_once(actor)
-        finally:
-            sync.close()
+        yield args, actor, engine, memory.path
     finally:
         workers.close()
         engine.stop()
+        memory.remove()
+
+
+def prove(name, sync, engine, actor, way):
+    precision = FAMILIES[name].precision
+    result = sync.run([engine], way)
+    print(f"{name} {way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
+    assert result.probe_max_abs_diff <= result.tolerance <= (1.1e-4 if precision == "fp32" else 0.5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
+    with stack(name, tmp_path) as (args, actor, engine, folder):
+        sync = WeightSync(args, actor, "shm", folder, vocab_size=50, max_len=128)
+        try:
+            for way in ("shm", "disk", "nccl", "shm"):
+                prove(name, sync, engine, actor, way)
+                train_once(actor)
+        finally:
+            sync.close()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_family_shares_one_memory_with_the_trainer(name, tmp_path):
+    """Biases, norms of other kinds and a window: the map is recorded, whatever the layers are called."""
+    with stack(name, tmp_path, "--weight-sync", SINGLE_COPY) as (args, actor, engine, folder):
+        sync = WeightSync(args, actor, SINGLE_COPY, folder, vocab_size=50, max_len=128)
+        try:
+            for way in (SINGLE_COPY, SINGLE_COPY, "disk"):
+                sync.hold([engine])
+                train_once(actor)
+                prove(name, sync, engine, actor, way)
+        finally:
+            sync.close()

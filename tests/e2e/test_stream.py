@@ -14,7 +14,7 @@ from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.training import lr_schedule
-from tests.e2e.commands import grpo_arguments, on_vllm, run
+from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
 from tests.e2e.test_engines import nothing_lost, two_engines
 
 
@@ -39,7 +39,7 @@ class Stack:
         self.actor.load_weights(tiny / "hf")
         for engine in self.engines:
             engine.wait_ready(120)
-        self.syncs = WeightSync(args, self.actor, "nccl", vocab_size=50, max_len=128)
+        self.syncs = WeightSync(args, self.actor, "nccl", sync_folder(args), vocab_size=50, max_len=128)
 
     def close(self):
         self.syncs.close()

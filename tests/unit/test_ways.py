@@ -285,3 +285,12 @@ def test_the_members_of_a_stream_meet_at_one_address_of_the_host():
     assert users_listening(port, "127.0.0.2") and not users_listening(port, "127.0.0.1")
     open_store(place, 20.0).set("name", "value")
     assert store.get("name") == b"value"
+
+
+def test_a_trainer_that_does_not_fit_leaves_the_memory_to_the_next(tmp_path):
+    carriage = Carriage(SINGLE_COPY, tmp_path)
+    SharedWeights(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tmp_path / "hf", carriage.memory_folder)
+    order = Order("3", "nonce", carriage.memory_folder, 50, tmp_path / "hf")
+    for _ in range(2):
+        with pytest.raises(SyncError, match="has layer.0.weight, the engine has not"):
+            SingleCopy().send(Source(), order, print)
