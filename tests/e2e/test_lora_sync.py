@@ -23,7 +23,7 @@ from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint
-from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
+from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
 from tests.e2e.test_sync_proof import tamper, train_once
 
 A = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
@@ -254,3 +254,27 @@ def test_the_exported_adapter_is_what_the_engine_holds(stack, sync, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, args.hf_checkpoint)
     assert result.num_tensors == 28
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_on_vllm_trains_on_tokens_of_the_adapter(small, tmp_path):
+    """Responses that the router hands out have the trainer's log-probs, also after steps that move them much."""
+    words = ["--hf-checkpoint", str(small / "hf"), "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-2"]
+    words += [
+        "--custom-rm-path",
+        "tests.e2e.observed.reward",
+        "--num-rollout",
+        "3",
+        "--save-hf",
+        str(tmp_path / "hf"),
+        "--save-hf-as",
+        "adapter",
+    ]
+    done = run(grpo_arguments(small, tmp_path / "run", *words, *on_vllm()), timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 3 and max(row["train/log_prob_gap_max"] for row in steps) < 1e-4
+    assert all(row["train/grad_norm"] > 0 for row in steps)
+    assert (tmp_path / "hf" / "adapter_model.safetensors").stat().st_size < 100_000

@@ -66,3 +66,17 @@ def test_old_scores_after_a_change_of_weights_are_old_weights(proof: Proof) -> N
     proof.prove(world, "shm", sent("b"))
     with pytest.raises(SyncError, match=r"still answers with old weights: 1 tensors changed \(w, ...\)"):
         proof.prove(world, "shm", sent("c"))
+
+
+def test_the_half_of_an_adapter_that_is_multiplied_by_zero_may_change_without_effect(proof: Proof) -> None:
+    """With rewards that are all alike weight decay moves A alone, and B is still the 0 that it began with."""
+
+    def adapter(a: str, b: str) -> Sent:
+        names = {"q.lora_A.weight": a, "q.lora_B.weight": b}
+        return Sent(tuple(TensorRecord(n, (1,), "float32", 0, 4, d) for n, d in names.items()), "xxh3-128")
+
+    world: Any = World()
+    proof.prove(world, "lora", adapter("a", "zero"))
+    proof.prove(world, "lora", adapter("decayed", "zero"))
+    with pytest.raises(SyncError, match=r"still answers with old weights: 1 tensors changed \(q.lora_B.weight, ...\)"):
+        proof.prove(world, "lora", adapter("decayed", "moved"))
