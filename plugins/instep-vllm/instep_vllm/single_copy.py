@@ -162,7 +162,10 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
             self._compare_samples(update_info)
         elif update_info.backend in ("shm", "nccl"):
-            raise WeightMismatch("this engine shares its memory: it loads no buckets (--weight-sync single-copy)")
+            first = next(iter(self._slices))
+            raise WeightMismatch(
+                "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
+            )
         else:
             super().receive_weights(update_info)
 
