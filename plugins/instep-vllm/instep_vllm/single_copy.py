@@ -146,7 +146,8 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             for name, p in layer.named_parameters(recurse=False):
                 begin, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
                 covered[begin] = sum(n for at, n in starts if begin <= at < stop)
-                if covered[begin] != p.numel() and not isinstance(layer, VocabParallelEmbedding):
+                padded = isinstance(layer, VocabParallelEmbedding) and covered[begin] > 0
+                if covered[begin] != p.numel() and not padded:
                     what = f"{covered[begin]} of {p.numel()} elements of {path}.{name} come from the checkpoint"
                     raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
 
