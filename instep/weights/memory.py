@@ -40,6 +40,12 @@ class Slice:
     source_offset: int
     source_stride: tuple[int, ...]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether its elements follow each other in the memory and in the whole weight."""
+        pairs = zip(self.view.shape, self.source_stride, self.view.stride(), strict=True)
+        return self.view.is_contiguous() and all(size == 1 or theirs == ours for size, theirs, ours in pairs)
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of the whole, contiguous weight."""
         return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
@@ -96,11 +102,20 @@ class EngineMemory:
         return SyncError(what, where=f"the memory of the engine ({self.architecture}, {self.dtype})", remedy=AGAIN)
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """The view of a weight that lies in one piece in the memory of the only rank; None for any other."""
-        if len(self.slices) != 1 or len(parts := self.slices[0][name]) != 1:
+        """The view of a weight that lies in one piece in the memory of the only rank; None for any other.
+
+        Slices that follow each other are one piece: Phi-3's fused q, k and v are loaded one by one.
+        """
+        if len(self.slices) != 1:
             return None
-        view, shape = parts[0].view, self.shapes[name]
-        return view if tuple(view.shape) == shape and view.is_contiguous() else None
+        parts = sorted(self.slices[0][name], key=lambda part: part.source_offset)
+        shape, first, end = self.shapes[name], parts[0].view, 0
+        for part in parts:
+            here = part.view.data_ptr() == first.data_ptr() + end * first.element_size()
+            if part.source_offset != end or not here or not part.in_order:
+                return None
+            end += part.view.numel()
+        return first.as_strided(shape, torch.empty(shape, device="meta").stride()) if end == math.prod(shape) else None
 
     @torch.no_grad()
     def write(self, name: str, whole: torch.Tensor) -> None:

@@ -163,6 +163,25 @@ def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> No
     assert attach(folder, lock=False).whole("norm.weight") is None
 
 
+def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
+    """As Phi-3's checkpoints have q, k and v in one weight, and vLLM copies it in three parts; not in another order."""
+    for order in ("qkv", "qvk"):
+        rank = Rank(plugin, folder, 0, 1)
+        fused, p = torch.randn(rank.parameters["qkv"].shape), rank.parameters["qkv"]
+        sizes = {"q": HEADS * HEAD, "k": KV * HEAD, "v": KV * HEAD}
+        with rank.recorder:
+            ((_, weight),) = rank.recorder.seen([("qkv.weight", fused)])
+            begin = 0
+            for name in "qkv":
+                to = sum(sizes[n] for n in order[: order.index(name)])
+                p[to : to + sizes[name]].copy_(weight[begin : begin + sizes[name]])
+                begin += sizes[name]
+        about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1}
+        plugin.write_manifest(folder, 0, about, rank.handle, rank.recorder.slices, {"qkv.weight": fused.shape})
+        whole = attach(folder, lock=False).whole("qkv.weight")
+        assert (whole is not None and torch.equal(whole, fused)) if order == "qkv" else whole is None
+
+
 def test_both_sides_have_the_same_storage(plugin, folder) -> None:
     """A write on one side is seen on the other bit for bit, in both directions, without a call."""
     (rank,) = engine(plugin, folder, 1)

@@ -99,7 +99,8 @@ class Session:
             try:
                 return self._transfer(way)
             except (SyncError, EngineError) as error:
-                if isinstance(error, EngineGone) or not self._leave_dead(error):
+                named = isinstance(error.__cause__, EngineRefusal) and error.__cause__.tensor  # it is no death's fault
+                if isinstance(error, EngineGone) or named or not self._leave_dead(error):
                     raise
 
     def _leave_dead(self, error: InstepError) -> bool:

@@ -146,7 +146,8 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             for name, p in layer.named_parameters(recurse=False):
                 begin, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
                 covered[begin] = sum(n for at, n in starts if begin <= at < stop)
-                if covered[begin] != p.numel() and not isinstance(layer, VocabParallelEmbedding):
+                padded = isinstance(layer, VocabParallelEmbedding) and covered[begin] > 0
+                if covered[begin] != p.numel() and not padded:
                     what = f"{covered[begin]} of {p.numel()} elements of {path}.{name} come from the checkpoint"
                     raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
 
@@ -162,7 +163,10 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
             self._compare_samples(update_info)
         elif update_info.backend in ("shm", "nccl"):
-            raise WeightMismatch("this engine shares its memory: it loads no buckets (--weight-sync single-copy)")
+            first = next(iter(self._slices))
+            raise WeightMismatch(
+                "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
+            )
         else:
             super().receive_weights(update_info)
 
