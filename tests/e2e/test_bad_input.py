@@ -208,7 +208,11 @@ def test_sft_needs_conversations_with_an_assistant(bad, tiny, tmp_path, capsys, 
 
 @pytest.mark.parametrize(
     "folder, expected",
-    [("tracker", "'abc' is no iteration"), ("iteration", "iteration 7"), ("state", "run_state.json cannot be read")],
+    [
+        ("tracker", "'abc' is no iteration"),
+        ("iteration", "iteration 7"),
+        ("state", "its list of files is missing; there is run_state.json"),
+    ],
 )
 def test_load_with_a_broken_tracker_or_state(bad, tiny, tmp_path, capsys, monkeypatch, folder, expected):
     words = grpo_arguments(tiny, tmp_path / "run", "--load", str(bad / folder))
