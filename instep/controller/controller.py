@@ -159,8 +159,7 @@ class Controller:
             last.callback(self._on_signal.__exit__, kind, error, traceback)
             to_go_on = ""
             if isinstance(error, KeyboardInterrupt):
-                has_saved = self._saved or self._goes_on_in(self.args.save)
-                to_go_on = how_to_go_on(self.args, has_saved=has_saved)
+                to_go_on = how_to_go_on(self.args, self._beginning.run_id)
                 self.log.interrupted(to_go_on)
             self._standstill.__exit__(kind, error, traceback)
             runtime.shutdown()

@@ -91,16 +91,14 @@ def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | N
     )
 
 
-def how_to_go_on(args: Settings, *, has_saved: bool = True) -> str:
-    """How the run that ends now can go on: from which checkpoint, by which command.
-
-    Args:
-        has_saved: False: what is in `--save` is of an earlier run.
-    """
+def how_to_go_on(args: Settings, run_id: str | None) -> str:
+    """How the run `run_id`, which ends now, can go on: from which checkpoint, by which command."""
     if not args.save:
         return f"nothing was saved (no --save): the same command begins anew{f' from {args.load}' if args.load else ''}"
     try:
-        saved = find_checkpoint(Path(args.save), None) if has_saved else None
+        saved = find_checkpoint(Path(args.save), None)
+        if saved is not None and (read_state(saved[0]) or {}).get("run_id") != run_id:
+            saved = None  # of an earlier run
     except CheckpointError as error:
         return f"the checkpoints in {args.save} need a look: {error.what}"
     if saved is None:

@@ -187,10 +187,10 @@ def test_only_an_export_of_instep_is_replaced(tmp_path):
 
 
 def test_how_an_interrupted_run_goes_on(tmp_path):
-    def said(has_saved=True, **given):
+    def said(run_id="ours", **given):
         names = "save load save_interval ckpt_step finetune start_rollout_id".split()
         args = argparse.Namespace(**{**dict.fromkeys(names), "finetune": False, **given})
-        return how_to_go_on(args, has_saved=has_saved)
+        return how_to_go_on(args, run_id)
 
     save = str(tmp_path)
     assert said() == "nothing was saved (no --save): the same command begins anew"
@@ -198,11 +198,13 @@ def test_how_an_interrupted_run_goes_on(tmp_path):
         f"nothing was saved yet (--save-interval 5): the same command begins anew from {save}"
     )
     assert "nothing was saved yet (no --save-interval): " in said(save=save)
-    last = save_checkpoint(tmp_path, 3, write, {"rollout_id": 3})
+    last = save_checkpoint(tmp_path, 3, write, {**STATE, "run_id": "ours"})
     assert said(save=save, load=save) == f"the last checkpoint is {last}: the same command goes on from it"
-    assert "nothing was saved yet" in said(has_saved=False, save=save)  # that checkpoint is of an earlier run
+    assert "nothing was saved yet" in said("another", save=save)  # that checkpoint is of an earlier run
     assert said(save=save, load="other", finetune=True) == (
         f"the last checkpoint is {last}: the same command, with --load {save}, without --finetune, goes on from it"
     )
+    save_checkpoint(tmp_path, 4, write, STATE)  # of an instep that gave runs no identity
+    assert "the last checkpoint is" in said(None, save=save) and "nothing was saved yet" in said(save=save)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("x")
     assert "'x' is no iteration" in said(save=save)
