@@ -73,7 +73,7 @@ class _Faulty(Runner):
 def _compute(pipe: Connection, path: Path) -> None:
     model = load_model(str(path), torch.float32, torch.device("cpu"), 128, False)
     tokenizer = SimpleNamespace(get_vocab=dict, apply_chat_template=print)
-    Scheduler(_Faulty(model, 8, 128), LiveWeights(model), tokenizer, pipe).run()
+    Scheduler(_Faulty(model, 8, 128), LiveWeights(model, path), tokenizer, pipe).run()
 
 
 def test_a_step_that_fails_fails_its_requests_only(tmp_path: Path) -> None:
