@@ -133,7 +133,7 @@ def foreign_weights(place: Place) -> None:
         def submit_after_change(self, requests):
             if self.weights.version == "2" and requests[0].max_tokens > 4 and not done:
                 done.append(mark())
-                for parameter in self.weights.parameters.values():
+                for parameter in self.weights.weights.values():
                     parameter.data *= -1
             return submit(self, requests)
         Scheduler.submit = submit_after_change
