@@ -12,10 +12,11 @@ import pytest
 
 from instep.checkpoints.integrity import write_manifest
 from instep.cli import main
-from instep.doctor import installation
+from instep.doctor import installation, run_dir
 from instep.doctor.run_dir import check_run
 from instep.errors import ConfigError
 from instep.observability.versions import versions
+from instep.scratch import ANY
 
 
 def test_an_installation(capsys):
@@ -87,8 +88,9 @@ STATE = {"rollout_id": 1, "num_steps": 2, "version": 3, "ledger": {}, "evaluatio
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A run's folder as a finished run leaves it, with one checkpoint."""
+def run(tmp_path, monkeypatch):
+    """A run's folder as a finished run leaves it, with one checkpoint; killed runs of other tests are not seen."""
+    monkeypatch.setattr(run_dir, "places", lambda folder, save_hf: [(folder, ANY)])
     folder, save = tmp_path / "run", tmp_path / "ckpt"
     checkpoint = save / "iter_0000001"
     checkpoint.mkdir(parents=True)
