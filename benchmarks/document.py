@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +85,30 @@ def bf16_gap() -> str:
     return table(*rows)
 
 
+def controller_share() -> str:
+    found = result("controller-share-cpu")
+    rows = [["part", *(f"{r['samples']:,} samples" for r in found["rows"])]]
+    names = {"cpu": "**all, CPU seconds**", "wall": "wall clock, with waits for stand-ins and other work"}
+    for name in found["rows"][0]["seconds"]:
+        if name != "generate wall":
+            rows.append([names.get(name, name), *(f"{r['seconds'][name]:.3f}" for r in found["rows"])])
+    return f"{measured(found)}\n\n{table(*rows)}"
+
+
+def data_files() -> str:
+    found = result("data-files-cpu")
+    rows = [["file", "start", "seconds to the first batch", "seconds of a further batch", "memory, MB"]]
+    names = {"first": "first, which builds the index", "second": "second", "cold": "third, nothing in the page cache"}
+    for r in found["rows"]:
+        file = (
+            f"{r['kind']}, {r['file_gb']:.1f} GB (cache {r['cache_gb']:.2f} GB), {r['starts'][0]['prompts']:,} prompts"
+        )
+        for one in r["starts"]:
+            figures = [f"{one[key]:.3f}" for key in ("to_first_batch_s", "batch_s")]
+            rows.append([file, names[one["start"]], *figures, f"{one['memory_mb']:.0f}"])
+    return f"{measured(found)} A batch has {found['workload']['batch']} prompts.\n\n{table(*rows)}"
+
+
 def weight_sync() -> str:
     found = result("weight-sync-cpu")
     w = found["workload"]
@@ -97,11 +122,79 @@ def weight_sync() -> str:
     return f"{text}\n\n{table(*rows)}"
 
 
+def weight_sync_gpu() -> str:
+    """The tables of every device in `results/weight-sync-<device>.json`, of which weight_sync_gpu.py writes one."""
+    parts = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("weight-sync-[0-9]x-*.json")):
+        found = result(path.stem)
+        gpus = f"{found['num_gpus']} x {found['device']}, copying {found['copy_gb_per_s']:,.0f} GB/s"
+        if "broadcast_gb_per_s" in found:
+            gpus += f", broadcasting {found['broadcast_gb_per_s']:,.0f} GB/s"
+        head = "size, way|paused p50, p95|idle: paused, session, with proof|publish, floor|proof|recomputed|GB|tokens/s"
+        rows = [head.split("|")]
+        for r in found["rows"]:
+            name = f"{r['size']} `{r['way']}`"
+            rows.append([name, r["error"], *[""] * 6] if "error" in r else [name, *_sync_cells(r)])
+        parts.append(f"{measured({**found, 'device': gpus})}\n\n{table(*rows)}")
+    return "\n\n".join(parts) or "Nothing measured yet."
+
+
+def gpu_main() -> str:
+    """The runs of `results/gpu-main.json`, put together from the tables of scripts/gpu_main.py."""
+    found = result("gpu-main")
+    head = (
+        "job|GPU, what else ran|steps|session|pause|transfer|proof|rollout|train|sync|step|sleep, wake, offload, onload"
+    )
+    rows = [head.split("|")]
+    for run in found["runs"]:
+        for r in run["rows"]:
+            m = r["median"]
+            sync = [_first_too(r, f"sync/{n}_seconds") for n in ("session", "pause", "transfer", "proof")]
+            step = [_first_too(r, f"perf/{n}_seconds") for n in ("rollout", "train", "sync", "step")]
+            names = [f"turns/{n}_seconds" for n in ("sleep", "wake", "offload", "onload")]
+            turns = ", ".join(f"{m[n]:.2f}" for n in names) if names[0] in m else ""
+            rows.append([f"`{r['job']}`", f"{run['device']}; {run['beside']}", str(r["steps"]), *sync, *step, turns])
+    text = f"Measured on {found['date']}: vLLM {found['versions']['vllm']}, torch {found['versions']['torch']}. "
+    text += "Seconds are medians over the steps but the first, whose seconds are in brackets."
+    s = found["nccl_stream"]
+    seconds, gb = median(s["syncs_s"]), s["bytes"] / 1e9
+    stream = (
+        f"`nccl` between {s['device']}, {gb:.2f} GB (4 B dimensions), gathered, packed, sent and checked, not loaded: "
+    )
+    stream += (
+        f"{seconds:.3f} s (first {s['first_s']:.1f} s), {seconds / s['floor_s']:.2f} times what a 1-GiB broadcast's "
+    )
+    stream += f"rate needs; the sender's peak is {s['sender_peak_gib']:.1f} GiB, with the model."
+    return f"{text}\n\n{table(*rows)}\n\n{stream}"
+
+
+def _first_too(row: dict[str, Any], name: str) -> str:
+    now, first = row["median"][name], row["first"][name]
+    return f"{now:.3f} ({first:.3f})" if row["steps"] > 1 else f"({first:.3f})"
+
+
+def _sync_cells(r: dict[str, Any]) -> list[str]:
+    def ms(*seconds: float | None) -> str:
+        return ", ".join("-" if s is None else f"{s * 1e3:,.1f}" for s in seconds)
+
+    busy = r["busy"]
+    sent = [busy[f"{n}_seconds"] for n in ("gather", "meet", "send", "load") if f"{n}_seconds" in busy]
+    published = ms(busy.get("publish"), r.get("floor")) + (f" ({ms(*sent)})" if sent else "")
+    paused = [
+        ms(r["paused_p50"], r["paused_p95"]),
+        ms(*(r["idle"].get(n) for n in ("paused", "session_seconds", "session"))),
+    ]
+    memory = f"{r.get('gpu_gb', 0):.1f}, trainer {r['trainer_peak_gb']:.1f}"
+    return [*paused, published, ms(busy.get("proof")), ms(r["recomputed"]), memory, f"{r['tokens_per_s']:,.0f}"]
+
+
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
+    "docs/data.md": [data_files],
     "docs/engines.md": [bf16_gap],
-    "docs/weight-sync.md": [weight_sync],
+    "docs/performance.md": [controller_share],
+    "docs/weight-sync.md": [weight_sync, weight_sync_gpu, gpu_main],
 }
 
 

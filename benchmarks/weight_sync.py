@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import weight_sync_gpu  # noqa: E402
 from benchmarks.machine import cores  # noqa: E402
 from instep.arguments import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
@@ -47,6 +48,9 @@ FLAGS += "--actor-num-gpus-per-node 1 --rollout-batch-size 1 --n-samples-per-pro
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see weight_sync_gpu.py")
+    if "--device" in sys.argv and "cuda" in sys.argv:
+        sys.exit(weight_sync_gpu.main())
     parser.add_argument("--num-syncs", type=int, default=5, help="of each way; one more before them does not count")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "weight-sync-cpu.json")

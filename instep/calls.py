@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from instep.processes import BEAT_SECONDS, pulse
+from instep.spans import span
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class CallQueue:
                     continue
                 return
             try:
-                answer = self._functions[name](*given)
+                with span(name):
+                    answer = self._functions[name](*given)
             except self._expected as error:
                 answer = error
             except Exception as error:  # noqa: BLE001 - a process border: the caller gets it

@@ -8,53 +8,53 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
 from instep.private import private_files
 
-# Commands of slime that are not there: why, and what to do.
-MISSING = {
-    "train-async": (
-        "asynchronous training comes later: rollouts and steps take turns",
-        "run `instep train` with the same flags; --partial-rollout continues what a rollout leaves unfinished",
-    ),
-    "convert": (
-        "no conversion is needed: --hf-checkpoint, --load and --ref-load take Hugging Face folders, --save-hf writes "
-        "them",
-        "convert a checkpoint of another framework with a tool of that framework, to a Hugging Face folder",
-    ),
-}
-COMMANDS = ("train", "sft", "dpo", "serve", "plan", "report", "samples", "doctor")
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
+COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "plan", "profile", "report", "samples", "convert", "doctor")
 
 HELP = """\
 usage: instep COMMAND ...
 
-  train     reinforcement learning: rollout, reward, step, weight sync
-  sft       supervised fine-tuning through the same trainer
-  dpo       direct preference optimization of pairs of responses, through the same trainer
-  serve     a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
-  plan      where the flags of `train` or `sft` would put ranks and engines; starts nothing
-  report    RUN_DIR: write the run's report.html
-  samples   RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
-  doctor    [RUN_DIR]: check this installation, or what became of a run
+  train       reinforcement learning: rollout, reward, step, weight sync
+  train-async the same while the next rollout is generated
+  sft         supervised fine-tuning through the same trainer
+  dpo         direct preference optimization of pairs of responses, through the same trainer
+  serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
+  profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
+  report      RUN_DIR: write the run's report.html
+  samples     RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
+  convert     hf-to-megatron | megatron-to-hf: weights from one format to the other, read back and compared
+  doctor      [RUN_DIR]: check this installation, or what became of a run
 
-`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train, sft
-or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt; docs/debugging.md says more.
+`instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train,
+train-async, sft or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt;
+docs/debugging.md says more.
 docs/quick_start.md goes from a clone to a task of your own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(words))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Do the work of a command. Returns its exit code, or that of its error, which is printed."""
     try:
         _terminate_like_interrupt()
         with private_files():
-            return _run(words)
+            return work()
     except InstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -71,7 +71,7 @@ def _run(words: list[str]) -> int:
         print(HELP)
     elif command == "--version":
         print(f"instep {__version__}")
-    elif command in ("train", "sft", "dpo"):
+    elif command in ("train", "train-async", "sft", "dpo", "profile"):
         _train(command, rest)
     elif command == "serve":
         _serve(rest)
@@ -83,13 +83,14 @@ def _run(words: list[str]) -> int:
         from instep.observability.show_samples import main as samples
 
         return samples(rest)
+    elif command == "convert":
+        from instep.convert import main as convert
+
+        return convert(rest)
     elif command == "doctor":
         from instep.doctor.command import main as doctor
 
         return doctor(rest)
-    elif command in MISSING:
-        what, remedy = MISSING[command]
-        raise ConfigError(what, where=f"instep {command}", remedy=remedy)
     else:
         like = difflib.get_close_matches(command, COMMANDS, n=1)
         remedy = f"did you mean `instep {like[0]}`?" if like else f"the commands are {', '.join(COMMANDS)}"
@@ -100,6 +101,21 @@ def _run(words: list[str]) -> int:
 def _train(command: str, words: list[str]) -> None:
     if _helps(command, words):
         return
+    profiles, command = command == "profile", "train" if command == "profile" else command
+    args = arguments(command, words)
+    if profiles:
+        from instep.controller.profile import of_profile
+
+        args = of_profile(args)
+    run(args)
+
+
+def arguments(command: str, words: list[str]) -> Args:
+    """The arguments of a command that trains, of which everything is checked that can be before a process starts.
+
+    Raises:
+        InstepError: they, or the files that they name, are wrong; or the run would not fit here.
+    """
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
@@ -109,21 +125,41 @@ def _train(command: str, words: list[str]) -> None:
     from instep.preflight import check_inputs
 
     check_inputs(args)
-    if args.device == "auto":
+    if args.device != "cpu":
         from instep.controller.device import device_here
+        from instep.plan.command import check_launch, memory_of_gpus
 
-        args = parse([*words, "--device", device_here()], command)  # defaults and rules depend on it
+        # Defaults and rules depend on the device, and the plan on its memory.
+        device = device_here() if args.device == "auto" else args.device
+        size = memory_of_gpus() if device == "cuda" and args.cluster == "local" else None
+        given = any(word.partition("=")[0] == "--gpu-memory-gb" for word in words)
+        known = [] if size is None or given else ["--gpu-memory-gb", f"{size:.2f}"]
+        words = [*words, "--device", device, *known]
+        args = parse(words, command)
+        check_launch(args, words)
+    return args
+
+
+def run(args: Args) -> dict[str, Any]:
+    """Train as `args.command` says, and return the run's summary.
+
+    Raises:
+        InstepError: the run cannot go on.
+    """
     from instep.observability.output import lasting_output
 
     with lasting_output(Path(args.run_dir) / "logs"):
-        if command in ("sft", "dpo"):
+        if args.command in ("sft", "dpo"):
             from instep.sft import sft
 
-            sft(args)
-        else:
-            from instep.train import train
+            return sft(args)
+        if args.command == "train-async":
+            from instep.train_async import train_async
 
-            train(args)
+            return train_async(args)
+        from instep.train_sync import train
+
+        return train(args)
 
 
 def _helps(command: str, words: list[str]) -> bool:
@@ -131,9 +167,12 @@ def _helps(command: str, words: list[str]) -> bool:
     if "-h" not in words and "--help" not in words:
         return False
     from instep.arguments.engine_help import TOPICS, format_engine_help
-    from instep.arguments.help import format_help
+    from instep.arguments.help import PROFILE_HELP, format_help
 
     topic = next((word for word in words if word in TOPICS), None)
+    if command == "profile":
+        print(PROFILE_HELP)
+        return True
     print(format_help(command) if topic is None else format_engine_help(TOPICS[topic]))
     return True
 
@@ -153,25 +192,12 @@ def _serve(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
+    from instep.plan.command import USAGE, plan
+
     if "-h" in words or "--help" in words:
-        print(
-            "usage: instep plan [--FLAG ...]\n\nPrint where ranks and engines go on a cluster of nodes with "
-            "--num-gpus-per-node GPUs.\nTakes the flags of `instep train`, needs none and starts nothing."
-        )
-        return
-    from instep.arguments import parse
-    from instep.cluster.engine_plan import describe_engines
-    from instep.cluster.placement import make_plan, table
-
-    args = parse(words, "plan")
-    for note in args.notes:
-        print(note)
-    from rich.console import Console
-
-    Console().print(table(make_plan(args)))
-    if args.rollout_backend != "auto" or args.device != "cpu":  # else engines of which there is nothing to show
-        for line in describe_engines(args):
-            print(line)
+        print(USAGE)
+    else:
+        plan(words)
 
 
 def _report(words: list[str]) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +14,16 @@ from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
 from instep.arguments.paths import RUN_FILES
 from instep.checkpoints.folders import checkpoints_read
-from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
+from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint, check_unquantized
 from instep.checkpoints.integrity import check_whole
 from instep.data.dataset import check_file
 from instep.data.formats import eval_row_format, row_format
+from instep.data.graders import grader_of
+from instep.data.rows import split_files
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 from instep.observability.run_folder import config_of
+from instep.sandbox import check_sandbox
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -43,11 +48,17 @@ def _check_inputs(args: Settings) -> None:
     defaults = {flag.attribute: flag.default for flag in own_flags().values()}
     own_source = args.data_source_path != defaults["data_source_path"]
     if args.prompt_data is not None and args.rollout_global_dataset and not own_source:
-        check_file(args.prompt_data, row_format(args), skip_bad_rows=args.skip_bad_rows)
+        for file in split_files(args.prompt_data):
+            rows = row_format(args)
+            check_file(file, rows, skip_bad_rows=args.skip_bad_rows, cache_path=args.data_cache_path)
     if args.eval_function_path == defaults["rollout_function_path"]:
         for dataset in args.eval_datasets:
             _check_eval_file(args, dataset)
-    check_hf_checkpoint(args.hf_checkpoint)
+    if "code" in map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)])):
+        _check_sandbox(args)
+    config = check_hf_checkpoint(args.hf_checkpoint)
+    lora = "; with --lora-rank and --weight-sync lora --vllm-quantization quantizes it in the engines"
+    check_unquantized(config, str(args.hf_checkpoint), "be trained, nor be an adapter's base", lora)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     if args.save_hf:
         check_export_folder(str(args.save_hf).format(rollout_id=0))
@@ -59,6 +70,13 @@ def _check_inputs(args: Settings) -> None:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
+
+
+def _check_sandbox(args: Settings) -> None:
+    """Refuse rewards that run code on a host without a sandbox."""
+    if not args.unsafe_local_exec:
+        with ThreadPoolExecutor(1) as threads:  # a loop may run in this one: a notebook's
+            threads.submit(asyncio.run, check_sandbox()).result()
 
 
 def _check_run_dir(folder: Path) -> None:
@@ -82,7 +100,8 @@ def _check_checkpoints(args: Settings) -> None:
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:
     flag, other = ("--eval-prompt-data", "--eval-{}-key") if args.eval_config is None else ("--eval-config", "{}_key")
     try:
-        check_file(dataset.path, eval_row_format(args, dataset), skip_bad_rows=args.skip_bad_rows)
+        rows, cache = eval_row_format(args, dataset), args.data_cache_path
+        check_file(dataset.path, rows, skip_bad_rows=args.skip_bad_rows, cache_path=cache)
     except InstepError as error:
         remedy = error.remedy
         for key in ("input", "label"):

@@ -49,6 +49,7 @@ class Sample:
 
     `tokens` holds the ids of prompt and response, `response_length` counts those of the response. Per-token lists
     (`loss_mask`, `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
+    `rollout_routed_experts` (`routes.py`) are the engine's choices for prompt and response.
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -64,6 +65,7 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = None  # [num_tokens - 1, num_layers, experts per token], of small integers
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
     sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
@@ -129,6 +131,7 @@ class Sample:
         tokens: Iterable[int] | None = None,
         trainable: bool = True,
         weight_versions: Sequence[VersionSpan] = (),
+        routed_experts: Any = None,
         meta_info: dict[str, Any] | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
@@ -138,9 +141,10 @@ class Sample:
         Tokens of a tool or an environment are `trainable=False`: their mask and their log-prob are 0.
 
         Args:
-            tokens_or_args: the token ids. Functions written for slime give `args` here, which is not read, and the ids
-                by the keyword `tokens`.
+            tokens_or_args: the token ids. Functions written for slime give `args` here, and the ids as `tokens`.
             weight_versions: positions count from the first token of this call.
+            routed_experts: rows `[_, num_layers, experts per token]`, of the tokens up to the last but one; they may
+                begin with the first token of the sample, or with the first one whose row it does not have.
             meta_info: what the engine said of these tokens: `weight_version`, and `finish_reason` ("stop", "length" or
                 "abort", or a dict with that as its `type`), which sets the status if `update_terminal_info`.
             text: is appended to `response`.
@@ -149,10 +153,36 @@ class Sample:
             ValueError: log-probs missing for one part and present for another, or lengths that differ.
         """
         given = tokens_or_args if tokens is None and isinstance(tokens_or_args, Iterable) else tokens
-        ids = [] if given is None else [int(t) for t in given]
-        values = None if log_probs is None else [float(x) for x in log_probs]
+        ids = [] if given is None else _plain(given, int)
+        values = None if log_probs is None else _plain(log_probs, float)
+        said = meta_info or {}
+        if "weight_version" in said and ids and not weight_versions:  # instep's engines tell that of each token, too
+            whole = {"version": str(said["weight_version"]), "start": 0, "end": len(ids)}
+            weight_versions = [VersionSpan(**span) for span in said.get("weight_versions", [whole])]
+        self.append_plain(ids, values, weight_versions, routed_experts, trainable=trainable)
+        self.response += text or ""
+        reason = said.get("finish_reason") if update_terminal_info else None
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        self.status = _ENDINGS.get(str(reason), self.status)
+
+    def append_plain(
+        self,
+        ids: list[int],
+        values: list[float] | None,
+        weight_versions: Sequence[VersionSpan] = (),
+        routed_experts: Any = None,
+        *,
+        trainable: bool = True,
+    ) -> None:
+        """`append_response_tokens` of ids and log-probs that are lists of Python's own numbers, as engines answer."""
+        from instep import routes  # which imports numpy
+
         self._check_append(len(ids), values, trainable)
         n, before = len(ids), self.response_length
+        known = self.routes_that_hold()
+        if routed_experts is not None and n:
+            known = routes.extended(known, routed_experts, len(self.tokens) + n)
+        self.rollout_routed_experts = known
         if self.loss_mask is None:
             self.loss_mask = [1] * before
         self.loss_mask.extend([int(trainable)] * n)
@@ -162,10 +192,6 @@ class Sample:
             self.rollout_log_probs.extend([0.0] * n)
         self.tokens = list(self.tokens) + ids
         self.response_length = before + n
-        self.response += text or ""
-        said = meta_info or {}
-        if "weight_version" in said and n and not weight_versions:
-            weight_versions = [VersionSpan(str(said["weight_version"]), 0, n)]
         for span in weight_versions:
             start, end = before + span.start, before + span.end
             last = self.weight_versions[-1] if self.weight_versions else None
@@ -173,9 +199,15 @@ class Sample:
                 last.end = end
             else:
                 self.weight_versions.append(VersionSpan(span.version, start, end))
-        reason = said.get("finish_reason") if update_terminal_info else None
-        reason = reason.get("type") if isinstance(reason, dict) else reason
-        self.status = _ENDINGS.get(str(reason), self.status)
+
+    def routes_that_hold(self) -> Any:
+        """The rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
+
+        A generate function may have cut `tokens`, or begun anew with others and no response. The last token's row comes
+        with the answer in which a token follows it.
+        """
+        known = self.rollout_routed_experts
+        return None if known is None or not self.response_length else known[: max(0, len(self.tokens) - 1)]
 
     def _check_append(self, n: int, log_probs: list[float] | None, trainable: bool) -> None:
         """Raise a ValueError where `n` further tokens would leave the columns of different lengths."""
@@ -194,10 +226,15 @@ class Sample:
             raise ValueError("either all trainable parts of a response have log-probs or none has")
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; routed experts become a text (`routes.encode`)."""
+        from instep import routes
+
         known = {f.name for f in dataclasses.fields(self)}
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
         out |= {name: value for name, value in vars(self).items() if name not in known}  # set by hooks
         out["status"] = self.status.value
+        if self.rollout_routed_experts is not None:
+            out["rollout_routed_experts"] = routes.encode(self.rollout_routed_experts)
         out["weight_versions"] = [dataclasses.asdict(s) for s in self.weight_versions]
         return {**self.extra, **out}
 
@@ -208,6 +245,10 @@ class Sample:
         kwargs["status"] = Status(kwargs.get("status", "pending"))
         spans = kwargs.pop("weight_versions", [])
         sample = cls(**kwargs)
+        if isinstance(sample.rollout_routed_experts, str):
+            from instep import routes
+
+            sample.rollout_routed_experts = routes.decode(sample.rollout_routed_experts)
         if all(isinstance(s, dict) for s in spans):
             sample.weight_versions = [VersionSpan(**s) for s in spans]
         elif len(spans) == 1:  # slime and vime keep names only, which do not tell the tokens of several versions apart
@@ -220,6 +261,12 @@ class Sample:
             elif name not in known:
                 sample.extra[name] = value
         return sample
+
+
+def _plain(values: Iterable[Any], kind: type) -> list[Any]:
+    """`values` as Python's own numbers."""
+    values = list(values)
+    return values if {kind}.issuperset(map(type, values)) else list(map(kind, values))
 
 
 Group = list[Sample]
@@ -327,6 +374,11 @@ class TokenBatch:
                 for k, v in self.sample_columns.items()
             },
         )
+
+    def without_routes(self) -> TokenBatch:
+        """The batch for a model that chooses its own experts."""
+        columns = {name: column for name, column in self.sample_columns.items() if not name.endswith("_experts")}
+        return dataclasses.replace(self, sample_columns=columns)
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """A copy with its tensors on `device`; lists stay as they are."""

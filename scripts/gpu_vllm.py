@@ -25,7 +25,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
-BOUNDED = "--vllm-gpu-memory-utilization 0.1 --vllm-kv-cache-memory-bytes 1073741824"
+# Nothing sleeps: vLLM measures what it frees, and the other jobs use the card at the same time.
+BOUNDED = "--vllm-gpu-memory-utilization 0.1 --vllm-kv-cache-memory-bytes 1073741824 "
+BOUNDED += "--no-offload-train --no-offload-rollout"
 REWARD = 0.9  # that the quickstart must reach, held out
 GAP_RATIO = 1.2
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.training.hf.model import Policy
+from instep.training.hf.shards import whole
 
 _SMALL = {
     8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim hidden_size_per_layer_input",
@@ -51,6 +53,13 @@ PADDED = {
     "transformers cannot run it so": "axk2 mpt",
 }
 REASONS = {name: reason for reason, names in PADDED.items() for name in names.split()}
+# What tensor parallelism splits, as right; it refuses the others by name.
+SPLIT = (
+    "apertus arcee aria_text biogpt cohere cohere2 cohere2_moe cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
+    "gemma4_text glm glm4 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium jamba lfm2 llama mistral "
+    "nanochat nemotron nemotron_h olmo olmo2 olmo3 opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text "
+    "recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma"
+).split()
 # What it refuses: as they are, they are not causal.
 REFUSED = "bert-generation big_bird cpmant".split()
 # Those with a window that can be shorter than the samples here.
@@ -86,13 +95,18 @@ class Comparison:
     remark: str
 
 
-def compare(model_type: str, window: int | None = None) -> Comparison:
+def compare(model_type: str, window: int | None = None, mesh: DeviceMesh | None = None) -> Comparison:
     """Two samples as a policy runs them, against transformers with its own attention, one sample at a time.
+
+    Args:
+        mesh: the ranks among which its layers are split (collective).
 
     Raises:
         ConfigError: the model is refused.
     """
     config = tiny_config(model_type, window)
+    if mesh is not None:
+        config.vocab_size += 1  # ranks divide it
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
     plain.eval()
@@ -100,8 +114,12 @@ def compare(model_type: str, window: int | None = None) -> Comparison:
         for parameter in plain.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.08)
-    policy = Policy(copy.deepcopy(config), torch.float32, recompute=False)
+            elif mesh is not None:  # what a rank has of a norm is to differ from what the others have
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    policy = Policy(copy.deepcopy(config), torch.float32)
     policy.model.load_state_dict(plain.state_dict())
+    if mesh is not None:
+        policy.parallelize(mesh)
     samples = [torch.randint(3, policy.vocab_size, (length,)) for length in LENGTHS]
     at = torch.cat([torch.arange(length) for length in LENGTHS])
     bounds = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
@@ -112,12 +130,14 @@ def compare(model_type: str, window: int | None = None) -> Comparison:
     got = policy(torch.cat(samples), at, bounds, max(LENGTHS), predicts, targets, scale, False, check=True)[0]
     assert got is not None
     (got * weights).sum().backward()
+    if policy.parallel is not None:
+        policy.parallel.sum_gradients()
     rows = [plain(input_ids=sample[None], use_cache=False).logits[0, :-1].float() for sample in samples]
     want = torch.cat(rows).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     (want * weights).sum().backward()
     theirs: dict[str, Any] = {name: parameter.grad for name, parameter in plain.named_parameters()}
     off = total = 0.0
     for name, parameter in policy.model.named_parameters():
-        a, b = (torch.zeros_like(parameter) if g is None else g for g in (parameter.grad, theirs[name]))
+        a, b = (torch.zeros(parameter.shape) if g is None else whole(g) for g in (parameter.grad, theirs[name]))
         off, total = off + float((a - b).square().sum()), total + float(b.square().sum())
     return Comparison(float((got - want).detach().abs().max()), (off / total) ** 0.5, policy.remark)

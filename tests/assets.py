@@ -33,9 +33,16 @@ def make_tokenizer() -> Any:
 
 
 def make_checkpoint(
-    path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, max_len: int = 128, head_dim: int = 16
+    path: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    layers: int = 2,
+    max_len: int = 128,
+    head_dim: int = 16,
+    vocab_size: int | None = None,
 ) -> Path:
-    """A random Qwen3 (hidden 64) whose vocabulary is single characters."""
+    """A random Qwen3 (hidden 64) whose vocabulary is single characters; `vocab_size` may be more than there are."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -43,7 +50,7 @@ def make_checkpoint(
     vocab = tokenizer.get_vocab()
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(vocab),
+        vocab_size=vocab_size or len(vocab),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,

@@ -1,6 +1,8 @@
 """Chat templates, a conversation, and a tokenizer that is made in no time."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 QWEN2 = (
@@ -28,14 +30,19 @@ TALK = [
     {"role": "user", "content": "and + 2?"},
     {"role": "assistant", "content": "It is 4."},
 ]
+# As Qwen's and Llama 3's: line breaks stand together, also where blanks come before them.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, with the template QWEN2."""
+def make_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level, with the template QWEN2, and with `more` special tokens."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     core.decoder = decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    specials = list(dict.fromkeys(["<|im_start|>", "<|im_end|>", "<|endoftext|>", *more]))
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )

@@ -61,3 +61,12 @@ def refusal(extra: str = "", without: str = "", command: str = "train") -> str:
 def vllm_words(args: Any) -> list[str]:
     """What the command line gives `vllm serve` by `--vllm-*`."""
     return [word for words in engine_words(args).values() for word in words]
+
+
+def keywords(words: list[str]) -> dict[str, Any]:
+    """The keywords of `instep.train` for a command line whose flags have one value or none."""
+    flags: dict[str, Any] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            flags[word[2:].replace("-", "_")] = True if following.startswith("--") else following
+    return flags

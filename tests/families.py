@@ -52,6 +52,16 @@ FAMILIES = {
         },
         precision="bf16",
     ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {
+            **_EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 48, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+            "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # as the published ones say, for vLLM
+        },
+        precision="bf16",
+    ),
     "starcoder2": Family("starcoder2", {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 16}),
     "qwen3_next": Family(
         "qwen3_next",
@@ -74,6 +84,9 @@ def make_family(name: str, folder: Path) -> Path:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(noise * torch.randn_like(weight) + (weight if weight.ndim == 1 else 0))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

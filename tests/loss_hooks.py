@@ -82,3 +82,43 @@ def metrics_of_another_shape(*, pg_loss, loss_masks, **kwargs):
 
 def takes_an_own_name(*, pg_loss, loss_masks, **kwargs):
     return pg_loss, loss_masks, {"loss": pg_loss}
+
+
+def convert(args, samples):
+    """The conversion as slime's own is: rewards compared within groups, masks, denominators of executions."""
+    rewards = torch.tensor([sample.get_reward_value(args) for sample in samples])
+    groups = rewards.view(-1, args.n_samples_per_prompt)
+    groups = groups - groups.mean(-1, keepdim=True)
+    groups = groups / (groups.std(-1, keepdim=True) + 1e-6)
+    masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
+    masks = [[0] * len(m) if s.remove_sample else m for m, s in zip(masks, samples, strict=True)]
+    ids = [sample.rollout_id or sample.index for sample in samples]
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": groups.flatten().tolist(),
+        "raw_reward": rewards.tolist(),
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "rollout_ids": ids,
+        "loss_masks": masks,
+        "rollout_mask_sums": [sum(sum(m) for m, i in zip(masks, ids, strict=True) if i == own) for own in ids],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+    }
+
+
+def convert_with_weights(args, samples):
+    """Half the rewards, and a field of the user's own with which `weighted_loss` makes up for it."""
+    data = convert(args, samples)
+    data["rewards"] = [reward / 2 for reward in data["rewards"]]
+    data["metadata"] = [{"of": sample.index} for sample in samples]
+    return {**data, "weights": [[2.0] * sample.response_length for sample in samples]}
+
+
+def weighted_loss(args, batch, logits, sum_of_sample_mean):
+    """`ppo_loss` with advantages times the weights."""
+    assert len(batch["metadata"]) == len(batch["weights"])
+    advantages = [
+        a * torch.tensor(w, device=a.device) for a, w in zip(batch["advantages"], batch["weights"], strict=True)
+    ]
+    return ppo_loss(args, {**batch, "advantages": advantages}, logits, sum_of_sample_mean)

@@ -24,14 +24,17 @@ vllm:
         num_gpus: 4
         num_gpus_per_engine: 2
 """
-AUTH = "instep_vllm.auth.Middleware"
+AUTH, FAST = "instep_vllm.auth.Middleware", "instep_vllm.fast.api.Middleware"
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 # What instep adds to every engine (of the vLLM whose flags are newest, where none is installed), and to those it feeds.
 COMMON = [
     *("--dtype", "bfloat16", "--seed", "1234", "--logprobs-mode", "processed_logprobs"),
-    *("--uvicorn-log-level", "warning", "--enable-scale-out", "--middleware", AUTH),
+    *("--uvicorn-log-level", "warning", "--enable-scale-out"),
 ]
-FED = [*COMMON[:-3], "--weight-transfer-config", '{"backend": "instep_shm"}', *COMMON[-3:]]
+FED = [*COMMON[:-1], "--weight-transfer-config", '{"backend": "instep_shm"}', COMMON[-1]]
+APART = [*FED, "--middleware", AUTH]  # of an engine that prefills or decodes only
+ENDS = ["--middleware", FAST, "--middleware", AUTH, "--scheduler-cls", "instep_vllm.fast.scheduler.make"]
+COMMON, FED = COMMON + ENDS, FED + ENDS
 ROUTED = [
     *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "32768", "--queue-size", "32768"),
     *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2", "--health-failure-threshold", "2"),

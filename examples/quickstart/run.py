@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from instep.checkpoints.folders import write_json
 from instep.observability.memory import PssSampler
 from instep.observability.report import make_report
+from instep.observability.sinks import write_json
 
 HERE = Path(__file__).parent
 console = Console(highlight=False)

@@ -156,6 +156,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
 DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
+# The commands of reinforcement learning: one round after the other, or rollouts beside the training.
+ONLINE = ("train", "train-async")
 # The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.
 OFFLINE: dict[str, Algorithm] = {
     "sft": Algorithm("sft", "SFT", "", None, _SFT, {"n_samples_per_prompt": 1, "rollout_function_path": SFT_ROLLOUT}),
@@ -173,6 +175,13 @@ OFFLINE: dict[str, Algorithm] = {
 def algorithm_of(args: Settings) -> Algorithm:
     """The algorithm of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
     return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
+
+
+def uses_reference(args: Settings) -> bool:
+    """Whether the workers of the actor score with the reference model."""
+    algorithm = algorithm_of(args)
+    kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)
+    return (kl or algorithm.loss.reads_reference) and args.ref_served_model is None
 
 
 def names_where(holds: Callable[[Estimator, Loss], bool]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ def loss_weights(
     *,
     per_token: bool = False,
     constant_length: int | None = None,
+    tokens_of_execution: Tensor | None = None,
 ) -> Tensor:
     """Mask over the denominator of the sample's optimizer step, so that the step's loss is sum(weights * token_loss).
 
@@ -34,6 +35,8 @@ def loss_weights(
         response_lengths: of each sample.
         step_of_sample: the optimizer step of each sample; -1 for a sample of no step, whose weights are 0.
         execution_ids: of each sample; fan-out siblings share one, None stands for an execution of its own.
+        tokens_of_execution: `[num_samples]`, of each sample's execution, where they are not to be counted: a conversion
+            of the user's may leave samples of it out.
 
     Returns:
         `[num_response_tokens]` in the dtype of `loss_mask`.
@@ -46,17 +49,20 @@ def loss_weights(
     lengths = [int(n) for n in response_lengths]
     counts = _counts(loss_mask, lengths, step_of_sample, execution_ids)
 
-    def scale(execution: Hashable, step: int) -> float:
+    def scale(counted: float, step: int) -> float:
         if step < 0:
             return 0.0
         if per_token:
             return 1.0 / max(counts.tokens_of_step[step], 1.0)
-        tokens = constant_length or max(counts.tokens_of_execution[execution], 1.0)
+        tokens = constant_length or max(counted, 1.0)
         return 1.0 / (counts.executions_of_step[step] * tokens)
 
-    scales = [scale(e, s) for e, s in zip(counts.execution_of_sample, step_of_sample, strict=True)]
-    per_response_token = torch.tensor(scales, dtype=torch.float64).repeat_interleave(torch.tensor(lengths).long())
-    return (per_response_token.to(loss_mask.device) * loss_mask).to(loss_mask.dtype)
+    counted = [counts.tokens_of_execution[execution] for execution in counts.execution_of_sample]
+    counted = counted if tokens_of_execution is None else tokens_of_execution.tolist()
+    scales = [scale(tokens, step) for tokens, step in zip(counted, step_of_sample, strict=True)]
+    # Rounded before it is multiplied with 0 or 1, which gives the same in a third of the memory.
+    per_sample = torch.tensor(scales, dtype=torch.float64).to(loss_mask)
+    return per_sample.repeat_interleave(torch.tensor(lengths, device=loss_mask.device).long()).mul_(loss_mask)
 
 
 def loss_scales(
@@ -99,7 +105,8 @@ def _counts(
             f"(sum {sum(lengths)}) do not fit together"
         )
     ids = executions(execution_ids, len(lengths))
-    tokens_of_sample = torch.stack([m.double().sum() for m in loss_mask.split(lengths)]).tolist() if lengths else []
+    of_samples = torch.tensor(lengths, dtype=torch.int64, device=loss_mask.device)
+    tokens_of_sample = torch.segment_reduce(loss_mask, "sum", lengths=of_samples).tolist()  # whole numbers: exact
     step_of_execution: dict[Hashable, int] = {}
     tokens_of_execution: dict[Hashable, float] = defaultdict(float)
     tokens_of_step: dict[int, float] = defaultdict(float)

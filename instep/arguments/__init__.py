@@ -10,6 +10,7 @@ from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, Draft, HookArgs
 from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import given_words
 from instep.arguments.evaluation import EvalDataset
+from instep.arguments.extra import of_user
 from instep.arguments.parser import scan
 from instep.arguments.validate import check, complete
 from instep.errors import ConfigError
@@ -25,10 +26,13 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     """
     found = scan(argv, command)
     acting = {flag.attribute: flag for flag in own_flags().values() if flag.status == "acts"}
+    from_path = {name: flag for name, flag in found.flags.items() if flag.passed_to == "megatron"}
+    extra = {flag.attribute: flag for flag in of_user().values()} | from_path
     args = Draft(
         found.broken,
         command=command,
-        **{name: copy.deepcopy(found.given.get(name, flag.default)) for name, flag in acting.items()},
+        **{name: copy.deepcopy(found.given.get(name, flag.default)) for name, flag in {**extra, **acting}.items()},
+        extra_flags=sorted(extra.keys() & found.given.keys()),
         megatron_overrides={
             name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
         },

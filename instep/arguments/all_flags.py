@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from instep.arguments.algorithm.flags import ALGORITHM
+from instep.arguments.asynchronous import ASYNCHRONOUS
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.concern import Settings
 from instep.arguments.data import DATA
@@ -12,13 +13,15 @@ from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
+from instep.arguments.extra import of_user
 from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.lora import LORA
-from instep.arguments.megatron import PARALLEL, SHAPE, megatron_table
+from instep.arguments.megatron import SHAPE, megatron_table
 from instep.arguments.model import MODEL
 from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
+from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
@@ -33,6 +36,7 @@ GROUPS: tuple[FlagGroup, ...] = (
     ALGORITHM,
     OPTIMIZER,
     LORA,
+    ASYNCHRONOUS,
     CLUSTER,
     ENGINE,
     PARALLEL,
@@ -80,8 +84,9 @@ def passed_through() -> dict[str, Flag]:
 
 
 def find(name: str) -> Flag | None:
-    """The record of a flag of instep, else of Megatron, vLLM, the router or a family known by its prefix; else None."""
-    flag = own_flags().get(name) or passed_through().get(name) or find_engine_flag(name)
+    """The record of a flag of instep, else of the user's `train.py`, of Megatron, vLLM, the router or a family known by
+    its prefix; else None."""
+    flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):

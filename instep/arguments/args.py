@@ -12,7 +12,8 @@ from instep.arguments.all_flags import find, own_flags
 from instep.arguments.concern import HookSettings, Settings, flag_name
 from instep.private import without_secrets
 
-_RENAMED = {"sglang_router_ip": "vllm_router_ip", "sglang_router_port": "vllm_router_port"}
+# slime's names of run-time attributes, which hooks may use.
+SLIME_NAMES = {f"sglang_{name}": f"vllm_{name}" for name in ("router_ip", "router_port", "model_routers")}
 
 
 class Runtime(TypedDict, total=False):
@@ -119,7 +120,6 @@ class Draft(Args):
 class HookArgs(HookSettings):
     """The `args` of a hook: every setting but secrets, and the run-time attributes. None can be set."""
 
-    __slots__ = ("_args", "_runtime")
     _args: Args
     _runtime: Runtime
 
@@ -128,10 +128,14 @@ class HookArgs(HookSettings):
             raise ValueError(f"undeclared run-time attributes: {sorted(unknown)}")
         object.__setattr__(self, "_args", args)
         object.__setattr__(self, "_runtime", runtime)
+        hidden = _secrets() | set(Runtime.__annotations__)
+        # As plain attributes, because a rollout reads some twenty of them for each sample; the others by __getattr__.
+        vars(self).update({name: value for name, value in vars(args).items() if name not in hidden})
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            name = SLIME_NAMES.get(name, name)
             values: Mapping[str, Any] = self._runtime if name in self._runtime else vars(self._args)
             unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
             if name in values and name not in _secrets() and not unset:
@@ -176,8 +180,6 @@ def _missing(name: str, values: dict[str, Any]) -> str:
         return f"args.{name} is a secret and not shown to hooks"
     if name in RUNTIME_ATTRIBUTES:
         return f"args.{name} exists only once the engines run"
-    if name in _RENAMED:
-        return f"args.{name} is args.{_RENAMED[name]} here"
     flag = find(flag_name(name))
     if flag is not None and flag.status != "acts":
         return f"args.{name}: {flag.name} is {flag.status}: {flag.note}"

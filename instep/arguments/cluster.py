@@ -5,31 +5,29 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from instep.algorithms.catalog import OFFLINE
-from instep.arguments.concern import Given, Problem, Settings, flag_name
+from instep.algorithms.catalog import OFFLINE, ONLINE
+from instep.arguments.colocation import FLAGS as OFFLOADING
+from instep.arguments.concern import Given, Problem, Settings, flag_name, ranks_of_a_copy
 from instep.arguments.flag import (
-    ASYNC,
     GPUS,
     GPUS_PER_NODE,
     POSITIVE,
     SEED,
     Flag,
     FlagGroup,
-    later,
+    accepted,
     refused,
     switch,
 )
-from instep.cluster.engine_plan import elsewhere, plan_engines
+from instep.cluster.engine_plan import elsewhere, gpu_sharing, plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
-from instep.weights.way import ON_ONE_HOST, SINGLE_COPY
+from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY
 
 RAY = "rollouts reach the trainer in one way, through the controller"
-OFFLOAD = "offloading comes later; trainer and engines keep their memory"
-FIT = "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side"
 
 CLUSTER = FlagGroup(
     "Cluster and device",
@@ -66,6 +64,7 @@ CLUSTER = FlagGroup(
             choices=("auto", "fp32", "bf16"),
             help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
         ),
+        switch("--no-torch-compile", "on a GPU: run the trainer's layers and log-probs without torch.compile"),
         Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
         Flag(
             "--num-threads",
@@ -87,7 +86,7 @@ CLUSTER = FlagGroup(
             "M",
         ),
         Flag("--seed", SEED, 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
-        *later(OFFLOAD, "C", "--offload", "--offload-train", "--offload-rollout", "--release-train", instead=FIT),
+        *OFFLOADING,
         *refused(
             "workers have the environment of the shell that starts the run",
             "C",
@@ -102,8 +101,11 @@ CLUSTER = FlagGroup(
             instead="--device cuda or --device cpu",
         ),
         *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
-        *later(ASYNC, "C", "--update-weights-interval", neutral=("1",)),
-        *later(ASYNC, "C", "--keep-old-actor"),
+        *accepted(
+            "old log-probs are those of the weights that made the samples, which the trainer holds until it is synced",
+            "C",
+            "--keep-old-actor",
+        ),
         *refused(
             "the engines of every run are watched",
             "C",
@@ -129,7 +131,7 @@ def actor_num_gpus_per_node(args: Settings, given: Given) -> int:
     """By default 8, or on the CPUs of this host one copy of the model: more would only take turns on its cores."""
     if args.device != "cpu" or args.cluster != "local" or "actor_num_gpus_per_node" in given:
         return args.actor_num_gpus_per_node
-    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return ranks_of_a_copy(args)
 
 
 def world_size(args: Settings, given: Given) -> int:
@@ -138,8 +140,8 @@ def world_size(args: Settings, given: Given) -> int:
 
 
 def dp_size(args: Settings, given: Given) -> int:
-    """Data-parallel ranks of the actor. A rule reports ranks that TP x PP does not divide."""
-    return max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+    """Data-parallel ranks of the actor. A rule reports ranks that TP x PP x CP does not divide."""
+    return max(1, args.world_size // ranks_of_a_copy(args))
 
 
 def rollout_num_gpus(args: Settings, given: Given) -> int:
@@ -226,7 +228,7 @@ def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
         if not host or "/" in host or not port.isdigit():
             what = f"'{address}' is no HOST:PORT"
             yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
-        elif args.weight_sync in ON_ONE_HOST and address in elsewhere(args) and args.command == "train":
+        elif args.weight_sync in ON_ONE_HOST and address in elsewhere(args) and args.command in ONLINE:
             remedy = "use --weight-sync disk (through --run-dir, a folder that both hosts see)"
             yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
         elif args.weight_sync == "nccl" and args.cluster == "local" and address in elsewhere(args):
@@ -240,8 +242,21 @@ def own_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
     """NCCL joins no two processes on one GPU."""
     if args.weight_sync == "nccl" and args.colocate and args.device == "cuda":
         yield Problem(
-            "NCCL needs a GPU for each process", "--weight-sync nccl with --colocate", "use --weight-sync shm"
+            "NCCL needs a GPU for each process", "--weight-sync nccl with --colocate", "use --weight-sync ipc"
         )
+
+
+def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """A bucket on a GPU reaches the engines on this GPU alone."""
+    if args.weight_sync != "ipc" or args.device != "cuda" or args.debug_train_only or args.debug_rollout_only:
+        return
+    try:
+        sharing = gpu_sharing(args)
+    except ConfigError:
+        return  # the rule `placement` reports it
+    if sharing != "shared" and not args.rollout_external_engine_addrs:
+        what = "needs a rank of the trainer on each GPU of the engines (see `instep plan`)"
+        yield Problem(what, "--weight-sync ipc", "use --colocate, or --weight-sync nccl")
 
 
 def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -269,7 +284,7 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
-    if homes and away and args.command == "train" and args.weight_sync in ON_ONE_HOST:
+    if homes and away and args.command in ONLINE and args.weight_sync in ON_ONE_HOST:
         yield Problem(
             f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
             "memory does not reach it",
@@ -278,23 +293,48 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
         )
 
 
+def restart(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """A run starts its own engines anew, and that ends what they are doing."""
+    if args.weight_sync != RESTART or args.command not in (*ONLINE, "plan"):
+        return
+    if args.rollout_external_engine_addrs:
+        what = "engines that somebody else runs cannot be started anew by this run"
+        yield Problem(what, "--weight-sync restart with --rollout-external-engine-addrs", "use --weight-sync disk")
+    if args.pause_mode == "keep":
+        what = "an engine that is started anew keeps no responses"
+        yield Problem(what, "--weight-sync restart with --pause-mode keep", "use --pause-mode abort or wait")
+
+
 def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """One engine of this run, on this host's CPU, shares its weights with the trainer."""
-    if args.weight_sync != SINGLE_COPY or args.command not in ("train", "plan"):
+    """Engines share their weights with trainer ranks on this host; of a GPU, with the rank on the same one."""
+    if args.weight_sync != SINGLE_COPY or args.command not in (*ONLINE, "plan"):
+        if args.vllm_config_path is not None:
+            yield Problem("has no effect without --weight-sync single-copy", "--vllm-config-path", "give both")
         return
+    addresses = args.rollout_external_engine_addrs or ()
+    if args.vllm_config_path is not None and not addresses:
+        remedy = "name the server with --rollout-external-engine-addrs"
+        yield Problem("is the file of a server that runs already", "--vllm-config-path", remedy)
+    if len(addresses) > 1:
+        what = f"attaches to one server that runs already, and {len(addresses)} are named"
+        yield Problem(what, "--weight-sync single-copy", "name one, or use --weight-sync shm")
     where, shm = "--weight-sync single-copy", "--weight-sync shm"
-    if args.device == "cuda":
-        yield Problem("shares weights on a CPU only today", where, f"use --device cpu, or {shm}")
-    if args.cluster != "local" or args.rollout_external_engine_addrs:
-        yield Problem("shares weights with an engine that this run starts on its own host", where, f"use {shm}")
+    if args.cluster != "local":
+        yield Problem("shares weights with engines on the host of the trainer alone", where, f"use {shm}")
         return
+    if args.device == "cuda" and args.rollout_backend == "embedded":
+        yield Problem("shares weights of an embedded engine on a CPU only", where, f"use --device cpu, or {shm}")
     try:
-        fed = [engine for engine in plan_engines(args) if engine.update_weights]
+        plan, fed = make_plan(args), [engine for engine in plan_engines(args) if engine.update_weights]
     except ConfigError:
         return  # the rule `placement` reports it
-    if (replicas := sum(engine.parallel.data for engine in fed)) > 1:
-        what = f"shares the weights of one engine with the trainer, and {replicas} engines or replicas are planned"
-        yield Problem(what, where, f"use --rollout-num-gpus {args.rollout_num_gpus_per_engine}, or {shm}")
+    for engine in fed:
+        if engine.parallel.data > 1:
+            what = f"{engine.name} has {engine.parallel.data} replicas, of which only one can share its weights"
+            yield Problem(what, where, f"give each replica an engine of its own, or use {shm}")
+        if args.device == "cuda" and not {*engine.slots} <= {*plan.actor}:
+            what = f"{engine.name} is planned on a GPU without a rank of the trainer, which could write there"
+            yield Problem(what, where, "give --colocate (`instep plan` shows the GPUs), or use --weight-sync nccl")
 
 
 def bf16(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -302,6 +342,6 @@ def bf16(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"contradicts --precision {args.precision}", "--bf16", "give one of the two")
 
 
-PLANNED_RULES = (hosts, placement, own_gpus, single_copy)
+PLANNED_RULES = (hosts, placement, own_gpus, same_gpus, restart, single_copy)
 SERVED_RULES = (engine_size, external_engines, *PLANNED_RULES, bf16)
 RULES = (cpu_cores, *SERVED_RULES)

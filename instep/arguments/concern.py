@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ class Problem:
 Given = Mapping[str, Any]  # the values of the flags that were given, by attribute
 Resolver = Callable[[Settings, Given], Any]
 Rule = Callable[[Settings, set[str]], Iterator[Problem]]  # the set: the attributes of the flags that were given
+
+
+def ranks_of_a_copy(args: Settings) -> int:
+    """Trainer ranks that hold one copy of the model and work on the same samples."""
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    return prod(sizes)
 
 
 def flag_name(attribute: str) -> str:

@@ -12,9 +12,11 @@ from instep.arguments.flag import (
     BATCH,
     COUNT,
     INDEX,
+    POSITIVE,
     SEED,
     Flag,
     FlagGroup,
+    accepted,
     hook,
     json_object,
     later,
@@ -22,11 +24,25 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
+from instep.data.rows import split_files
 
 DATA = FlagGroup(
     "Data and batches",
     (
-        Flag("--prompt-data", help="jsonl or parquet file; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag("--prompt-data", help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag(
+            "--prompt-data-weights",
+            POSITIVE,
+            None,
+            "for each file of --prompt-data its share of the prompts, as in 3 1; by default all rows are read equally "
+            "often",
+            nargs="+",
+        ),
+        Flag(
+            "--data-cache-path",
+            help="folder of the indices of large data files; default: instep/data among the user's caches",
+            whose="M",
+        ),
         Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", whose="VSC"),
         Flag("--label-key", help="column of the label", whose="VSC"),
         Flag("--chosen-key", default="chosen", help="instep dpo: column of the better response (as the prompt's kind)"),
@@ -58,19 +74,37 @@ DATA = FlagGroup(
             whose="CM",
         ),
         Flag("--num-steps-per-rollout", COUNT, None, "optimizer steps per rollout", whose="C"),
-        Flag("--micro-batch-size", BATCH, 1, "samples per micro-batch, unless --use-dynamic-batch-size", whose="CM"),
+        Flag(
+            "--micro-batch-size",
+            BATCH,
+            1,
+            "samples per micro-batch on a CPU; on GPUs, where this is not given, the plan chooses --max-tokens-per-gpu",
+            whose="CM",
+        ),
         switch("--use-dynamic-batch-size", "fill micro-batches up to --max-tokens-per-gpu", "C"),
-        Flag("--max-tokens-per-gpu", COUNT, None, "tokens per micro-batch with --use-dynamic-batch-size", whose="C"),
-        switch("--balance-data", "give each data-parallel rank about the same number of tokens", "C"),
+        Flag(
+            "--max-tokens-per-gpu",
+            COUNT,
+            None,
+            "tokens per micro-batch with --use-dynamic-batch-size; on GPUs by default what the plan finds room for",
+            whose="C",
+        ),
+        switch("--balance-data", "give each data-parallel rank about the same FLOPs", "C"),
+        switch(
+            "--balance-by-flops",
+            "fill micro-batches, too, so that their FLOPs are about the same, each within --max-tokens-per-gpu; means "
+            "--balance-data",
+            "C",
+        ),
         Flag(
             "--loss-mask-type",
             default="qwen",
             choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-            help="accepted for slime's scripts, without effect: the chat template shows the assistant's turns",
+            help="sft, dpo: qwen, qwen3: every turn after its own prompt, in as many samples as that takes; qwen3_5: "
+            "one sample, as rendered at last; distill_qwen: the last message as it stands (docs/chat.md)",
             whose="C",
         ),
         *later("images and audio come later", "C", "--multimodal-keys"),
-        *later("packing by FLOPs comes later", "C", "--balance-by-flops", instead="--balance-data"),
         *refused("read by nobody in slime", "C", "--log-probs-max-tokens-per-gpu", instead="--max-tokens-per-gpu"),
         *refused("read by nobody in slime", "C", "--min-batch-collection-ratio"),
         *refused(
@@ -81,7 +115,7 @@ DATA = FlagGroup(
             "--rollout-task-type",
             instead="--data-source-path with a data source of your own",
         ),
-        *refused("micro-batches are packed without that padding", "C", "--data-pad-size-multiplier"),
+        *accepted("micro-batches are packed without that padding", "C", "--data-pad-size-multiplier"),
         *refused(
             "a file merged after validation would bypass it",
             "C",
@@ -146,7 +180,12 @@ def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
     return None if rest else steps
 
 
-RESOLVERS = (global_batch_size, num_steps_per_rollout)
+def balance_data(args: Settings, given: Given) -> bool:
+    """Of micro-batches of equal FLOPs each rank gets as many as any other."""
+    return args.balance_data or args.balance_by_flops
+
+
+RESOLVERS = (global_batch_size, num_steps_per_rollout, balance_data)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
@@ -232,23 +271,31 @@ def _near(total: int, wanted: int) -> str:
 
 
 def dynamic_batches(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+    chosen = args.device == "auto"  # on a GPU by the plan
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not chosen:
         yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
     if args.use_dynamic_batch_size and "micro_batch_size" in given:
         yield Problem("has no effect with --use-dynamic-batch-size", "--micro-batch-size", "give one of the two")
+    if args.balance_by_flops and not args.use_dynamic_batch_size and not chosen:
+        what = "has no effect without --use-dynamic-batch-size"
+        yield Problem(what, "--balance-by-flops", "give both, or --balance-data alone")
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
 
 
-def prompt_file(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.prompt_data is not None:
-        yield from data_file(args.prompt_data, "--prompt-data")
+def prompt_files(args: Settings, given: set[str]) -> Iterator[Problem]:
+    files = split_files(args.prompt_data or "")
+    for file in files if args.prompt_data is not None else ():
+        yield from data_file(file, "--prompt-data")
+    if args.prompt_data_weights is not None and len(args.prompt_data_weights) != len(files):
+        what = f"gives {len(args.prompt_data_weights)} numbers for {len(files)} files"
+        yield Problem(what, "--prompt-data-weights", "--prompt-data a.jsonl,b.jsonl --prompt-data-weights 3 1")
 
 
 def mask_type(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if "loss_mask_type" in given:
-        what = "has no effect: the chat template shows the assistant's turns"
+    if "loss_mask_type" in given and args.command == "train":
+        what = "has no effect: it is for conversations that are read, by sft and dpo"
         yield Problem(what, "--loss-mask-type", refused=False)
 
 
-RULES = (mask_type, missing_data, missing_batch, length, batches, dynamic_batches, prompt_file)
+RULES = (mask_type, missing_data, missing_batch, length, batches, dynamic_batches, prompt_files)

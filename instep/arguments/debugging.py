@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import (
+    COUNT,
     FRACTION,
+    INDEX,
     NON_NEGATIVE,
     Flag,
     FlagGroup,
@@ -71,6 +73,12 @@ DEBUGGING = FlagGroup(
             "alarm when the mean log-prob gap or the engine's KL is above this (nats), or above a tenth of it and ten "
             "times what it was at the start; 0: off",
         ),
+        Flag(
+            "--alarm-effective-sample-ratio",
+            FRACTION,
+            0.3,
+            "alarm when the effective sample size falls below this share of the trained tokens; 0: off",
+        ),
         Flag("--alarm-truncated-ratio", FRACTION, 0.5, "alarm when more responses are cut off; 1: off"),
         Flag("--alarm-zero-std-ratio", FRACTION, 0.95, "alarm when more groups have one reward throughout; 1: off"),
         *later(
@@ -81,7 +89,31 @@ DEBUGGING = FlagGroup(
         ),
         *later(_SNAPSHOT, "C", "--memory-snapshot-dir", "--memory-snapshot-num-steps", "--memory-recorder"),
         *later(_SNAPSHOT, "CM", "--record-memory-history"),
-        *later("profiles of PyTorch come later; perf/* in metrics.jsonl are seconds by phase", "C", "--profile-target"),
+        switch(
+            "--profile",
+            "write a timeline of all processes, and a table of where the time went, for single rollouts, to "
+            "RUN_DIR/profile (docs/performance.md)",
+            "M",
+            aliases=("--use-pytorch-profiler",),
+        ),
+        Flag("--profile-step-start", INDEX, 10, "the first rollout that --profile records", whose="M"),
+        Flag("--profile-step-end", COUNT, 12, "the rollout before which --profile ends", whose="M"),
+        Flag(
+            "--profile-ranks",
+            INDEX,
+            [0],
+            "ranks of the trainer whose operators and CUDA kernels --profile records",
+            nargs="+",
+            whose="M",
+        ),
+        Flag(
+            "--profile-target",
+            status="refused",
+            note="--profile records whole rollouts, with all processes in one file",
+            instead="--profile",
+            neutral=("train_overall",),
+            whose="C",
+        ),
         *refused("every sync is proven on every engine", "C", "--check-weight-update-equal"),
         *refused(
             "instep's own tests check these numbers",
@@ -171,4 +203,18 @@ def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int
         yield Problem(f"'{path}' is one file for all rollouts", flag, "write it like DIR/{rollout_id}.pt")
 
 
-RULES = (parts, dumps)
+def profile(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """There are rollouts to record."""
+    start, end = args.profile_step_start, args.profile_step_end
+    if not args.profile:
+        for name in ("profile_step_start", "profile_step_end", "profile_ranks"):
+            if name in given:
+                yield Problem("has no effect without --profile", flag_name(name), "give both", refused=False)
+    elif end <= start:
+        yield Problem(f"ends before rollout {start}, the first that it records", "--profile-step-end", "raise it")
+    elif args.num_rollout is not None and start >= args.num_rollout:
+        what = f"the first rollout that it records is {start}, and the last of the run {args.num_rollout - 1}"
+        yield Problem(what, "--profile", "lower --profile-step-start (numbers count from 0)")
+
+
+RULES = (parts, dumps, profile)

@@ -5,7 +5,6 @@ from instep.arguments.flag import (
     GPUS,
     NON_NEGATIVE,
     PORT,
-    WAYS_HERE,
     Flag,
     FlagGroup,
     Number,
@@ -15,7 +14,7 @@ from instep.arguments.flag import (
 )
 from instep.engines.kind import AUTO, kind_names
 from instep.weights.way import AUTO as AUTO_WAY
-from instep.weights.way import LATER, WAYS
+from instep.weights.way import WAYS
 
 PREFIX = "engine flags carry a prefix"
 
@@ -48,11 +47,9 @@ ENGINE = FlagGroup(
             "--weight-sync",
             default=AUTO_WAY,
             choices=(AUTO_WAY, *WAYS),
-            help="how weights reach the engines (docs/weight-sync.md); auto: shm where they are on the trainer's host, "
-            "else disk; single-copy: trainer and engine use one memory",
+            help="how weights reach the engines (docs/weight-sync.md); auto: ipc where they share the trainer's GPUs, "
+            "nccl where they have GPUs of their own, else shm on one host, else disk; single-copy: both use one memory",
             aliases=("--sync-way",),
-            later=LATER,
-            instead=WAYS_HERE,
         ),
         Flag(
             "--pause-mode",
@@ -106,6 +103,16 @@ ENGINE = FlagGroup(
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
             whose="C",
+        ),
+        switch(
+            "--no-fast-log-probs",
+            "vLLM answers by its own route, scheduler and sampler alone, which is slower (docs/engines.md)",
+        ),
+        Flag(
+            "--vllm-config-path",
+            help="the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
+            "(--weight-sync single-copy); default: that in $LOGDIR, in the current folder or in /tmp/atropos_bridge",
+            whose="A",
         ),
         switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
         Flag(

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from instep.algorithms.catalog import OFFLINE
+from instep.algorithms.catalog import OFFLINE, ONLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.parser import Scan
 from instep.engines.keys import given_key
@@ -69,7 +69,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.pause_mode == "keep" and disaggregated:
         what = "a prompt's cache that is between two engines when the weights change would be of the old ones"
         yield Problem(what, "--pause-mode keep with prefill and decode engines", "use abort or wait")
-    if args.ref_served_model is not None and args.command == "train":
+    if args.ref_served_model is not None and args.command in ONLINE:
         yield from _served_reference(args)
     if args.vllm_topology is None:
         return
@@ -94,7 +94,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
                 f"--vllm-config {args.vllm_config}, vllm[{i}].model_path",
                 "give the folder of a checkpoint",
             )
-    trains = args.command == "train" and not args.debug_rollout_only
+    trains = args.command in ONLINE and not args.debug_rollout_only
     if trains and not any(model.get("update_weights", True) for model in models):
         yield Problem(
             "no model gets the trainer's weights",

@@ -1,7 +1,8 @@
 """One record per command-line flag; everything that knows about flags reads these records.
 
 A flag *acts*, comes *later*, or is *refused*. Those that do not act are known by name, so that giving one is an error
-that says why and what to use instead.
+that says why and what to use instead. A flag that is *accepted* is none: a line says what it is read as, or why nothing
+changes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from instep.arguments.slime_hooks import instep_hook
 from instep.documents import parse_json
 from instep.engines.topology import MAX_GPUS
 
-FlagStatus = Literal["acts", "later", "refused"]
+FlagStatus = Literal["acts", "accepted", "later", "refused"]
 
 # Why a flag comes later.
-ASYNC = "asynchronous training comes later"
-MOE = "mixture-of-experts models come later"
-CONTEXT_PARALLEL = "context parallelism comes later"
-SYNC_WAYS = "other ways of a weight sync come later"
-WAYS_HERE = "--weight-sync shm or --weight-sync disk"
+SYNC_WAYS = "--weight-sync says how weights travel; deltas come later"
+WAYS_HERE = "--weight-sync disk, or another way of --weight-sync"
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,27 @@ def text(value: str) -> str:
 
 
 def hook(value: str) -> str:
-    """A dotted path `package.module.function`. The top-level module must exist; it is not imported."""
+    """A dotted path `package.module.function`. The top-level module must exist; it is not imported.
+
+    Where slime (or vime) is not installed, its own functions are those of instep in their place.
+    """
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
     if importlib.util.find_spec(top) is None:
+        if ours := instep_hook(value):
+            return ours
         here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in ("slime", "vime") else ""
         raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
+    return value
+
+
+def pattern(value: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
     return value
 
 
@@ -150,6 +163,7 @@ TYPE_LABELS: dict[Any, str] = {
     text: "TEXT",
     hook: "MODULE.NAME",
     json_object: "JSON",
+    pattern: "REGEX",
     http_address: "URL",
     bool: "",
 }
@@ -165,12 +179,13 @@ class Flag:
         append: each use adds one value to a list.
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
+        read_as: of an accepted flag, the one that takes its values; empty if nothing is changed by it.
         neutral: values of a flag that does not act which are accepted, because they ask for what instep does anyway.
-        later: values that are known and come later, of a flag that acts; `instead` says what to use.
         whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
             line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
         secret: never printed, saved or shown to hooks.
-        passed_to: the package whose flag it is, `vllm` or `vllm-router`; it gets the value as it was typed.
+        passed_to: the package whose flag it is: `vllm` or `vllm-router`, which get the value as it was typed, or
+            `megatron`, for one that only the Megatron on PYTHONPATH has.
     """
 
     name: str
@@ -185,8 +200,8 @@ class Flag:
     status: FlagStatus = "acts"
     note: str = ""
     instead: str = ""
+    read_as: str = ""
     neutral: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
     whose: str = ""
     secret: bool = False
     constant: Any = True  # what a switch sets
@@ -242,6 +257,11 @@ def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
 def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:
     """Flags that are known and come later, for one common reason."""
     return tuple(Flag(n, status="later", note=note, instead=instead, neutral=neutral, whose=whose) for n in names)
+
+
+def accepted(note: str, whose: str, *names: str) -> tuple[Flag, ...]:
+    """Flags that ask for what instep does anyway, or for what has no meaning here, for one common reason."""
+    return tuple(Flag(n, status="accepted", note=note, whose=whose) for n in names)
 
 
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:

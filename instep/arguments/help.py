@@ -24,6 +24,12 @@ Example: GRPO on a CPU, with a built-in reward
     --rollout-max-response-len 128 --actor-num-gpus-per-node 1 --lr 1e-4 \\
     --eval-prompt-data held-out eval.jsonl --eval-interval 10 --save runs/mine/checkpoints --run-dir runs/mine
 """
+_ASYNC_EXAMPLE = """\
+Example: the flags of `instep train`; --update-weights-interval 2 syncs after every second rollout
+  instep train-async --hf-checkpoint models/tiny --prompt-data train.jsonl --input-key prompt --label-key label \\
+    --apply-chat-template --rm-type math --num-rollout 50 --rollout-batch-size 16 --n-samples-per-prompt 8 \\
+    --rollout-max-response-len 128 --actor-num-gpus-per-node 1 --lr 1e-4
+"""
 _SFT_EXAMPLE = """\
 Example: one conversation a line, {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}
   instep sft --hf-checkpoint models/tiny --prompt-data sft.jsonl --input-key messages --num-epoch 3 \\
@@ -34,10 +40,18 @@ Example: one pair a line, {"prompt": "...", "chosen": "...", "rejected": "..."}
   instep dpo --hf-checkpoint models/tiny --prompt-data pairs.jsonl --input-key prompt --num-epoch 1 \\
     --rollout-batch-size 64 --actor-num-gpus-per-node 1 --lr 1e-6 --dpo-beta 0.1 --save-hf runs/dpo/hf
 """
-_EXAMPLES = {"train": _TRAIN_EXAMPLE, "sft": _SFT_EXAMPLE, "dpo": _DPO_EXAMPLE, "serve": _SERVE_EXAMPLE}
+_EXAMPLES = {
+    "train": _TRAIN_EXAMPLE,
+    "train-async": _ASYNC_EXAMPLE,
+    "sft": _SFT_EXAMPLE,
+    "dpo": _DPO_EXAMPLE,
+    "serve": _SERVE_EXAMPLE,
+}
 
 _INTRO = {
     "train": "Train a language model with reinforcement learning: rollout, reward, step, weight sync, again.",
+    "train-async": "The same with rollouts beside the training: while a step is trained, the next rollout is generated "
+    "with the weights of before (docs/async.md).",
     "sft": "Supervised fine-tuning through the same trainer; needs no engine. --rollout-batch-size counts samples.",
     "dpo": "Direct preference optimization of pairs (prompt, chosen, rejected) through the same trainer; needs no "
     "engine. Batch sizes count pairs; the reference is --ref-load, by default --hf-checkpoint.",
@@ -47,6 +61,31 @@ _INTRO = {
     "0. Logs, and nothing else, are written to --run-dir. --rollout-num-gpus / --rollout-num-gpus-per-engine "
     "engines are started; on a CPU these count processes.",
 }
+
+PROFILE_HELP = """\
+usage: instep profile --flag value ...
+
+Where does a step's time go? Takes the flags of `instep train`, runs three of its steps (generate, train, sync) and
+records the third, which is warm: the processes, the path of the weights and all settings are those of the run. What it
+prints at the end is a table of the phases and their parts, with the share of each, its floor (the least that the
+arithmetic, the memory or the link allow) and how many floors it takes; and the longest times in which nobody worked.
+
+It writes into --run-dir with "-profile" added (default runs/train-profile), and so touches no other run:
+  profile/step-2.trace.json.gz   the timeline; drag it into https://ui.perfetto.dev (nothing leaves the browser)
+  profile/step-2.txt             the table
+A row of the timeline for each process: the controller (phases, parts of the sync), each rank (its calls; rank 0 with
+operators and CUDA kernels, or those of --profile-ranks), each engine (steps and requests; vLLM's with its own kernels),
+and every sample with its turns and its reward.
+
+Left out are --save, --save-hf, --critic-save, evaluations and W&B; of --load it takes the weights alone. To record
+steps of a run itself, with all of that, give `instep train` --profile, --profile-step-start and --profile-step-end.
+Recording slows the step by some percent; docs/performance.md says how to read it.
+
+Example: the flags of a run of yours
+  instep profile --hf-checkpoint models/tiny --prompt-data train.jsonl --input-key prompt --label-key label \\
+    --apply-chat-template --rm-type math --num-rollout 50 --rollout-batch-size 16 --n-samples-per-prompt 8 \\
+    --rollout-max-response-len 128 --actor-num-gpus-per-node 1 --lr 1e-4
+"""
 
 
 def default_text(flag: Flag) -> str:
@@ -64,7 +103,7 @@ def format_help(command: str = "train") -> str:
         acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
-    if command in ("train", "serve"):
+    if command in ("train", "train-async", "serve"):
         lines += [summary("vllm"), summary("vllm-router")]
     if command == "serve":
         return "\n".join([*lines, "", _EXAMPLES[command]])

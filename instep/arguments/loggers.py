@@ -37,10 +37,11 @@ LOGGERS = FlagGroup(
             8,
             "samples of each rollout (and evaluation set) in samples.jsonl, beside the best, the worst and the longest",
         ),
+        switch("--log-passrate", "pass@k of rollouts and evaluations; a reward of 1 or more solves a prompt", "C"),
         *later(
             "further metrics of rollouts come later",
             "C",
-            *("--log-multi-turn", "--log-passrate", "--log-reward-category", "--log-correct-samples"),
+            *("--log-multi-turn", "--log-reward-category", "--log-correct-samples"),
             instead="--custom-rollout-log-function-path, a function of yours that logs them",
         ),
     ),

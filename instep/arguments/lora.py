@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
 from instep.weights.way import SINGLE_COPY
@@ -48,6 +49,12 @@ def lora_alpha(args: Settings, given: Given) -> int | None:
 
 
 RESOLVERS = (lora_alpha,)
+
+
+def quantization(args: Settings) -> str:
+    """How the engines quantize the base; "" if they do not."""
+    words = args.vllm_overrides.get("quantization", [])
+    return words[-1] if len(words) > 1 else ""
 
 
 def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -95,4 +102,13 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("is needed by --weight-sync lora", "--vllm-no-enable-lora", "leave it out")
 
 
-RULES = (companions, adapter, adapter_way)
+def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """An engine that quantizes its weights holds others than the trainer's; an adapter is not quantized."""
+    how = quantization(args)
+    if how and args.command in ONLINE and not (args.lora_rank and args.weight_sync == "lora"):
+        what = f"an engine with weights in {how} does not hold what is trained"
+        remedy = "train an adapter (--lora-rank with --weight-sync lora), or leave it out"
+        yield Problem(what, f"--vllm-quantization {how}", remedy)
+
+
+RULES = (companions, adapter, adapter_way, quantized)

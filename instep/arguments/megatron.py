@@ -14,59 +14,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments import architecture
+from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
-    CONTEXT_PARALLEL,
     COUNT,
     FRACTION,
-    GPUS,
-    INDEX,
-    MOE,
     Flag,
     FlagGroup,
     Number,
-    later,
     switch,
     text,
 )
 from instep.arguments.model import known_config
-from instep.models.shape import FAMILIES
-
-PARALLEL = FlagGroup(
-    "Megatron: parallelism and memory",
-    (
-        Flag("--tensor-model-parallel-size", GPUS, 1, "ranks that share each layer (TP)", whose="VSM"),
-        Flag("--pipeline-model-parallel-size", GPUS, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
-        switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
-        switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
-        Flag(
-            "--recompute-granularity",
-            choices=("full", "selective"),
-            help="recompute activations in the backward pass",
-            whose="VSM",
-        ),
-        Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", whose="VSM"),
-        Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", whose="VSM"),
-        *later(CONTEXT_PARALLEL, "VSM", "--context-parallel-size", neutral=("1",)),
-        *later(MOE, "VSM", "--expert-model-parallel-size", "--expert-tensor-parallel-size", neutral=("1",)),
-        *later(
-            "hooks inside the Megatron trainer come later",
-            "VSC",
-            "--custom-megatron-init-path",
-            "--custom-megatron-before-log-prob-hook-path",
-            "--custom-megatron-before-train-step-hook-path",
-            instead="--custom-loss-function-path and --loss-type custom_loss, where a loss of yours is enough",
-        ),
-        *later(
-            "low-precision matrix products come later",
-            "C",
-            "--megatron-deepgemm-forward-layers",
-            "--megatron-deepgemm-forward-modules",
-            "--megatron-deepgemm-moe-forward-layers",
-            "--megatron-deepgemm-moe-forward-modules",
-        ),
-    ),
-)
+from instep.models.shape import FAMILIES, num_experts
 
 _NO_EFFECT_WHY = "batches are packed, and as long as their samples"
 _NO_EFFECT = f"accepted for Megatron's scripts, without effect: {_NO_EFFECT_WHY}"
@@ -78,7 +38,11 @@ SHAPE = FlagGroup(
         Flag("--num-layers", COUNT, None, "layers", whose="VSM"),
         Flag("--hidden-size", COUNT, None, "width", whose="VSM"),
         Flag("--ffn-hidden-size", COUNT, None, "width of the MLP", whose="VSM"),
+        Flag("--num-experts", COUNT, None, "experts of a layer", whose="M"),
+        Flag("--moe-router-topk", COUNT, None, "experts of a token", whose="M"),
+        Flag("--moe-ffn-hidden-size", COUNT, None, "width of an expert", whose="M"),
         Flag("--num-attention-heads", COUNT, None, "query heads", whose="VSM"),
+        *architecture.FLAGS,
         switch("--group-query-attention", "fewer key heads than query heads", "VSM"),
         Flag("--num-query-groups", COUNT, None, "key heads", whose="VSM"),
         Flag("--kv-channels", COUNT, None, "width of a head", whose="VSM"),
@@ -109,13 +73,59 @@ SHAPE = FlagGroup(
 # Flags of Megatron's table that are not handed through: pattern of the name, status, why, what instead. The first
 # pattern that matches counts.
 _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
-    ("--(moe-|num-experts|overlap-moe|ep-overlap|delay-wgrad)", "later", MOE, ""),
-    ("--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)", "later", CONTEXT_PARALLEL, ""),
+    ("--attention-softmax-in-fp32$", "accepted", "attention always computes its softmax in fp32", ""),
+    ("--no-masked-softmax-fusion$", "accepted", "attention is one kernel, whose softmax is no step of its own", ""),
+    ("--use-flash-attn$", "accepted", "attention of packed batches is a flash kernel wherever the GPU has one", ""),
+    ("--no-rope-fusion$", "accepted", "the rotary embedding is not fused", ""),
+    ("--cross-entropy-(loss-fusion|fusion-impl)$", "accepted", "instep makes log-probs in fused chunks", ""),
+    ("--(embedding-)?init-method-std$", "accepted", "weights are read from --hf-checkpoint or --load", ""),
+    ("--no-async-tensor-model-parallel-allreduce$", "accepted", "megatron-core 0.16 does not read it", ""),
+    ("--use-precision-aware-optimizer$", "accepted", "gradients, masters and moments are fp32 unless a flag says", ""),
     (
-        "--(microbatch-group-size|overlap-p2p|no-overlap-p2p|.*virtual|mtp-)",
-        "later",
-        "interleaved pipelines come later",
+        "--(no-gradient-reduce-div-fusion|suggested-communication-unit-size)$",
+        "refused",
+        "only Megatron's FSDP reads it",
         "",
+    ),
+    (
+        "--(cpu-offloading-num-layers)$",
+        "refused",
+        "needs Transformer Engine, which instep's trainer does not use",
+        "--recompute-granularity full",
+    ),
+    ("--(defer-embedding-wgrad|wgrad-deferral)", "refused", "logits are made in chunks", ""),
+    ("--(fine-grained-activation|offload-modules|min-offloaded)", "later", "offloading of activations comes later", ""),
+    ("--use-ring-exchange-p2p$", "refused", "needs a PyTorch of its own", ""),
+    ("--(use-nccl-ub|disable-symmetric-reg)", "refused", "gradients lie in no buffers that NCCL knows", ""),
+    ("--batch-invariant-mode$", "refused", "needs kernels that instep's trainer does not use", "--deterministic-mode"),
+    ("--(disable-bf16-reduced|pipeline-model-parallel-comm-backend|num-distributed-optimizer-inst)", "refused", "", ""),
+    ("--account-for-", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
+    (
+        "--moe-(token-dispatcher-type|token-drop-policy)",
+        "refused",
+        "experts have no capacity; tokens travel by alltoall",
+        "",
+    ),
+    ("--moe-shared-expert-gate", "refused", "read from config.json", "--hf-checkpoint"),
+    (
+        "--moe-enable-routing-replay",
+        "refused",
+        "instep's routers replay by themselves",
+        "--use-rollout-routing-replay or --use-routing-replay",
+    ),
+    ("--(moe-|overlap-moe|ep-overlap|delay-wgrad)", "later", "experts are computed one after another", ""),
+    (
+        "--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)",
+        "refused",
+        "context-parallel ranks gather keys and values",
+        "--context-parallel-size alone",
+    ),
+    ("--mtp-", "later", "multi-token prediction comes later", ""),
+    (
+        "--(microbatch-group-size|overlap-p2p|no-overlap-p2p|.*virtual)",
+        "refused",
+        "interleaved pipelines have one order and one way of communicating",
+        "--num-virtual-stages-per-pipeline-rank",
     ),
     (
         "--(fp8|fp4|no-fp8|keep-fp8|reuse-grad-buf|first-last-layers|num-layers-at-|.*kitchen)",
@@ -129,7 +139,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
         "needs Transformer Engine, which instep's trainer does not use",
         "",
     ),
-    ("--attention-backend|--use-flash-attn", "refused", "instep chooses the attention kernel by device", ""),
+    ("--attention-backend", "refused", "instep chooses the attention kernel by device", ""),
     (
         "--(fp16|loss-scale|initial-loss-scale|min-loss-scale|hysteresis|fp32-residual)",
         "refused",
@@ -138,7 +148,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("--(muon|sgd)-", "refused", "the optimizer is adam", "--optimizer adam"),
     ("--overlap-param-gather", "later", "weights would be read before they are gathered", ""),
-    ("--(exp-avg|main-grads-dtype|main-params-dtype|use-precision-aware)", "later", "optimizer states are fp32", ""),
+    ("--(exp-avg|main-grads-dtype|main-params-dtype)", "later", "optimizer states are fp32", ""),
     ("--pipeline-model-parallel-layout", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
     ("--decoupled-", "refused", "one learning rate for all weights", "--lr"),
     ("--(use-cpu-init|no-initialization|init-model-with-meta)", "refused", "instep decides how weights are made", ""),
@@ -152,7 +162,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ("--(config-logger-dir|log-|no-barrier)", "refused", "instep has metrics of its own", ""),
     ("--test-mode", "refused", "for Megatron's own tests", ""),
     (
-        "--(mamba|is-hybrid|disable-mamba|linear-|dsa-|experimental-att|multi-latent|mrope|window-|no-rope-freq|softmax-type"
+        "--(mamba|is-hybrid|disable-mamba|linear-|dsa-|experimental-att|mrope|window-|no-rope-freq|softmax-type"
         "|qk-clip|qk-l2|attention-output-gate|glu-linear|activation-func|rotary-interleaved|apply-layernorm-1p"
         "|apply-residual|use-fused-weighted|apply-query-key)",
         "refused",
@@ -189,22 +199,24 @@ _INSTEAD = {
 # Values of flags that do not act which ask for what instep does anyway.
 _NEUTRAL = {
     "--attention-backend": ("auto", "flash"),
-    "--cp-comm-type": ("p2p",),
+    "--cp-comm-type": ("p2p", "all_gather"),
+    "--moe-token-dispatcher-type": ("alltoall",),
+    "--moe-token-drop-policy": ("probs", "position"),
     "--transformer-impl": ("local",),
+    "--cuda-graph-impl": ("none",),
+    "--softmax-type": ("vanilla",),
+    "--weight-decay-incr-style": ("constant",),
+    "--num-distributed-optimizer-instances": ("1",),
+    "--pipeline-model-parallel-comm-backend": ("nccl",),
+    "--data-parallel-sharding-strategy": ("no_shard",),
+    **dict.fromkeys(("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"), ("fp32",)),
 }
 NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
 
 # Of the numbers that are handed to megatron-core. The other numbers of the table are not honoured.
 _RANGES = {
-    "--cpu-offloading-num-layers": INDEX,
-    "--embedding-init-method-std": FRACTION,
-    "--init-method-std": FRACTION,
-    "--min-offloaded-tensor-size": Number(int, 0, 2**40),
-    "--num-distributed-optimizer-instances": GPUS,
     "--optimizer-offload-fraction": FRACTION,
-    "--suggested-communication-unit-size": Number(int, 1, 2**40),
-    "--wgrad-deferral-limit": INDEX,
 }
 _INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
@@ -250,7 +262,7 @@ def megatron_table() -> tuple[Flag, ...]:
 def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
     for pattern, status, note, instead in _NOT_PASSED:
         if re.match(pattern, name):
-            return status, note, _INSTEAD.get(name, instead)
+            return status, note or NOT_HONOURED, _INSTEAD.get(name, instead)
     if is_field:
         return "acts", "handed to megatron-core as it is", ""
     return "refused", NOT_HONOURED, _INSTEAD.get(name, "")
@@ -261,6 +273,7 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
     rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
     heads, width = (config.get(name) for name in ("num_attention_heads", "hidden_size"))
     groups, base = config.get("num_key_value_heads", heads), config.get("rope_theta", rope.get("rope_theta"))
+    head_dim = config.get("head_dim") or (width // heads if width and heads else None)
     biases = [bool(config[name]) for name in ("attention_bias", "mlp_bias") if name in config]
     gate = config.get("hidden_act", config.get("activation_function"))
     layer_norm = next((name for name in ("layer_norm_eps", "layer_norm_epsilon") if name in config), "")
@@ -270,10 +283,15 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
         "--num-layers": config.get("num_hidden_layers"),
         "--hidden-size": width,
         "--ffn-hidden-size": config.get("intermediate_size"),
+        **architecture.in_file(config),
+        "--num-experts": num_experts(config) or None,
+        "--moe-router-topk": config.get("num_experts_per_tok"),
+        "--moe-ffn-hidden-size": config.get("moe_intermediate_size"),
         "--num-attention-heads": heads,
         "--group-query-attention": None if groups is None else groups < heads,
         "--num-query-groups": groups,
-        "--kv-channels": config.get("head_dim") or (width // heads if width and heads else None),
+        # Megatron does not read it where attention is latent.
+        "--kv-channels": None if family and family.latent else head_dim,
         "--vocab-size": config.get("vocab_size"),
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if layer_norm else None,
         "--norm-epsilon": config.get("rms_norm_eps", config.get(layer_norm)),
@@ -282,62 +300,14 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
         "--position-embedding-type": "rope" if base or rope else config.get("position_embedding_type"),
         "--use-rotary-position-embeddings": True if base or rope else None,
         "--swiglu": None if gate is None else gate in ("silu", "swish"),
-        "--qk-layernorm": family and family.qk_norm,
+        "--qk-layernorm": family and (family.qk_norm or family.latent),
         "--disable-bias-linear": True if family and not any(biases) else not any(biases) if biases else None,
         "--add-qkv-bias": family and family.qkv_bias,
         "--untie-embeddings-and-output-weights": None if tied is None else not tied,
     }
 
 
-# ---- what follows from the flags -------------------------------------------------------------------------------------
-
-
-def sequence_parallel(args: Settings, given: Given) -> bool:
-    """As in Megatron, tensor parallelism over one rank leaves nothing to split."""
-    return args.sequence_parallel and args.tensor_model_parallel_size > 1
-
-
-RESOLVERS = (sequence_parallel,)
-
 # ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def undivided(args: Settings, ranks: str, flag: str) -> Iterator[Problem]:
-    """Ranks of a role that TP x PP does not divide; `ranks` says how many and whose, `flag` how many there are."""
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % model:
-        layout = f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} = {model}"
-        yield Problem(f"{layout} does not divide {ranks}", flag, f"use a multiple of {model}")
-
-
-def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    yield from undivided(args, f"{args.world_size} trainer ranks", "--actor-num-gpus-per-node")
-    if args.train_backend == "hf" and model > 1:
-        yield Problem(
-            "the hf backend shards with FSDP2 only",
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
-            "use --train-backend megatron",
-        )
-    if "sequence_parallel" in given and args.tensor_model_parallel_size == 1:
-        yield Problem("has no effect without tensor parallelism", "--sequence-parallel", "", refused=False)
-
-
-def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Megatron recomputes groups of layers, by a method, or its selection of modules; hf one layer after the other."""
-    kind, method, layers = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
-    if kind != "full" and (method or layers):
-        what = f"belongs to full recomputation, {'which is not asked for' if kind is None else 'not to selective'}"
-        yield Problem(what, "--recompute-method and --recompute-num-layers", "add --recompute-granularity full")
-    elif args.train_backend == "hf" and kind == "selective":
-        what = "hf recomputes whole layers, and cannot select a part of them"
-        yield Problem(what, "--recompute-granularity selective", "use full, or --train-backend megatron")
-    elif args.train_backend == "hf" and (method not in (None, "uniform") or layers not in (None, 1)):
-        what = "hf recomputes layer by layer, which is uniform and 1"
-        yield Problem(what, "--recompute-method and --recompute-num-layers", "leave them out")
-    elif args.train_backend == "megatron" and kind == "full" and (method is None or layers is None):
-        flag, what, value = ("num-layers", "number of layers", "1") if method else ("method", "method", "uniform")
-        yield Problem(f"full recomputation needs a {what}", f"--recompute-{flag}", f"use {value}")
 
 
 def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -360,6 +330,8 @@ def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
     in_file = shape_in_file(config) if config else {}
     for flag in (flag for flag in SHAPE.flags if flag.attribute in given):
         mine, actual = getattr(args, flag.attribute), in_file.get(flag.name)
+        if flag.name == "--moe-layer-freq" and isinstance(mine, int):  # each mine-th layer
+            mine = tuple(int(i % mine == 0) for i in range(config.get("num_hidden_layers", 0)))
         if flag.help == _NO_EFFECT:
             yield Problem(f"has no effect: {_NO_EFFECT_WHY}", flag.name, refused=False)
         elif flag.name in in_file and actual is None:
@@ -370,4 +342,4 @@ def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
             )
 
 
-RULES = (shape, parallel, recomputation, only_megatron)
+RULES = (shape, only_megatron)

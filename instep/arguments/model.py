@@ -18,16 +18,15 @@ from instep.arguments.flag import (
     WAYS_HERE,
     Flag,
     FlagGroup,
-    json_object,
     later,
+    pattern,
     refused,
     switch,
 )
-from instep.models.shape import FAMILIES
+from instep.models.shape import read_config
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 MODEL = FlagGroup(
     "Model and checkpoints",
@@ -59,18 +58,30 @@ MODEL = FlagGroup(
         Flag(
             "--ckpt-format",
             default="torch_dist",
-            choices=("torch_dist",),
-            help="instep's checkpoints can be loaded under another parallel layout, as torch_dist ones",
+            choices=("torch_dist", "torch"),
+            help="what --save writes with megatron: torch_dist or torch (a file per rank); both are read as they come",
             whose="VSM",
         ),
         *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
         *refused("follows from the vocabulary", "CM", "--padded-vocab-size", instead="--make-vocab-size-divisible-by"),
-        *later("asynchronous saving comes later", "CM", "--async-save"),
-        *later("training a part of the weights comes later", "C", "--only-train-params-name-list"),
-        *later("training a part of the weights comes later", "C", "--freeze-params-name-list"),
+        switch("--async-save", "go on while a checkpoint is written, from a copy in the host's memory", "CM"),
+        Flag(
+            "--only-train-params-name-list",
+            pattern,
+            nargs="+",
+            help="train the weights alone in whose names one of these regular expressions is found (names of the "
+            "model's parameters, of Megatron's with megatron)",
+            whose="C",
+        ),
+        Flag(
+            "--freeze-params-name-list",
+            pattern,
+            nargs="+",
+            help="train all weights but those in whose names one of these regular expressions is found",
+            whose="C",
+        ),
         *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
         *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
-        *later("own model builders come later", "C", "--custom-model-provider-path"),
         *later(SYNC_WAYS, "C", "--update-weight-mode", instead=WAYS_HERE, neutral=("full",)),
         *later(
             SYNC_WAYS,
@@ -88,13 +99,6 @@ MODEL = FlagGroup(
         *later("multi-token prediction comes later", "C", "--enable-mtp-training"),
     ),
 )
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
-    config = json_object((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
 
 
 def known_config(args: Settings) -> dict[str, Any]:
@@ -151,21 +155,6 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 
-def dense(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Megatron trains no mixture of experts yet."""
-    if args.train_backend != "megatron":
-        return
-    config = known_config(args)
-    for key in _EXPERTS:
-        if isinstance(config.get(key), int) and config[key] > 1 and not args.debug_rollout_only:
-            yield Problem(
-                f"is a mixture-of-experts model ({key} {config[key]} in config.json): megatron trains none yet",
-                "--hf-checkpoint",
-                f"--train-backend hf; or give a dense model ({', '.join(FAMILIES)})",
-            )
-            return
-
-
 def folder_to_load(name: str) -> Rule:
     """The rule that an attribute names a folder, if it names anything."""
 
@@ -200,6 +189,28 @@ def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
     if args.no_save_optim and args.save is None:
         yield Problem("has no effect without --save", "--no-save-optim", "give both")
+    if args.async_save and not (args.save or args.critic_save):
+        yield Problem("there is no checkpoint to write (an export is written at once)", "--async-save", "give --save")
+    if args.ckpt_format == "torch" and (args.save or args.critic_save):
+        where, remedy = "--ckpt-format torch", "save as torch_dist; --load and --ref-load see by themselves"
+        if args.train_backend != "megatron":
+            yield Problem("is a format of Megatron's: hf saves in torch's distributed one", where, "leave it out")
+        elif args.expert_model_parallel_size > 1 or (
+            args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size)
+        ):
+            what = "has a file for each tensor- and pipeline-parallel rank, over which experts do not lie alike with"
+            yield Problem(f"{what} --expert-model-parallel-size, --expert-tensor-parallel-size", where, remedy)
+        if args.async_save:
+            yield Problem("is written while the run waits", f"{where} with --async-save", remedy)
+
+
+def selection(args: Settings, given: set[str]) -> Iterator[Problem]:
+    only, frozen = "--only-train-params-name-list", "--freeze-params-name-list"
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield Problem(f"contradicts {only}", frozen, f"give one of them: {only} freezes all others")
+    if args.lora_rank and (args.only_train_params_name_list or args.freeze_params_name_list):
+        what = "an adapter is all that is trained with --lora-rank"
+        yield Problem(what, only if args.only_train_params_name_list else frozen, "use --lora-target-modules")
 
 
 def export(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -216,9 +227,9 @@ RULES: tuple[Rule, ...] = (
     missing_checkpoint,
     saving,
     export,
+    selection,
     reference,
     load,
     checkpoint,
-    dense,
     folder_to_load("ref_load"),
 )

@@ -17,7 +17,7 @@ NEIGHBOURS = FlagGroup(
         *refused(
             f"{ATROPOS}; a sync reaches the engines that run, without a restart",
             "A",
-            *("--vllm-config-path", "--vllm-restart-interval"),
+            "--vllm-restart-interval",
             instead=WAYS_HERE,
         ),
         *refused(f"{ATROPOS}; every run writes perf/* into metrics.jsonl", "A", "--benchmark"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags
+from instep.arguments.asynchronous import ASYNCHRONOUS
 from instep.arguments.cluster import CLUSTER
 from instep.arguments.concern import Problem, Settings, flag_name
 from instep.arguments.engine import ENGINE
@@ -20,18 +21,22 @@ _ONLY_RL = (
     "advantage_estimator rewards_normalization grpo_std_normalization normalize_advantages gamma lambd kl_coef "
     "use_kl_loss kl_loss_type custom_advantage_function_path overlong_buffer_len eps_clip eps_clip_high eps_clip_c "
     "gspo_gradient sapo_tau_pos sapo_tau_neg entropy_coef use_tis use_rs use_opsm use_rollout_logprobs critic_load "
+    "use_routing_replay use_rollout_routing_replay "
     "critic_save critic_lr critic_lr_warmup_iters num_critic_only_steps value_clip megatron_config_path use_opd "
     "custom_pg_loss_reducer_function_path"
 )
 # Of the flags of rollouts and engines these act here, too; others are read by a rollout function of the user's at most.
 _ACTS = {"rollout_function_path", "rollout_max_prompt_len", "custom_rollout_log_function_path", "vllm_max_model_len"}
 _ENGINES = {"rollout_num_gpus", "rollout_num_gpus_per_engine", "colocate"}
+_ENGINES |= {"offload", *(no + name for no in ("", "no_") for name in ("offload_train", "offload_rollout"))}
 _LENGTHS = {"rollout_max_context_len", "rollout_max_response_len"}
 
 
 def without_meaning(command: str) -> set[str]:
-    """The attributes of flags that have no meaning for `instep train`, `instep sft` or `instep dpo`."""
+    """The attributes of flags that have no meaning for `instep <command>`, which trains."""
     names = set(_ONLY_DPO if command != "dpo" else _NOT_IN_DPO)
+    if command not in ("train-async", "plan"):
+        names |= {flag.attribute for flag in ASYNCHRONOUS.flags}
     if command not in OFFLINE:
         return names
     sampling = {flag.attribute for part in (ROLLOUT, REWARD, EVAL, ENGINE) for flag in part.flags} - _ACTS

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, RATE, Flag, FlagGroup, Number, later
+from instep.arguments.flag import COUNT, FRACTION, INDEX, NON_NEGATIVE, RATE, Flag, FlagGroup, Number, later, switch
 
 BETA = Number(float, 0, 0.999999)  # in fp32 more is 1
 
 OPTIMIZER = FlagGroup(
     "Optimizer",
     (
-        Flag("--optimizer", default="adam", choices=("adam",), help="AdamW", whose="M"),
+        Flag(
+            "--optimizer",
+            default="adam",
+            choices=("adam", "adamw_8bit"),
+            help="AdamW; adamw_8bit keeps its moments in 8 bits (--train-backend hf)",
+            whose="M",
+        ),
+        switch(
+            "--optimizer-cpu-offload",
+            "keep the optimizer's moments in host memory, masters stay on the GPU; no effect on a CPU",
+            "M",
+        ),
         Flag("--lr", RATE, 1e-6, "learning rate", whose="CM"),
         Flag("--min-lr", RATE, 0.0, "lowest learning rate of the decay", whose="M"),
         Flag(
@@ -62,4 +73,10 @@ def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 
 
-RULES = (learning_rate, schedule)
+def eight_bits(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if args.optimizer == "adamw_8bit" and args.train_backend != "hf":
+        what = f"the backend {args.train_backend} keeps moments in fp32"
+        yield Problem(what, "--optimizer adamw_8bit", "use --train-backend hf, or --use-distributed-optimizer")
+
+
+RULES = (learning_rate, schedule, eight_bits)

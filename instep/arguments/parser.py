@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.arguments.all_flags import find
 from instep.arguments.concern import Problem
+from instep.arguments.extra import find_on_path
 from instep.arguments.flag import Flag
 from instep.arguments.suggest import named_flags, remedy_of, setting, unknown
 
@@ -52,7 +53,7 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
         name, equals, value = token.partition("=")
         values = [value] if equals else []
         while tokens and not is_flag(tokens[0]):
-            flag = find(name)
+            flag = find(name) or find_on_path(name)
             if flag and flag.status == "acts" and not flag.nargs and not flag.is_switch and values:
                 break
             values.append(tokens.pop(0))
@@ -72,17 +73,19 @@ def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
 
 
 def _take(result: Scan, name: str, values: list[str], command: str) -> None:
-    flag = find(name)
+    flag = find(name) or find_on_path(name)
     if flag is None:
         _reject(result, unknown(name, values[0] if values else "", command))
         return
     if " ".join(values) in flag.neutral:
         return
-    result.flags[flag.attribute] = flag
-    if values and values[0] in flag.later:
-        remedy = remedy_of(flag, command)
-        _reject(result, (Problem("later: this value comes later", f"{name} {values[0]}", remedy), [flag.name]))
+    if flag.status == "accepted":
+        what = f"is read as {flag.read_as}: {flag.note}" if flag.read_as else f"changes nothing: {flag.note}"
+        result.problems.append(Problem(what, name, refused=False))
+        if flag.read_as:
+            _take(result, flag.read_as, values, command)
         return
+    result.flags[flag.attribute] = flag
     if flag.status != "acts":
         remedy = remedy_of(flag, command)
         _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))

@@ -15,9 +15,13 @@ from typing import NamedTuple
 
 from instep.arguments.concern import Problem, Rule, Settings, flag_name
 from instep.arguments.data import split_slice
+from instep.data.rows import split_files
 
 # The files of a run in its `--run-dir`; a new run moves those of an earlier one aside, in this order.
-RUN_FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "tensorboard", "logs", "config.json")
+RUN_FILES = (
+    *("metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "tensorboard", "logs", "profile"),
+    "config.json",  # moved last
+)
 _RUN = "|".join(map(re.escape, RUN_FILES))
 _CHECKPOINTS = r"iter_\d+|latest_checkpointed_iteration\.txt"
 
@@ -44,10 +48,11 @@ class Use(NamedTuple):
 USES = {
     **dict.fromkeys(("hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load"), Use(Role.READS)),
     **dict.fromkeys(("prompt_data", "eval_config", "megatron_config_path", "vllm_config"), Use(Role.READS)),
-    **dict.fromkeys(("load_debug_rollout_data", "api_key_file"), Use(Role.READS)),
+    **dict.fromkeys(("load_debug_rollout_data", "api_key_file", "vllm_config_path"), Use(Role.READS)),
     "run_dir": Use(Role.ADDS, _RUN),
     "save": Use(Role.ADDS, _CHECKPOINTS),
     "critic_save": Use(Role.ADDS, _CHECKPOINTS),
+    "data_cache_path": Use(Role.ADDS, r"[0-9a-f]{16}(-[0-9a-f]{16}){3}"),
     "dump_details": Use(Role.ADDS, "rollout_data|train_data|tokenizer"),
     "wandb_dir": Use(Role.ADDS, "wandb"),
     "save_hf": Use(Role.REPLACES),
@@ -75,10 +80,12 @@ class Named(NamedTuple):
 
 
 def _named(args: Settings, given: set[str]) -> list[Named]:
-    there = [name for name in USES if name in {*given, "run_dir"}]
+    there = [name for name in USES if name in {*given, "run_dir"} - {"prompt_data"}]
     found = [
         Named(name, flag_name(name), _real(path := getattr(args, name)), USES[name], _pattern(path)) for name in there
     ]
+    for file in split_files(args.prompt_data) if args.prompt_data is not None else ():
+        found.append(Named("prompt_data", "--prompt-data", _real(file), USES["prompt_data"]))
     flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
     for dataset in args.eval_datasets:
         found.append(Named("", f"{flag}, data set {dataset.name}", _real(dataset.path), Use(Role.READS)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Problem, Settings
 from instep.arguments.data import split_slice
 from instep.arguments.flag import GPUS_PER_NODE, TYPE_LABELS, Flag, FlagGroup, hook, switch
 from instep.data.formats import eval_row_format, row_format
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of
+from instep.data.rows import split_files
 from instep.documents import parse_json
 
 
@@ -35,6 +37,10 @@ REWARD = FlagGroup(
         Flag("--custom-rm-path", hook, None, "async f(args, sample): a reward of your own", whose="VSC"),
         Flag("--reward-key", help="which entry counts, where a reward is a dict", whose="C"),
         Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", whose="C"),
+        switch(
+            "--skip-failed-groups",
+            "drop and count a group whose reward or generate function fails, instead of ending the run",
+        ),
         switch("--group-rm", "call the reward once per group, with a list of samples", "C"),
         Flag(
             "--custom-reward-post-process-path",
@@ -54,12 +60,14 @@ REWARD = FlagGroup(
 
 
 def row_names_reward(args: Settings) -> bool:
-    """Whether the first row of the prompts names its reward (metadata.rm_type). It is not looked for in parquet files,
-    which are taken to name one."""
-    if args.prompt_data is None:
-        return False
+    """Whether the first row of each file of prompts names its reward (metadata.rm_type). It is not looked for in
+    parquet files, which are taken to name one."""
+    return args.prompt_data is not None and all(_names_reward(f, args) for f in split_files(args.prompt_data))
+
+
+def _names_reward(path_spec: str, args: Settings) -> bool:
     try:
-        file, _ = split_slice(args.prompt_data)
+        file, _ = split_slice(path_spec)
         if file.suffix != ".jsonl":
             return file.is_file()
         with open(file, encoding="utf-8-sig") as lines:
@@ -72,7 +80,7 @@ def row_names_reward(args: Settings) -> bool:
 def named(args: Settings, given: set[str]) -> Iterator[Problem]:
     """A reward is required, unless the rollout is the user's own."""
     own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
-    if args.command == "train" and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
+    if args.command in ONLINE and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
         if not (args.eval_config and args.num_rollout == 0) and not row_names_reward(args):
             yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
 
@@ -89,7 +97,7 @@ def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Rewards that must fail on every sample, as the flags alone show."""
-    if args.command != "train":
+    if args.command not in ONLINE:
         return
     sets = [
         (eval_row_format(args, d), d.reward_key, f"data set {d.name}, rm_type", "eval-") for d in args.eval_datasets

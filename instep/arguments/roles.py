@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.concern import Problem, Settings, flag_name, ranks_of_a_copy
 from instep.arguments.flag import Flag, attribute_name
 from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
@@ -42,7 +42,7 @@ def args_of_role(args: Args, role: str) -> Args:
         "lr_warmup_iters": args.critic_lr_warmup_iters,
         "lr_warmup_fraction": None,
         "world_size": ranks,
-        "dp_size": max(1, ranks // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)),
+        "dp_size": max(1, ranks // ranks_of_a_copy(args)),
     }
     return args.replace(**{**own, **args.megatron_config.get("critic", {})})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, later, switch
+from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, switch
 from instep.arguments.model import known_config
 from instep.engines.topology import max_model_lens
 from instep.errors import ConfigError
@@ -72,11 +72,12 @@ ROLLOUT = FlagGroup(
             "f(args, all_groups, data_source): sees dropped groups, too",
             whose="C",
         ),
-        *later(
-            "own conversions of samples come later",
-            "C",
+        Flag(
             "--custom-convert-samples-to-train-data-path",
-            instead="sample.train_metadata and fields of your own, which reach the trainer",
+            hook,
+            None,
+            "f(args, samples) -> dict of lists, the data that is trained on, with its final rewards",
+            whose="C",
         ),
         Flag(
             "--custom-rollout-log-function-path",
@@ -92,7 +93,13 @@ ROLLOUT = FlagGroup(
             "f(rollout_id, args, data, extra_metrics); True: log nothing else",
             whose="C",
         ),
-        *later("hooks inside the trainer come later", "C", "--rollout-data-postprocess-path"),
+        Flag(
+            "--rollout-data-postprocess-path",
+            hook,
+            None,
+            "f(args, rollout_id, rollout_data), on each rank before its optimizer steps: changes columns of the data",
+            whose="C",
+        ),
     ),
 )
 

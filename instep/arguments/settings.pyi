@@ -23,6 +23,7 @@ class Settings:
         "reinforce_plus_plus_baseline",
         "ppo",
     ]
+    alarm_effective_sample_ratio: float
     alarm_entropy_fraction: float
     alarm_gap: float
     alarm_truncated_ratio: float
@@ -31,19 +32,22 @@ class Settings:
     api_key_file: str | None
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
+    async_save: bool
     attention_dropout: float
+    balance_by_flops: bool
     balance_data: bool
     bf16: bool
     buffer_filter_path: str | None
     calculate_per_token_loss: bool
     chosen_key: str
-    ckpt_format: Literal["torch_dist"]
+    ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None
     clip_grad: float
     cluster: Literal["local", "ray"]
     colocate: bool
-    command: Literal["train", "sft", "dpo", "serve", "plan"]
+    command: Literal["train", "train-async", "sft", "dpo", "serve", "plan"]
     constant_loss_length: int | None
+    context_parallel_size: int
     controller_memory_limit: float | None
     critic_load: str | None
     critic_lr: float | None
@@ -52,17 +56,25 @@ class Settings:
     critic_num_nodes: int | None
     critic_save: str | None
     custom_advantage_function_path: str | None
+    custom_convert_samples_to_train_data_path: str | None
     custom_eval_rollout_log_function_path: str | None
     custom_generate_function_path: str | None
     custom_loss_function_path: str | None
+    custom_megatron_before_log_prob_hook_path: str | None
+    custom_megatron_before_train_step_hook_path: str | None
+    custom_megatron_init_path: str | None
+    custom_model_provider_path: str | None
     custom_pg_loss_reducer_function_path: str | None
     custom_reward_post_process_path: str | None
     custom_rm_path: str | None
     custom_rollout_log_function_path: str | None
     custom_tis_function_path: str | None
+    data_cache_path: str | None
     data_source_path: str
     debug_rollout_only: bool
     debug_train_only: bool
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
     deterministic_mode: bool
     device: Literal["auto", "cpu", "cuda"]
     disable_bias_linear: bool | None
@@ -93,10 +105,15 @@ class Settings:
     eval_tool_key: str | None
     eval_top_k: int | None
     eval_top_p: float | None
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int | None
+    extra_flags: list[str]
     ffn_hidden_size: int | None
     finetune: bool
+    freeze_params_name_list: list[str] | None
     gamma: float
     global_batch_size: int
+    gpu_memory_gb: float
     group_query_attention: bool
     group_rm: bool
     grpo_std_normalization: bool
@@ -111,11 +128,13 @@ class Settings:
     kl_loss_coef: float
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"]
     kv_channels: int | None
+    kv_lora_rank: int | None
     label_key: str | None
     lambd: float
     load: str | None
     load_debug_rollout_data: str | None
     load_debug_rollout_data_subsample: float | None
+    log_passrate: bool
     lora_alpha: int | None
     lora_dropout: float
     lora_rank: int
@@ -133,6 +152,7 @@ class Settings:
     make_vocab_size_divisible_by: int
     mask_offpolicy_in_partial_rollout: bool
     max_position_embeddings: int | None
+    max_staleness: int | None
     max_tokens_per_gpu: int | None
     megatron_config: dict[str, dict[str, Any]]
     megatron_config_path: str | None
@@ -140,12 +160,35 @@ class Settings:
     metadata_key: str
     micro_batch_size: int
     min_lr: float
+    moe_aux_loss_coeff: float
+    moe_ffn_hidden_size: int | None
+    moe_grouped_gemm: bool
+    moe_layer_freq: str | None
+    moe_router_bias_update_rate: float
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+    moe_router_enable_expert_bias: bool
+    moe_router_group_topk: int | None
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None
+    moe_router_num_groups: int | None
+    moe_router_pre_softmax: bool
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None
+    moe_router_topk: int | None
+    moe_router_topk_scaling_factor: float | None
+    moe_shared_expert_intermediate_size: int | None
+    moe_z_loss_coeff: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    multi_latent_attention: bool
     n_samples_per_eval_prompt: int
     n_samples_per_prompt: int
     no_api_key: bool
     no_check_for_nan_in_loss_and_grad: bool
+    no_fast_log_probs: bool
     no_load_optim: bool
+    no_offload_rollout: bool
+    no_offload_train: bool
     no_save_optim: bool
+    no_torch_compile: bool
     norm_epsilon: float | None
     normalization: Literal["LayerNorm", "RMSNorm"] | None
     normalize_advantages: bool
@@ -153,21 +196,29 @@ class Settings:
     num_attention_heads: int | None
     num_critic_only_steps: int
     num_epoch: int | None
+    num_experts: int | None
     num_gpus_per_node: int
     num_layers: int | None
+    num_layers_per_virtual_pipeline_stage: int | None
     num_logged_samples: int
     num_query_groups: int | None
     num_rollout: int | None
     num_steps_per_rollout: int
     num_threads: int | None
+    num_virtual_stages_per_pipeline_rank: int | None
+    offload: bool
+    offload_rollout: bool
+    offload_train: bool
     on_gap: Literal["stop", "warn"]
+    only_train_params_name_list: list[str] | None
     opd_kl_coef: float
     opd_teacher_ckpt_step: int | None
     opd_teacher_load: str | None
     opd_teacher_url: str | None
     opd_type: str | None
     opsm_delta: float
-    optimizer: Literal["adam"]
+    optimizer: Literal["adam", "adamw_8bit"]
+    optimizer_cpu_offload: bool
     over_sampling_batch_size: int
     overlong_buffer_len: int | None
     overlong_penalty_factor: float
@@ -178,8 +229,16 @@ class Settings:
     position_embedding_type: Literal["rope"] | None
     precision: str
     prefill_num_servers: int | None
+    profile: bool
+    profile_ranks: list[int]
+    profile_step_end: int
+    profile_step_start: int
     prompt_data: str | None
+    prompt_data_weights: list[float] | None
+    q_lora_rank: int | None
+    qk_head_dim: int | None
     qk_layernorm: bool
+    qk_pos_emb_head_dim: int | None
     ray_address: str
     recompute_granularity: Literal["full", "selective"] | None
     recompute_method: Literal["uniform", "block"] | None
@@ -198,6 +257,7 @@ class Settings:
     rollout_all_samples_process_path: str | None
     rollout_backend: str
     rollout_batch_size: int
+    rollout_data_postprocess_path: str | None
     rollout_external_engine_addrs: list[str] | None
     rollout_function_path: str
     rollout_global_dataset: bool
@@ -220,6 +280,7 @@ class Settings:
     rollout_top_p: float
     rotary_base: float | None
     rotary_percent: float | None
+    rotary_scaling_factor: float | None
     router_overrides: dict[str, list[str]]
     rs_level: Literal["token", "sequence", "geometric"]
     rs_lower_bound: float
@@ -239,6 +300,8 @@ class Settings:
     sequence_parallel: bool
     skip_bad_rows: bool
     skip_eval_before_train: bool
+    skip_failed_groups: bool
+    stale_groups: Literal["drop", "requeue"]
     start_rollout_id: int | None
     swiglu: bool
     sync_timeout: float
@@ -259,20 +322,25 @@ class Settings:
     unsafe_local_exec: bool
     untie_embeddings_and_output_weights: bool
     update_weight_buffer_size: int
+    update_weights_interval: int
     use_distributed_optimizer: bool
     use_dynamic_batch_size: bool
     use_kl_loss: bool
     use_opd: bool
     use_opsm: bool
     use_rollout_logprobs: bool
+    use_rollout_routing_replay: bool
     use_rotary_position_embeddings: bool
+    use_routing_replay: bool
     use_rs: bool
     use_tensorboard: bool
     use_tis: bool
     use_unbiased_kl: bool
     use_wandb: bool
+    v_head_dim: int | None
     value_clip: float
     vllm_config: str | None
+    vllm_config_path: str | None
     vllm_dtype: Literal["auto", "float32", "bfloat16"]
     vllm_max_model_len: int | None
     vllm_max_num_seqs: int | None
@@ -290,7 +358,7 @@ class Settings:
     wandb_run_id: str | None
     wandb_team: str | None
     weight_decay: float
-    weight_sync: Literal["auto", "shm", "single-copy", "disk", "nccl", "lora"]
+    weight_sync: Literal["auto", "ipc", "shm", "single-copy", "disk", "nccl", "lora", "restart"]
     worker_start_timeout: float
     world_size: int
 
@@ -302,3 +370,6 @@ class HookSettings(Settings):
     rollout_engine_kind: str
     vllm_model_engine_urls: dict[str, list[str]]
     num_rollout: int
+    sglang_router_ip: str
+    sglang_router_port: int
+    sglang_model_routers: dict[str, tuple[str, int]]

@@ -1,4 +1,5 @@
-"""SGLang's server arguments, in slime `--sglang-*`. They are refused, each with instep's flag of the same meaning."""
+"""SGLang's server arguments, in slime `--sglang-*`. Those whose values vLLM takes, too, are read as its flag; what
+chooses SGLang's kernels changes nothing; the others are refused, each with instep's flag of the same meaning."""
 
 from instep.arguments.flag import Flag, FlagGroup
 
@@ -9,6 +10,21 @@ _GUIDE = (
 ).split()
 _SLIME = (
     "router-ip router-port router-request-timeout-secs server-concurrency config enable-deterministic-inference"
+).split()
+
+# Of the equivalents: those that take the same values.
+_SAME = (
+    "router-ip router-port router-request-timeout-secs server-concurrency max-running-requests context-length "
+    "mem-fraction-static chunked-prefill-size disable-overlap-schedule page-size disable-radix-cache kv-cache-dtype "
+    "cpu-offload-gb dtype quantization trust-remote-code disable-custom-all-reduce disable-cuda-graph "
+    "cuda-graph-max-bs cuda-graph-bs reasoning-parser tool-call-parser chat-template enable-deterministic-inference"
+).split()
+# What nothing is changed by: tuning of an engine that does not run here.
+_TUNING = (
+    "attention-backend prefill-attention-backend decode-attention-backend mm-attention-backend moe-runner-backend "
+    "moe-a2a-backend deepep-mode moe-dense-tp-size enable-dp-lm-head nsa-prefill-backend nsa-decode-backend "
+    "speculative-draft-attention-backend mamba-scheduler-strategy disaggregation-ib-device watchdog-timeout "
+    "skip-server-warmup enable-metrics log-level log-level-http"
 ).split()
 
 # What to use instead, and the names (without --sglang-) of which it is the equivalent.
@@ -63,6 +79,7 @@ _EQUIVALENTS = {
     "--vllm-disable-custom-all-reduce": "disable-custom-all-reduce",
     "--vllm-distributed-timeout-seconds": "dist-timeout",
     "--engine-port": "port",
+    "--offload-rollout": "enable-memory-saver",
     # kernels
     "--vllm-attention-backend": "attention-backend prefill-attention-backend decode-attention-backend",
     "--vllm-mm-encoder-attn-backend": "mm-attention-backend",
@@ -91,24 +108,26 @@ _EQUIVALENTS = {
 }
 # Without an equivalent: why.
 _NONE = {
-    "enable-memory-saver": "engines that sleep while the trainer works come later",
     "host": "engines listen where instep reaches them",
     "api-key": "engines listen on loopback, in plain HTTP",
-    "enable-metrics": "vLLM's metrics are always on",
-    "skip-server-warmup": "instep waits for /health",
     "weight-version": "a weight sync sets it",
     "custom-pull-weights-pre-read-hook": "engines do not pull weights",
-    "watchdog-timeout": "instep watches its engines itself",
 }
 
 
 def _flags() -> list[Flag]:
-    pairs = [(name, instead) for instead, names in _EQUIVALENTS.items() for name in names.split()]
+    pairs = {name: instead for instead, names in _EQUIVALENTS.items() for name in names.split()}
     out = []
-    for name, instead in [*pairs, *((name, "") for name in _NONE)]:
-        whose = "S" * (name in _GUIDE) + "C" * (name in _SLIME)
-        note = f"{NOTE}; {_NONE[name]}" if name in _NONE else NOTE
-        out.append(Flag("--sglang-" + name, status="refused", note=note, instead=instead, whose=whose))
+    for name in (*pairs, *_NONE, *(n for n in _TUNING if n not in pairs and n not in _NONE)):
+        whose, instead = "S" * (name in _GUIDE) + "C" * (name in _SLIME), pairs.get(name, "")
+        if name in _SAME:
+            flag = Flag("--sglang-" + name, status="accepted", note=NOTE, read_as=instead, whose=whose)
+        elif name in _TUNING:
+            flag = Flag("--sglang-" + name, status="accepted", note=f"{NOTE}, which is tuned on its own", whose=whose)
+        else:
+            note = f"{NOTE}; {_NONE[name]}" if name in _NONE else NOTE
+            flag = Flag("--sglang-" + name, status="refused", note=note, instead=instead, whose=whose)
+        out.append(flag)
     return out
 
 

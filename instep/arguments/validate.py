@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from instep.arguments import (
+    asynchronous,
     cluster,
+    colocation,
     data,
     debugging,
     evaluation,
+    families,
     loggers,
     lora,
     megatron,
     model,
     offline,
     optimizer,
+    parallel,
     paths,
+    planning,
     reward,
     rollout,
     serving,
@@ -47,11 +52,20 @@ RESOLVERS: tuple[Resolver, ...] = (
     *distillation.RESOLVERS,
     *data.RESOLVERS,
     *rollout.RESOLVERS,
-    *megatron.RESOLVERS,
+    *parallel.RESOLVERS,
     *evaluation.RESOLVERS,
+    *colocation.RESOLVERS,
+    *planning.RESOLVERS,
 )
 # `instep plan` asks only where things go.
-PLAN_RULES: Rules = (topology, critic_rules.size, *cluster.PLANNED_RULES)
+PLAN_RULES: Rules = (
+    topology,
+    critic_rules.size,
+    parallel.stages,
+    *cluster.PLANNED_RULES,
+    *colocation.RULES,
+    *planning.RULES,
+)
 SERVE_RULES: Rules = (
     serving.only_served,
     *model.SERVED_RULES,
@@ -72,9 +86,14 @@ RULES: Rules = (
     *reward.RULES,
     *distillation.RULES,
     *megatron.RULES,
+    *parallel.RULES,
+    *families.RULES,
     topology,
     api_keys,
     *cluster.RULES,
+    *asynchronous.RULES,
+    *colocation.RULES,
+    *planning.RULES,
     critic_rules.size,
     critic_rules.critic,
     *optimizer.RULES,

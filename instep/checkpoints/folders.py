@@ -1,10 +1,11 @@
 """The checkpoints of a run: one folder per save, either complete or absent.
 
-    SAVE/latest_checkpointed_iteration.txt      the number of the newest checkpoint, as Megatron writes it
+    SAVE/latest_checkpointed_iteration.txt      the number of the newest checkpoint, as Megatron writes it, or `release`
     SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
     SAVE/iter_0000010/critic/                   the files of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
     SAVE/iter_0000010/files.json                sizes and digests of the others; see `integrity.py`
+    SAVE/release/                               weights that were converted, no step of a run
     SAVE/old-1/                                 the checkpoints of an earlier run, moved aside by a new one's first
 
 A save writes a hidden folder and renames it when it is complete, so that a crash or a full disk never harms the last
@@ -16,12 +17,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.atomic import free_name, write_text
-from instep.checkpoints.integrity import complete, contents, others, put_in_place, write_manifest
+from instep.checkpoints.integrity import (
+    TRACKER,
+    complete,
+    contents,
+    is_checkpoint,
+    others,
+    put_in_place,
+    write_manifest,
+)
 from instep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,15 +40,15 @@ if TYPE_CHECKING:
 CRITIC = "critic"  # the critic's folder within a checkpoint
 # What a resume needs in run_state.json; `ledger` and `data_source` are checked by whom they belong to.
 _STATE = {"rollout_id": int, "num_steps": int, "version": int, "ledger": dict, "evaluations": list, "args": dict}
-TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = -1  # the iteration of the folder `release`: rollouts begin at 0
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    return root / f"iter_{iteration:07d}"
+    return root / ("release" if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
 def latest_iteration(root: Path | None) -> int | None:
-    """The number in `latest_checkpointed_iteration.txt`; None where there is neither this file nor a checkpoint.
+    """The number in `latest_checkpointed_iteration.txt`; `RELEASE`; None where neither this file nor a checkpoint is.
 
     Without the file (a kill during the very first save) it is the newest complete checkpoint.
 
@@ -57,22 +67,27 @@ def latest_iteration(root: Path | None) -> int | None:
             )
         return max(complete(root), default=None)
     text = (root / TRACKER).read_text(errors="backslashreplace").strip()
-    try:
-        return int(text)
-    except ValueError:
-        raise CheckpointError(
-            f"{text!r:.60} is no iteration",
-            where=str(root / TRACKER),
-            remedy=f"write the number of a complete folder into it, or {others(root / TRACKER)}",
-        ) from None
+    if text == "release" or text.isdecimal():
+        return RELEASE if text == "release" else int(text)
+    raise CheckpointError(
+        f"{text!r:.60} is no iteration, nor `release`",
+        where=str(root / TRACKER),
+        remedy=f"write the number of a complete folder into it, or {others(root / TRACKER)}",
+    )
 
 
 def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | None:
     """The folder and the iteration of checkpoint `step`, by default the latest; None if there is none.
 
     Raises:
-        CheckpointError: the tracker or `--ckpt-step` names a checkpoint that does not exist.
+        CheckpointError: the tracker or `--ckpt-step` names a checkpoint that does not exist, or `root` is one itself.
     """
+    if root is not None and is_checkpoint(root):
+        raise CheckpointError(
+            f"{root.name} is a checkpoint itself, not a folder of checkpoints",
+            where=str(root),
+            remedy=f"name {root.parent}, and its number by --ckpt-step (--ref-ckpt-step for --ref-load)",
+        )
     iteration = step if step is not None else latest_iteration(root)
     if root is None or iteration is None:
         return None
@@ -81,7 +96,7 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
         return _replaced(folder), iteration
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no checkpoint of iteration {iteration}",
+            f"there is no checkpoint {'`release`' if iteration == RELEASE else f'of iteration {iteration}'}",
             where=str(folder),
             remedy=f"correct {root / TRACKER} or --ckpt-step; {others(folder)}",
         )
@@ -109,11 +124,33 @@ def save_checkpoint(
     state: dict[str, Any] | None,
     earlier: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write one checkpoint atomically and return its folder.
+    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`.
 
     Args:
-        write: writes the trainer's files into the folder that it is given, and returns the digests that it knows of
-            those that are on the disk, by name.
+        write: writes the trainer's files, and returns the digests that it knows of those that are on the disk, by name.
+    """
+
+    def write_now(folder: Path) -> Callable[[], Mapping[str, str]]:
+        known = write(folder)
+        return lambda: known
+
+    return begin_checkpoint(root, iteration, write_now, state, earlier)()
+
+
+def begin_checkpoint(
+    root: Path,
+    iteration: int,
+    begin: Callable[[Path], Callable[[], Mapping[str, str]]],
+    state: dict[str, Any] | None,
+    earlier: Callable[[Path], None] | None = None,
+) -> Callable[[], Path]:
+    """Begin to write a checkpoint; returns a function that ends it, in any thread, and returns its folder.
+
+    Until then it is hidden. `state` may change when this has returned.
+
+    Args:
+        begin: begins to write the trainer's files into the folder that it is given. What it returns waits for them, and
+            returns the digests that it knows of those that are on the disk, by name.
         state: the controller's part, as JSON; None for a folder from which no run continues (--critic-save).
         earlier: the checkpoints that are in `root` belong to an earlier run: they are moved to `root/old-<n>` when this
             one is in place, and this is called with that folder.
@@ -123,33 +160,51 @@ def save_checkpoint(
     """
     final = iteration_folder(root, iteration)
     partial = root / f".{final.name}.partial"
-    try:
+    place = partial / "run_state.json"
+    with _whole_or_nothing(root, iteration, partial):
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        known = write(partial)
-        if state is not None:
-            write_json(partial / "run_state.json", state)
-        write_manifest(partial, "checkpoint", known)
-        before = [p for p in root.glob("iter_*") if p != final] if earlier else []
-        aside = _aside(root) if before or (earlier and final.exists()) else None
-        put_in_place(partial, final, _replaced(final), "checkpoint", aside and aside / final.name)
-        write_text(root / TRACKER, str(iteration), flush=True)
-        if aside is not None:
-            for path in before:
-                os.rename(path, aside / path.name)
+        wait = begin(partial)
+        text = None if state is None else _as_json(place, state)
+
+    def end() -> Path:
+        with _whole_or_nothing(root, iteration, partial):
+            known = wait()
+            if text is not None:
+                write_text(place, text, flush=True)
+            write_manifest(partial, "checkpoint", known)
+            before = [p for p in root.glob("iter_*") if p != final] if earlier else []
+            aside = _aside(root) if before or (earlier and final.exists()) else None
+            put_in_place(partial, final, _replaced(final), "checkpoint", aside and aside / final.name)
+            write_text(root / TRACKER, str(iteration), flush=True)
+            if aside is not None:
+                for path in before:
+                    os.rename(path, aside / path.name)
+        if earlier and aside is not None:
+            earlier(aside)
+        return final
+
+    return end
+
+
+@contextmanager
+def _whole_or_nothing(root: Path, iteration: int, partial: Path) -> Iterator[None]:
+    """Remove the hidden folder of a checkpoint if the block fails, and say in the error what is left."""
+    try:
+        yield
     except (OSError, CheckpointError) as error:
-        raise CheckpointError(
+        named = CheckpointError(
             f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
             f"{getattr(error, 'what', error)}",
             where=str(root),
             remedy=f"free space or fix permissions; {_left(root)}",
-        ) from error
-    finally:
+        )
         shutil.rmtree(partial, ignore_errors=True)
-    if earlier and aside is not None:
-        earlier(aside)
-    return final
+        raise named from error
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _aside(root: Path) -> Path:
@@ -201,17 +256,30 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically and flushed to the disk. Raises CheckpointError for what is no plain value."""
+def has_optimizer(folder: Path) -> bool:
+    """Whether a checkpoint of Megatron's holds a state of the optimizer.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    from instep.checkpoints.plain import METADATA, load_data, read_index  # they import torch
+
+    if (folder / METADATA).is_file():
+        return any("optimizer." in key for key in read_index(folder).state_dict_metadata)
+    files = sorted(folder.glob("mp_rank_*/*.pt"))
+    return any(path.name != "model_optim_rng.pt" for path in files) or "optimizer" in load_data(files[0])
+
+
+def _as_json(place: Path, value: Any) -> str:
+    """`value` as JSON, to be written to `place`. Raises CheckpointError for what is no plain value."""
     try:
-        text = json.dumps(value)
+        return json.dumps(value)
     except TypeError as error:
         raise CheckpointError(
             f"something in the run's state is no plain value: {error}",
-            where=str(path),
+            where=str(place),
             remedy="keep numbers, strings, lists and dicts in samples' rewards, labels and metadata",
         ) from error
-    write_text(path, text, flush=True)
 
 
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:

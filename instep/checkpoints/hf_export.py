@@ -6,12 +6,14 @@ import json
 import math
 import os
 import shutil
+import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.checkpoints.integrity import contents, is_ours, put_in_place, write_manifest
+from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, write_manifest
 from instep.documents import parse_json
 from instep.errors import CheckpointError, ConfigError
 from instep.private import share
@@ -29,6 +31,11 @@ _ENCODERS = {
     "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 
+_DTYPES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.int64": "I64", "torch.int32": "I32",
+    "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+}  # fmt: skip
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "tokenization_*.py")
 
@@ -73,6 +80,16 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def check_unquantized(config: dict[str, Any], where: str, cannot: str, more: str = "") -> None:
+    """Refuse a checkpoint of quantized weights, which `cannot` be used so. Raises ConfigError, with `more` to do."""
+    if how := (config.get("quantization_config") or {}).get("quant_method"):
+        raise ConfigError(
+            f"the weights of this checkpoint are quantized ({how}): they cannot {cannot}",
+            where=where,
+            remedy=f"give the checkpoint that they were made from, or convert them to bfloat16 first{more}",
+        )
+
+
 def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
     """Check the headers of the weight files and the tokenizer of a folder that has passed `check_hf_checkpoint`.
 
@@ -114,18 +131,19 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     return data
 
 
-def check_export_folder(path: str | Path) -> None:
-    """Refuse a folder for exports that holds anything but an earlier one, which nobody has added to.
+def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = "export") -> None:
+    """Refuse a folder for what is of `kind` if it holds anything but an earlier one, which nobody has added to.
 
     Raises:
-        ConfigError: it does; each export would replace it.
+        ConfigError: it does, and would be replaced.
     """
     path = Path(path)
-    if os.path.lexists(path) and not (path.is_dir() and (not any(path.iterdir()) or is_ours(path, "export"))):
+    if os.path.lexists(path) and not (path.is_dir() and (not any(path.iterdir()) or is_ours(path, kind))):
+        there = contents(path) if path.is_dir() else "it is a file"
         raise ConfigError(
-            f"{path} holds more than an export of instep ({contents(path) if path.is_dir() else 'it is a file'}), and "
-            "each export would replace it",
-            where="--save-hf",
+            f"{path} holds more than {'an' if kind == 'export' else 'a'} {kind} of instep ({there}), and "
+            f"each {kind} would replace it",
+            where=flag,
             remedy="name a folder of its own; or move what is there away",
         )
 
@@ -137,8 +155,8 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> N
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
-        _write_weights(weight_source, weights, new)
-        _copy_companions(Path(src_checkpoint), new, weight_source.specs)
+        write_weights(weight_source.specs, (tensor for _, tensor in weights), new)
+        copy_companions(Path(src_checkpoint), new, weight_source.specs)
 
     exporting(weight_source, dst, write)
 
@@ -152,65 +170,90 @@ def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[
     Raises:
         CheckpointError: the writing rank could not write, such as on a full disk; `dst` keeps its former content.
     """
-    from safetensors import SafetensorError
-
     weights = iter(weight_source)
-    dst = Path(os.path.realpath(dst))
-    scratch: Scratch | None = None
     try:
         if weight_source.emits:
-            dst.parent.mkdir(parents=True, exist_ok=True)
-            scratch = Scratch(f".{dst.name}.", dst.parent, ".tmp")
-            new = scratch.path / "new"
-            new.mkdir()
-            write(weights, new)
-            write_manifest(new, "export")
-            share(new)
-            put_in_place(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"), "export")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write the Hugging Face checkpoint: {error}",
-            where=str(dst),
-            remedy="free space, or write elsewhere",
-        ) from error
+            with new_export(dst) as new:
+                write(weights, new)
     finally:
-        if scratch is not None:
-            scratch.remove()
         for _ in weights:  # this rank must take part in the gathering to the end, as the others do
             pass
 
 
-def _write_weights(source: WeightSource, weights: Any, folder: Path) -> None:
-    from safetensors.torch import save_file
+@contextmanager
+def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
+    """A new folder that becomes `dst` at the end of the block; what a killed process has left of one is removed.
+
+    Raises:
+        CheckpointError: it could not be written, such as on a full disk; `dst` keeps its former content.
+    """
+    from safetensors import SafetensorError
+
+    dst = Path(os.path.realpath(dst))
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with Scratch(f".{dst.name}.", dst.parent, ".tmp") as scratch:
+            new = scratch / "new"
+            new.mkdir()
+            yield new
+            write_manifest(new, kind)
+            share(new)
+            put_in_place(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"), kind)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint: {error}", where=str(dst), remedy="free space, or write elsewhere"
+        ) from error
+
+
+def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], folder: Path) -> None:
+    """Write the tensors, in the order of `specs`, into files of at most 5 GB, or of one larger tensor.
+
+    One tensor is in memory at a time.
+    """
+    import torch
 
     shards: list[list[TensorSpec]] = [[]]
     size = 0
-    for spec in source.specs:
+    for spec in specs:
         if shards[-1] and size + _num_bytes(spec) > MAX_SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(spec)
         size += _num_bytes(spec)
     weight_map: dict[str, str] = {}
+    tensors = iter(weights)
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for _ in shard:
-            spec, tensor = next(weights)
-            tensors[spec.name] = tensor.detach().to("cpu", copy=True).contiguous()
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
+        with open(folder / name, "wb") as file:
+            file.write(_header(shard))
+            for _ in shard:
+                tensor = next(tensors).detach().cpu().contiguous()
+                file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        weight_map.update({spec.name: name for spec in shard})
     if len(shards) > 1:
-        total = sum(map(_num_bytes, source.specs))
+        total = sum(map(_num_bytes, specs))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _header(shard: Sequence[TensorSpec]) -> bytes:
+    """What a safetensors file begins with (https://github.com/huggingface/safetensors#format): a length and JSON."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in shard:
+        start, end = end, end + _num_bytes(spec)
+        header[spec.name] = {"dtype": _DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+    return struct.pack("<Q", len(text)) + text
 
 
 def _num_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _copy_companions(src: Path, folder: Path, specs: list[TensorSpec]) -> None:
+def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
+    """Give the weights in `folder` the configuration, with their type, tokenizer and templates of `src`."""
     for file in sorted(src.iterdir()):
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
@@ -218,6 +261,7 @@ def _copy_companions(src: Path, folder: Path, specs: list[TensorSpec]) -> None:
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
+    config.pop("quantization_config", None)  # of the weights of `src`
     dtype = next(str(s.dtype).removeprefix("torch.") for s in specs if s.dtype.is_floating_point)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,16 +20,18 @@ from instep.atomic import free_name, replace_folder, sync_folder, write_text
 from instep.errors import CheckpointError
 
 MANIFEST = "files.json"
+TRACKER = "latest_checkpointed_iteration.txt"
 DIGEST = "xxh3-128"
 TELL_SECONDS = 1.0  # until the user is told that files are read
-Kind = Literal["checkpoint", "export"]  # of a run; of weights in Hugging Face's format
+# A run's checkpoint; its weights in Hugging Face's format; what `instep convert` writes.
+Kind = Literal["checkpoint", "export", "conversion"]
 logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, str] | None = None) -> None:
     """List the files in `folder`, to which nothing may be added afterwards.
 
-    A checkpoint is on the disk when this returns; an export, whose files a user may edit, gets no digests.
+    A checkpoint is on the disk when this returns; the others, whose files a user may edit, get no digests.
 
     Args:
         known: digests of files that are on the disk, by name: the others are read here.
@@ -84,7 +86,7 @@ def put_in_place(new: Path, place: Path, old: Path, kind: Kind, keep: Path | Non
 
 
 def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None] = lambda line: None) -> None:
-    """Compare checkpoints with their lists of files; one of another framework, without a list, needs its `.metadata`.
+    """Compare checkpoints with their lists of files; one of another framework has none.
 
     Args:
         digests: read all files and compare their content: xxh3 takes what disk or page cache gives.
@@ -118,6 +120,11 @@ def _damaged(folder: Path, where: Path, what: str) -> CheckpointError:
     )
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one checkpoint, of Megatron's format `torch_dist` or `torch`."""
+    return (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
+
+
 def has_digests(folder: Path) -> bool:
     """False for a checkpoint of an earlier instep, which lists sizes alone. For one that passed `check_whole`."""
     return not (folder / MANIFEST).exists() or None not in (d for _, d in _read_manifest(folder)[1].values())
@@ -132,6 +139,11 @@ def complete(root: Path) -> list[int]:
 def others(folder: Path) -> str:
     """The remedy that names the complete checkpoints beside `folder`."""
     numbers = [n for n in complete(folder.parent) if f"iter_{n:07d}" != folder.name]
+    foreign = [
+        p.name for p in sorted(folder.parent.glob("[!.]*")) if p != folder and is_checkpoint(p) and not _problem(p)
+    ]
+    if not numbers and foreign:  # of another framework, or `release`
+        return f"write another into {folder.parent / TRACKER}: {', '.join(foreign[-5:])} (its number, or `release`)"
     if not numbers:
         return "begin anew without --load: there is no other"
     return f"take another with --ckpt-step: {', '.join(map(str, numbers[-5:]))}"
@@ -149,7 +161,7 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
     if not manifest.exists():
         if any(folder.glob("rng_*")) or (folder / "run_state.json").exists():
             return manifest, f"it is one of instep's, and its list of files is missing; there is {contents(folder)}"
-        if not (folder / ".metadata").exists():
+        if not is_checkpoint(folder):
             return folder, f"it is not complete, .metadata is missing; there is {contents(folder)}"
         return None
     try:

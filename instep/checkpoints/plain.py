@@ -23,7 +23,7 @@ from instep.errors import CheckpointError
 
 METADATA = ".metadata"
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load obeys it also where its caller says weights_only=False
-_NO_INDEX = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError, LookupError)
+NO_PICKLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError, LookupError)
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -49,11 +49,68 @@ class _Unpickler(pickle.Unpickler):
     """Makes only what an index of a distributed checkpoint is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("megatron.") and name in _CLASSES.get(module, "").split():
+            return type(name, (), {})  # Megatron itself is not needed, and not imported
         known = (module, name) in _NAMES or name in _CLASSES.get(module, "").split()
         found = super().find_class(module, name) if known else getattr(torch, name, None) if module == "torch" else None
         if not known and not isinstance(found, torch.dtype):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
         return found
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the distributed checkpoint `folder`.
+
+    Raises:
+        CheckpointError: there is none, or it names something that no index needs.
+    """
+    index = folder / METADATA
+    try:
+        with open(index, "rb") as file:
+            content = _Unpickler(file).load()
+            if not (isinstance(content, Metadata) or type(content).__name__ == "MCoreMetadata"):
+                raise pickle.UnpicklingError("it holds something else")
+            return content
+    except OSError as error:
+        raise CheckpointError(
+            f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="take another checkpoint"
+        ) from error
+    except NO_PICKLE as error:
+        raise CheckpointError(
+            f"{METADATA} is no index of a checkpoint: {error}",
+            where=str(index),
+            remedy="the file is damaged, or made to run code: take another checkpoint",
+        ) from error
+
+
+def load_data(path: Path) -> Any:
+    """What `torch.save` has put into `path`: tensors (in mapped memory), numbers, texts, lists and dicts.
+
+    Whatever else is in it, such as the arguments of the program that wrote it, becomes an empty `Unknown`; nothing that
+    the file names is imported or called.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        stands_in = [(type("Unknown", (Unknown,), {}), name) for name in names]
+        with torch.serialization.safe_globals(stands_in):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, *NO_PICKLE) as error:
+        raise CheckpointError(
+            f"{path.name} cannot be read: {_why(error)}",
+            where=str(path),
+            remedy="the file is damaged, or made to run code: take another checkpoint",
+        ) from error
+
+
+class Unknown:
+    """Something in a checkpoint that is no data."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
 
 
 @contextmanager
@@ -63,33 +120,14 @@ def trusting_no_code(folder: Path) -> Iterator[None]:
     Raises:
         CheckpointError: its index is none, or it or a file names something that is no data.
     """
-    index = folder / METADATA
     if others := sorted(folder.glob("__*.metadata")):  # torch would read these in place of a broken index
         raise CheckpointError(
             f"{others[0].name} is an index of one rank alone, which is not read",
             where=str(others[0]),
             remedy="take another checkpoint: instep and Megatron write one index for all ranks",
         )
-    if index.is_file():
-        try:
-            with open(index, "rb") as file:
-                content = _Unpickler(file).load()
-                if not (isinstance(content, Metadata) or type(content).__name__ == "MCoreMetadata"):
-                    raise pickle.UnpicklingError("it holds something else")
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            AttributeError,
-            ImportError,
-            TypeError,
-            ValueError,
-            LookupError,
-        ) as error:
-            raise CheckpointError(
-                f"{METADATA} is no index of a checkpoint: {error}",
-                where=str(index),
-                remedy="the file is damaged, or made to run code: take another checkpoint",
-            ) from error
+    if (folder / METADATA).is_file():
+        read_index(folder)
     before = os.environ.get(_FORCED)
     os.environ[_FORCED] = "1"
     try:

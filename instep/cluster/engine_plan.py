@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from instep.engines.topology import (
     served_models,
 )
 from instep.errors import ConfigError
+from instep.weights.way import Sharing
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -74,19 +76,20 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
     Raises:
         ConfigError: GPUs, nodes and parallel sizes do not fit together.
     """
-    slots = iter(make_plan(args).engines)
+    plan = make_plan(args)
+    slots, trainer = iter(plan.engines), {*plan.actor, *plan.critic}
     if args.command in OFFLINE or args.debug_train_only:
         return []
     out: list[EngineSpec] = []
     for model in served_models(args):
         for group in model.groups:
-            if not group.num_engines:
+            if group.num_engines < 1:  # less than none: a rule reports it
                 continue
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
             _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
             own = planned_kind(args).own_words(args, group, words, model.update_weights)
-            for _ in range(group.num_engines):
+            for mine in itertools.islice(slots, group.num_engines):
                 port = None if args.engine_port is None else args.engine_port + len(out)
                 out.append(
                     EngineSpec(
@@ -94,12 +97,13 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
                         model.name,
                         model_path(args, model),
                         group.role,
-                        next(slots),
+                        mine,
                         layout,
                         words,
                         own,
                         port,
                         model.update_weights,
+                        sleeps=args.offload_rollout and model.update_weights and not trainer.isdisjoint(mine),
                     )
                 )
             if group.role != "regular" and not out[-1].kv_connector:
@@ -193,6 +197,17 @@ def _summary(alike: list[EngineSpec]) -> str:
     ports = "" if first.port is None else f", port {first.port}" + (f"-{last.port}" if last is not first else "")
     weights = "gets the trainer's weights" if first.update_weights else "keeps its weights"
     return f"{numbers}: {first.role}, {gpus} ({first.parallel}){ports}, {weights}"
+
+
+def gpu_sharing(args: Settings) -> Sharing:
+    """Whether the engines that get weights are on the trainer's GPUs; None: on some, or it is not known, or a CPU."""
+    fed = [engine for engine in plan_engines(args) if engine.update_weights]
+    if args.device != "cuda" or args.rollout_external_engine_addrs or not fed:
+        return None
+    ranks, theirs = set(make_plan(args).actor), {slot for engine in fed for slot in engine.slots}
+    if theirs <= ranks:
+        return "shared"
+    return None if theirs & ranks else "apart"
 
 
 def elsewhere(args: Settings) -> list[str]:

@@ -44,6 +44,7 @@ def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process,
         role=spec.role,
         update_weights=spec.update_weights,
         num_replicas=spec.parallel.data,
+        sleeps=spec.sleeps,
     )
 
 

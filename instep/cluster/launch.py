@@ -20,7 +20,8 @@ from instep.engines.kind import kind_of
 from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
 from instep.processes import Process, num_usable_cpus, stop_all
-from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY
+from instep.weights.place import SYNC
+from instep.weights.way import MEMORY_VARIABLE, ROOM_VARIABLE, SINGLE_COPY
 
 
 class Cluster(Protocol):
@@ -31,6 +32,8 @@ class Cluster(Protocol):
         engines: the engines, which are not ready yet when `start` returns.
         one_host: after `start` whether this process, rank 0 of the actor and all engines that get its weights share a
             host.
+        room: after `start` the file without which no engine touches a GPU, made when the trainer has left them; None:
+            engines do not wait.
         setup_requests: for each role the arguments of `Worker.setup`, rank by rank.
     """
 
@@ -38,13 +41,18 @@ class Cluster(Protocol):
     critic: WorkerGroup
     engines: list[Engine]
     one_host: bool
+    room: Path | None
     setup_requests: dict[str, list[tuple[Any, ...]]]
 
     def start(self) -> None:
         """Start all processes."""
 
-    def restart_engine(self, index: int) -> None:
-        """End what is left of an engine and start it again at its address; this replaces its `process`."""
+    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
+        """End what is left of an engine and start it again at its address; this replaces its `process`.
+
+        Args:
+            checkpoint: what it serves then, under the same name; None: what the plan says.
+        """
 
     def close(self) -> None:
         """End all processes, even after a `start` that failed half-way."""
@@ -64,7 +72,7 @@ def make_cluster(
     Args:
         scratch: a temporary folder on this host.
         status: tells the user what the start waits for.
-        memory: a folder in the shared memory of this host, where an engine shares its weights (single-copy).
+        memory: a folder in the shared memory of this host, where engines share their weights (single-copy).
     """
     if args.cluster == "ray":
         from instep.cluster.ray import RayCluster
@@ -81,6 +89,8 @@ class LocalCluster:
         self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
         self.engines: list[Engine] = []
         self.one_host = not elsewhere(args)
+        self.room: Path | None = None
+        self._scratch = scratch
         sizes = {} if args.debug_rollout_only else {"actor": args.world_size, "critic": num_critic_gpus(args)}
         self._num_threads = args.num_threads or num_usable_cpus()
         self._threads_per_rank = max(1, self._num_threads // max(1, sum(sizes.values())))
@@ -103,6 +113,8 @@ class LocalCluster:
         self.critic = WorkerGroup("critic", num_ranks.get("critic", 0), logs, env, args.heartbeat_timeout)
         if self._with_engines:
             self.engines = external_engines(args)
+            if args.offload_train and args.offload_rollout and not self.engines:
+                self.room = self._scratch / "room" if kind_of(args.rollout_backend).waits_for_room else None
             self._specs = plan_engines(args)
             for spec in self._specs:
                 self.engines.append(self._start_engine(spec))
@@ -114,8 +126,18 @@ class LocalCluster:
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
         if args.weight_sync == SINGLE_COPY and spec.update_weights:
-            env[MEMORY_VARIABLE] = str(self._memory)
+            env[MEMORY_VARIABLE] = str(self._own_memory(spec))
+        if self.room is not None:
+            seconds = int(args.worker_start_timeout + args.engine_start_timeout)
+            env |= {ROOM_VARIABLE: f"{seconds}:{self.room}", "VLLM_ENGINE_READY_TIMEOUT_S": str(seconds)}
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
+
+    def _own_memory(self, spec: EngineSpec) -> Path:
+        """The folder in which an engine shares its weights."""
+        assert self._memory is not None, "a run whose engines share their weights has such a folder"
+        folder = self._memory / f"{SYNC}{spec.index}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:
         """The environment in which an engine sees exactly the GPUs that the plan gives it."""
@@ -134,10 +156,10 @@ class LocalCluster:
             )
         return {"CUDA_VISIBLE_DEVICES": ",".join(here[gpu] for gpu in wanted)}
 
-    def restart_engine(self, index: int) -> None:
+    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
         engine = self.engines[index]
         engine.stop()
-        engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
+        engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
 
     def close(self) -> None:
         engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]

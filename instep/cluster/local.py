@@ -7,6 +7,8 @@ any number of `("event", value)`, then one `("result", value)` or `("error", exc
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import os
 import pickle
 import queue
@@ -18,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from instep.errors import InstepError, WorkerError
 from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
@@ -33,7 +37,7 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: not enough memory",
     "MemoryError",
 )
-LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size"
+LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size, or share GPUs with engines by turns only (--offload)"
 
 
 def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
@@ -138,8 +142,11 @@ class WorkerGroup:
         The next call may begin only after that.
         """
         deadline = time.monotonic() + timeout
+        requests: dict[int, memoryview] = {}  # ranks with the same arguments share one
         for rank, connection in enumerate(self._connections):
-            request = pickle.dumps((method, per_rank[rank] if per_rank is not None else args), protocol=5)
+            own = per_rank[rank] if per_rank is not None else args
+            if (request := requests.get(id(own))) is None:
+                request = requests[id(own)] = pickled((method, own))
             # In a thread, because a stopped rank reads nothing and would block the sender.
             threading.Thread(target=_send, args=(connection, request), name=f"send {method}", daemon=True).start()
         return lambda: self._wait(method, deadline, timeout, on_event)
@@ -254,7 +261,25 @@ def start_rank(
     return process, Connection(ours.detach())
 
 
-def _send(connection: Connection, request: bytes) -> None:
+def pickled(message: Any) -> memoryview:
+    """The bytes of `message`. Tensors go as arrays, whose data is copied once; torch would copy it four times."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=5)
+    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+    pickler.dump(message)
+    return out.getbuffer()
+
+
+def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype not in _OF_NUMPY:
+        return tensor.__reduce_ex__(5)  # type: ignore[return-value]
+    return torch.from_numpy, (tensor.numpy(),)
+
+
+_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _send(connection: Connection, request: memoryview) -> None:
     with contextlib.suppress(OSError):  # the rank is dead, which the waiting side sees
         connection.send_bytes(request)
 
@@ -279,4 +304,4 @@ class WorkerChannel:
         self._send("error", error if isinstance(error, InstepError) else None, traceback)
 
     def _send(self, *message: Any) -> None:
-        self._connection.send_bytes(pickle.dumps(message, protocol=5))
+        self._connection.send_bytes(pickled(message))

@@ -64,6 +64,7 @@ class RayCluster:
         self._processes: list[RemoteProcess] = []
         self.engines: list[Engine] = []
         self.one_host = False
+        self.room: Path | None = None  # engines measure their memory first: they are on other hosts
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
 
     def start(self) -> None:
@@ -169,7 +170,7 @@ class RayCluster:
         finally:
             probe.unlink()
 
-    def restart_engine(self, index: int) -> None:
+    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
         engine = self.engines[index]
         assert engine.process is not None
         engine.stop()
@@ -180,7 +181,7 @@ class RayCluster:
                 where=engine.process.describe(),
                 remedy="end it on its host: its process is named above",
             )
-        engine.process = self._start_engine(self._specs[index], urlsplit(engine.url).port).process
+        engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
 
     def close(self) -> None:
         stop_all(self._processes, grace=2.0)

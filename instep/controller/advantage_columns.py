@@ -6,6 +6,7 @@ data-parallel ranks.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +108,9 @@ def _compared(
     args: Settings,
     hook_args: HookSettings,
 ) -> Tensor:
-    """Return the rewards, compared within groups by the hook or the estimator: float64 `[num_samples]`."""
+    """Return the rewards, compared within groups by a hook or the estimator: float64 `[num_samples]`."""
+    if args.custom_convert_samples_to_train_data_path:
+        return rewards
     if args.custom_reward_post_process_path:
         return _processed(samples, args.custom_reward_post_process_path, hook_args)
     if kl is not None and not estimator.kl_on_tokens:
@@ -149,19 +152,20 @@ def _custom(
     """Call `--custom-advantage-function-path`: fn(args, rollout_data) sets "advantages" (and "returns") in the latter.
 
     `rollout_data` has lists with one entry per sample, under slime's names: token columns as tensors
-    `[response_length]`, `tokens` as a tensor `[total_length]`; and `samples`.
+    `[response_length]`, `tokens` as a tensor `[total_length]`; `samples`; sample columns, the user's own among them.
     """
     path, lengths = str(args.custom_advantage_function_path), inputs.response_lengths
     kl = torch.zeros_like(inputs.loss_mask) if inputs.kl is None else inputs.kl
     columns = {"loss_masks": inputs.loss_mask, "kl": kl}
     columns |= {name: batch.token_columns[name] for name in _HOOK_COLUMNS if name in batch.token_columns}
-    rollout_data: dict[str, Any] = {name: list(flat.split(lengths)) for name, flat in columns.items()}
+    rollout_data: dict[str, Any] = dict(batch.sample_columns)
+    rollout_data |= {name: list(flat.split(lengths)) for name, flat in columns.items()}
     rollout_data |= {
         "samples": samples,
         "tokens": list(batch.tokens.split(batch.total_lengths.tolist())),
         "total_lengths": batch.total_lengths.tolist(),
         "response_lengths": lengths,
-        "raw_reward": batch.sample_columns["rewards"].tolist(),
+        "raw_reward": batch.sample_columns.get("raw_reward", batch.sample_columns["rewards"]).tolist(),
         "rewards": inputs.rewards.tolist(),
     }
     hook = Hook("--custom-advantage-function-path", path)
@@ -193,6 +197,8 @@ def _flat(rows: Any, name: str, lengths: list[int], hook: Hook) -> Tensor | None
 
 
 def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) -> None:
+    if math.isfinite(values.sum()):  # so are all; a sum of finite ones may be too large
+        return
     bad = ~values.isfinite() & (batch.token_columns["loss_mask"] > 0)
     if not bool(bad.any()):
         return

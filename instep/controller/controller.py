@@ -1,13 +1,12 @@
 """The controller: the one process that owns the order of a run.
 
 It holds the data source, the ledger and the run's state, and keeps the records; the weights live in the workers and the
-engines of its deployment. The schedule of a run is in `instep/train.py`, which hands each round from call to call as a
-value: what is kept here belongs to the run.
+engines of its deployment. The schedule of a run is in `instep/train_sync.py`, which hands each round from call to call
+as a value: what is kept here belongs to the run.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -25,19 +24,24 @@ from instep.checkpoints.integrity import check_whole
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
+from instep.controller.garbage import Garbage
+from instep.controller.profile import StepProfile
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
 from instep.controller.round_metrics import (
+    IdleClock,
     evaluation_metrics,
     evaluation_summary,
     logs_evaluation,
     metrics_of_rollout,
     speed_metrics,
+    staleness_metrics,
     training_metrics,
     wandb_settings,
 )
 from instep.controller.run_state import beginning, data_state, how_to_go_on, restore_data
-from instep.controller.space import check_space
+from instep.controller.saves import Saves
+from instep.controller.space import check_space, num_saves
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
@@ -54,6 +58,7 @@ from instep.observability.versions import versions
 from instep.processes import lock_folders
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -70,7 +75,17 @@ class Controller:
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
         self.run_dir = Path(args.run_dir)
+        self._garbage = Garbage()
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
+        try:
+            self._prepare(args, title, with_engines)
+        except BaseException:  # in a notebook the traceback would keep them
+            for lock in self._locks:
+                lock.release()
+            raise
+
+    def _prepare(self, args: Args, title: str, with_engines: bool) -> None:
+        """Read and check all that a run needs before a process is started."""
         self.args = args = resolve_on_machine(args, with_engines=with_engines)
         hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         runtime_attributes: Runtime = {}
@@ -86,19 +101,19 @@ class Controller:
         self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
         self.num_steps = self.num_critic_steps = 0
         self._num_tokens = 0  # trained on in this session, with their prompts
-        self._saved = False  # in this session
         self._num_rounds = 0  # of this session, finished
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._max_probe_diff = 0.0  # of all syncs
         self._memory = PssSampler()
+        self._gpu_peak = 0.0
         for root in filter(None, (args.save, args.critic_save)):
             finish_renames(Path(root))
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         if self._has_work:
             check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
-        self._space = check_space(args, self._num_saves())
+        self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
         self._trial = HookTrial(args, self.hook_args, source)
         try:
             if self._has_work:
@@ -127,6 +142,8 @@ class Controller:
             num_rollout=self.num_rollout,
             with_engines=with_engines,
         )
+        self._saves = Saves(args, self._beginning, self.deployment, self.log.progress.line)
+        self.profile = StepProfile(args, self.deployment, self.log)
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
@@ -143,7 +160,8 @@ class Controller:
         try:
             with self.log.phase("start"):
                 self._start()
-            gc.freeze()  # modules, data set and tokenizer stay: no collection looks through them again
+            self._garbage.start()
+            self._idle = IdleClock()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -152,18 +170,22 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        left = isinstance(error, GeneratorExit)  # a user's own loop, which is no failure
         with ExitStack() as last:  # also when a second Ctrl-C comes in between
+            last.callback(self._garbage.end)
             for lock in self._locks:
                 last.callback(lock.release)
-            last.callback(self.log.__exit__, kind, error, traceback)
+            last.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
             last.callback(self._on_signal.__exit__, kind, error, traceback)
             to_go_on = ""
-            if isinstance(error, KeyboardInterrupt):
+            self._saves.last()
+            if left or isinstance(error, KeyboardInterrupt):
                 to_go_on = how_to_go_on(self.args, self._beginning.run_id)
                 self.log.interrupted(to_go_on)
             self._standstill.__exit__(kind, error, traceback)
             runtime.shutdown()
             self.deployment.close()
+            self._saves.close()
             self._memory.stop()
             if to_go_on:
                 self.log.finish(self._summary(), interrupted=to_go_on)
@@ -200,10 +222,6 @@ class Controller:
         """Whether anything is left to train or to evaluate."""
         return self.start_rollout_id < self.num_rollout or self.args.eval_interval is not None
 
-    def _num_saves(self) -> int:
-        left, interval = max(0, self.num_rollout - self.start_rollout_id), self.args.save_interval
-        return math.ceil(left / interval) if interval else min(1, left)
-
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -219,16 +237,22 @@ class Controller:
         data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
-            output = as_train_output(self._call(call, f"rollout {rollout_id}"), self._rollout_hook)
+            output = as_train_output(self.call(call, f"rollout {rollout_id}"), self._rollout_hook)
             self.log.status("")
         data.finish_rollout(output.samples)
-        metrics = metrics_of_rollout(self.hook_args, rollout_id, output, phase.seconds)
-        metrics["rollout/num_dropped_groups"] = float(self.ledger.num_dropped - dropped_before)
-        rollout = Rollout(rollout_id, output.samples, metrics, {"rollout": phase.seconds})
+        return self.rollout_of(rollout_id, output, self.ledger.num_dropped - dropped_before, {"rollout": phase.seconds})
+
+    def rollout_of(
+        self, rollout_id: int, output: RolloutFnTrainOutput, num_dropped: int, seconds: dict[str, float]
+    ) -> Rollout:
+        """Record and return the rollout of one round, whose groups are finished in the ledger."""
+        metrics = metrics_of_rollout(self.hook_args, rollout_id, output, seconds.get("rollout", 0.0))
+        metrics["rollout/num_dropped_groups"] = float(num_dropped)
+        rollout = Rollout(rollout_id, output.samples, metrics, seconds)
         self._records.generated(rollout, output.metrics)
         return rollout
 
-    def _call(self, work: Callable[[], Any], what: str) -> Any:
+    def call(self, work: Callable[[], Any], what: str) -> Any:
         """Call a rollout function in a thread that is watched."""
         return self._watch.run(work, timeout=self.args.rollout_timeout, what=what)
 
@@ -238,6 +262,7 @@ class Controller:
         if args.debug_rollout_only:
             return None
         batch: TrainedBatch | None = None
+        memory = self.deployment.memory("rollout")
         self.deployment.hold_engines()
         try:
             with self.log.phase("train", rollout_id) as phase:
@@ -247,7 +272,8 @@ class Controller:
                     self._records.wanted(groups),
                     num_critic_steps_before=self.num_critic_steps,
                     critic_only=rollout_id < args.num_critic_only_steps,
-                    version=self.deployment.version,
+                    version=(version := self.deployment.trained_version),
+                    rollout_id=rollout_id,
                     gap_limit=self.deployment.gap_limit if args.on_gap == "stop" else math.inf,
                 )
         except SyncError as error:
@@ -255,15 +281,18 @@ class Controller:
         finally:  # also when the training failed: then they are looked at
             self._records.trained(rollout, batch)
         self.ledger.consume(groups)
-        metrics = {**batch.metrics, **training_metrics(batch.steps)}
+        metrics = {**batch.metrics, **training_metrics(batch.steps), **memory, **self.deployment.memory("train")}
+        if args.command == "train-async":
+            metrics |= staleness_metrics(batch.batch, version)
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
         if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
+        self.deployment.stepped()
         self.num_steps += trained.num_steps
         self._num_tokens += trained.num_tokens
         self.num_critic_steps += batch.num_critic_steps
-        interval = args.ref_update_interval
-        if self._training.uses_reference and interval and (rollout_id + 1) % interval == 0:
+        if self._training.uses_reference and (n := args.ref_update_interval) and (rollout_id + 1) % n == 0:
+            self._saves.wait()  # which may copy the reference as it is
             self._require_trainer().refresh_reference()
         return trained
 
@@ -274,9 +303,9 @@ class Controller:
             return {}
         with self.log.phase("eval", rollout_id):
             call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
-            output = as_eval_output(self._call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
+            output = as_eval_output(self.call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
             self.log.status("")
-        metrics = evaluation_metrics(output)
+        metrics = evaluation_metrics(output, pass_rate=self.args.log_passrate)
         self._records.evaluated(rollout_id, output)
         self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         if not logs_evaluation(self.hook_args, rollout_id, output):
@@ -288,67 +317,57 @@ class Controller:
         with self.log.phase("save", rollout_id) as phase:
             self.log.sync()  # rows that the checkpoint covers
             try:
-                self._write_checkpoints(rollout_id)
+                self._saves.wait()
+                with self.deployment.trainer_at_work():
+                    self._saves.write(self._require_trainer(), rollout_id, partial(self._state, rollout_id))
             except CheckpointError:
                 self.log.check()  # the better name for it, where the run's folder is gone
                 raise
-        self._saved = True
-        self.log.log(rollout_id, {"perf/save_seconds": phase.seconds})
+        self.log.log(rollout_id, {"perf/save_seconds": phase.seconds, **self._saves.metrics()})
 
-    def _goes_on_in(self, root: str | None) -> bool:
-        """Whether the run goes on from a checkpoint of the folder `root`."""
-        begins = self._beginning.checkpoint if self._beginning.state is not None else None
-        return begins is not None and root is not None and begins.parent.resolve() == Path(root).resolve()
+    def _state(self, rollout_id: int) -> dict[str, Any]:
+        """What a resume goes on with, beside the trainer's files."""
+        return {
+            "rollout_id": rollout_id,
+            "num_steps": self.num_steps,
+            "num_critic_steps": self.num_critic_steps,
+            "version": self.deployment.version,
+            **data_state(self.data_source, rollout_id),
+            "evaluations": self.evaluations,
+            "run_id": self._beginning.run_id,
+            "wandb_run_id": self.log.wandb_run_id,
+            "args": self.args.to_dict(),
+        }
 
-    def _earlier(self, root: str) -> Callable[[Path], None] | None:
-        """What to call when the checkpoints that an earlier run has left in `root` were moved; None if none are."""
-        if self._saved or self._goes_on_in(root):
-            return None
-        line = self.log.progress.line
-        return lambda place: line(f"{root} held checkpoints that this run did not --load: see {place}")
-
-    def _write_checkpoints(self, rollout_id: int) -> None:
-        args, trainer = self.args, self._require_trainer()
-        saved = None
-        if args.save:
-            state = {
-                "rollout_id": rollout_id,
-                "num_steps": self.num_steps,
-                "num_critic_steps": self.num_critic_steps,
-                "version": self.deployment.version,
-                **data_state(self.data_source, rollout_id),
-                "evaluations": self.evaluations,
-                "run_id": self._beginning.run_id,
-                "wandb_run_id": self.log.wandb_run_id,
-                "args": self.args.to_dict(),
-            }
-            saved = trainer.save(Path(args.save), rollout_id, state, self._earlier(args.save))
-        if args.critic_save:
-            earlier = None if self._beginning.state else self._earlier(args.critic_save)
-            trainer.save_critic(Path(args.critic_save), rollout_id, saved, earlier)
-        if args.save_hf:
-            trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
-
-    def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> None:
-        """Check the ledger and log the metrics of one round; a round that nothing trains on is consumed here."""
+    def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> dict[str, float]:
+        """Check the ledger, log the metrics of one round and return them; untrained groups are consumed here."""
         if trained is None:
             self.ledger.consume(rollout.groups)
             trained = TrainedRollout({}, {}, 0, 0)
         self.ledger.check()
+        self._saves.check()
         # Syncs and evaluations belong to no round: those since the last line.
-        seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval")}
+        seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval", "wait")}
         generated = rollout.num_response_tokens if self.deployment.engines else None
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        if self.deployment.trainer is not None:
-            metrics |= self.deployment.trainer.actor.peak_memory()
+        metrics |= self.deployment.turn_seconds() | self._saves.metrics() | self._idle.take(seconds.get("train", 0.0))
         if self.last_sync is not None:
-            metrics |= self.last_sync.metrics()
+            metrics |= {**self.last_sync.metrics(), **self.deployment.memory("sync")}
+        peaks = [self._gpu_peak, *(v for name, v in metrics.items() if name.endswith("/trainer_peak_bytes"))]
+        self._gpu_peak = max(peaks)
+        if self._gpu_peak:
+            metrics["perf/gpu_peak_bytes"] = self._gpu_peak
         self.log.log(rollout.rollout_id, metrics)
         self._num_rounds += 1
+        self.profile.note(rollout, self.last_sync)
+        return metrics
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and report.html, and print the table at the end."""
+        """Write summary.json and report.html, and print the table at the end; a save in flight ends before."""
+        self._saves.wait()
+        if written := self._saves.metrics():
+            self.log.log(self.num_rollout - 1, written)
         summary = self._summary()
         self.log.finish(summary)
         return summary

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.arguments.args import Runtime
 from instep.arguments.rollout import context_of_model
+from instep.cluster.engine_plan import gpu_sharing
 from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
+from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
-from instep.controller.trainer import Trainer
+from instep.controller.trainer import Trainer, first_weights
+from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
@@ -26,8 +33,9 @@ from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_root, places, sweep
+from instep.weights.bridge import shared_folder
 from instep.weights.place import SYNC
-from instep.weights.way import AUTO, auto_way
+from instep.weights.way import AUTO, SINGLE_COPY, auto_way
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -67,6 +75,9 @@ class Deployment:
         self._cluster: Cluster | None = None
         self._fleet: Fleet | None = None
         self._sync: WeightSync | None = None
+        self._thread = threading.current_thread()  # which drives the workers
+        self._has_stepped = False
+        self._turns = Turns(args)
         for root, pattern in places(log.run_dir, args.save_hf):
             sweep(root, pattern)
         self._scratch = Scratch("instep-run-")
@@ -76,6 +87,7 @@ class Deployment:
 
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
+        self._shared()  # a server that has ended is noticed before anything starts
         args, logs, line = self._args, self._log.run_dir / "logs", self._log.progress.line
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
             self._bound_context(teacher.check(tokenizer_of(args)))
@@ -95,34 +107,88 @@ class Deployment:
         for engine in self.engines:
             engine.watch = partial(self._check_call, engine)
         restart = self._cluster.restart_engine
-        self._fleet = fleet = Fleet(args, self.engines, restart=restart, log_dir=logs, status=line)
-        if self._cluster.workers.num_ranks:
-            self.trainer = Trainer(
-                args,
-                self._cluster,
-                self._beginning,
-                num_rollout=self._num_rollout,
-                scratch=self._scratch.path,
-                tell=line,
-            )
-            if (checkpoint := self._beginning.checkpoint) is not None:
-                status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
+        turns = self._turns
+        options: Any = {"restart": restart, "room_to_start": turns.room_to_start}
+        self._fleet = fleet = Fleet(args, self.engines, log_dir=logs, status=line, **options)
+        if self._cluster.room is not None:  # engines import until the trainer has left the GPUs
+            self._load_trainer(self._cluster)
+            self._rehearse()
+            turns.leave()
+            self._cluster.room.touch()
+            proof = self._wait_ready(fleet)
+        elif turns.sleeps:  # they measure the memory that is free
+            requests = self._cluster.setup_requests
+            groups = [group for group in self.worker_groups if group.num_ranks]
+            timeout = args.worker_start_timeout + args.engine_start_timeout
+            imports = [g.start("prepare", requests[g.role][0][0], timeout=timeout) for g in groups]
+            proof = self._wait_ready(fleet)
+            turns.begin(self.engines)
+            for finish in imports:
+                finish()
+        if self._cluster.room is None:
+            self._load_trainer(self._cluster)
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             status(
                 "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             )
-        fleet.wait_ready(args.engine_start_timeout)
+        if not turns.sleeps:
+            proof = self._wait_ready(fleet)
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
         admission.guard(get_model_url(self._hook_args, endpoint="/"))
+        admission.caches_hold(fleet.num_cached_tokens())
         if self.engines and self.trainer is not None:
-            vocab_size, max_len = int(self._hf_config["vocab_size"]), self._model_len(128)
             way, actor = self._chosen_way(), self.trainer.actor
-            self._sync = WeightSync(args, actor, way, self._memory.path, vocab_size=vocab_size, max_len=max_len)
-            self._sync.version = int((self._beginning.state or {}).get("version", 0))  # versions go on, never back
+            more: Any = {"proof": proof, "start_anew": fleet.start_on, "turns": turns}
+            self._sync = WeightSync(args, actor, way, self._shared(), **more)
+            if turns.are_taken:
+                self._sync.begin([engine for engine in self.engines if engine.update_weights])
+            # The first sync of a resume brings the weights of the checkpoint, which have this version already.
+            self._sync.version = max(0, int((self._beginning.state or {}).get("version", 0)) - 1)
         fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
         if (name := args.ref_served_model) and (reference := served_reference(args, self._hook_args)) is not None:
             self._bound_context(reference.check(tokenizer_of(args), fleet.of_model(name)[0].url))
+
+    def _load_trainer(self, cluster: Cluster) -> None:
+        if not cluster.workers.num_ranks:
+            return
+        self.trainer = Trainer(
+            self._args,
+            cluster,
+            self._beginning,
+            num_rollout=self._num_rollout,
+            scratch=self._scratch.path,
+            tell=self._log.progress.line,
+        )
+        self._turns.roles = self.trainer.roles
+        if (checkpoint := self._beginning.checkpoint) is not None:
+            self._log.status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
+
+    def _rehearse(self) -> None:
+        """Let the trainer score a probe, whose layers are compiled by that, while the engines start."""
+        if self.trainer is not None:
+            self._proof(128).rehearse(self.trainer.actor)
+
+    def _proof(self, max_len: int) -> Proof:
+        return Proof(self._args, vocab_size=int(self._hf_config["vocab_size"]), max_len=max_len)
+
+    def _wait_ready(self, fleet: Fleet) -> Proof | None:
+        """Wait for the engines; those that have loaded what the trainer begins with score the probe at once."""
+        args = self._args
+        fleet.wait_ready(args.engine_start_timeout)
+        if not self.engines or args.debug_rollout_only:
+            return None
+        proof = self._proof(self._model_len(128))
+        others = args.vllm_config or args.lora_rank or self._beginning.checkpoint is not None
+        if not others and first_weights(args).resolve() == Path(args.hf_checkpoint).resolve():
+            proof.score_loaded([e for e in self.engines if e.update_weights and e.process is not None])
+        return proof
+
+    def _shared(self) -> Path:
+        """The folder in shared memory through which weights travel, or where a server of the user's shares them."""
+        args = self._args
+        external = args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs
+        return shared_folder(args.vllm_config_path) if external else self._memory.path
 
     def _chosen_way(self) -> str:
         """The way of the weight syncs; says what `auto` means here."""
@@ -130,7 +196,7 @@ class Deployment:
         way: str = self._args.weight_sync
         if way != AUTO:
             return way
-        way, why = auto_way(self._cluster.one_host)
+        way, why = auto_way(self._cluster.one_host, gpu_sharing(self._args))
         self._log.progress.line(f"weights travel by {way} (--weight-sync auto: {why})")
         return way
 
@@ -162,6 +228,15 @@ class Deployment:
         return self._sync.version if self._sync is not None else 0
 
     @property
+    def trained_version(self) -> int:
+        """The version of the weights that the workers hold: after a step the one that the next sync brings; 0: none."""
+        return self.version + bool(self.version and self._has_stepped)
+
+    def stepped(self) -> None:
+        """The workers have taken optimizer steps: no engine holds their weights before the next sync."""
+        self._has_stepped = True
+
+    @property
     def worker_groups(self) -> list[WorkerGroup]:
         """The workers of the actor and of the critic."""
         return [self._cluster.workers, self._cluster.critic] if self._cluster is not None else []
@@ -177,23 +252,44 @@ class Deployment:
         if self._sync is None:
             return None
         fleet = self._require_fleet()
-        with self._log.phase("sync"):
+        with self._log.phase("sync"), self._turns.no_starts(self.check):
             began = fleet.available()
             try:
                 result = self._sync.run(began)
             except EngineGone as error:
                 raise EngineError(error.what, where=error.where, remedy=error.remedy) from error
             fleet.synced(began, result.engines)
+        self._has_stepped = False
         if result.first_diff > result.tolerance and self._args.precision == "fp32":
             how = f"differed by {result.first_diff:.3g} at first, and agreed when they were asked again"
             self._log.progress.line(f"sync {result.version}: trainer's and engine's scores of the probe {how}")
         return result
 
     def hold_engines(self) -> None:
-        """Pause the engines while the trainer writes into the memory that they compute with (single-copy)."""
-        if self._sync is not None and self._sync.writes_in_place:
-            with self._log.phase("sync"):
+        """Pause the engines while the trainer writes into their memory (single-copy), or let it have their GPUs."""
+        if self._sync is not None and (self._sync.writes_in_place or self._turns.are_taken):
+            with self._log.phase("sync"), self._turns.no_starts(self.check):
                 self._sync.hold(self._require_fleet().available())
+                self._require_fleet().slept()
+
+    @contextmanager
+    def trainer_at_work(self) -> Iterator[None]:
+        """Let the trainer have its memory after a sync, in which it has left the GPUs to the engines."""
+        if self._sync is None or not self._turns.parks:
+            yield
+            return
+        with self._turns.no_starts(self.check), self._sync.trainer_at_work(self._require_fleet().available()):
+            yield
+
+    def memory(self, phase: str) -> dict[str, float]:
+        """The memory of the trainer and of its GPUs at the end of a phase, as metrics."""
+        if self.trainer is None:
+            return {}
+        return {f"memory/{phase}/{name}": value for name, value in self.trainer.actor.memory().items()}
+
+    def turn_seconds(self) -> dict[str, float]:
+        """See `Turns.take_seconds`."""
+        return self._turns.take_seconds()
 
     @property
     def gap_limit(self) -> float:
@@ -218,16 +314,21 @@ class Deployment:
         fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
-        """Check while the workers have nothing to do: an engine that has been started anew gets its weights."""
+        """Check; an engine that was started anew gets its weights if the workers are at rest and hold that version."""
         self.check()
+        if threading.current_thread() is not self._thread or self._has_stepped:
+            return
         fleet = self._require_fleet()
         for engine in fleet.waiting():
+            if self._turns.parks and engine.update_weights:
+                continue  # the trainer's weights are away: the next sync brings them
+            held = [engine]
             if self._sync is not None and engine.update_weights:
                 try:
                     self._sync.rejoin(engine)
                 except EngineGone:
-                    continue  # the fleet sees it, too
-            fleet.admit([engine])
+                    held = []  # the fleet sees it, too
+            fleet.synced([engine], held)
 
     def _require_fleet(self) -> Fleet:
         assert self._fleet is not None, "the controller is used as a context manager"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from instep.arguments.args import Args
-from instep.arguments.cluster import cpu_cores, own_gpus, single_copy
+from instep.arguments.cluster import cpu_cores, own_gpus, same_gpus, single_copy
 from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
+
+FREED = {"cuda"}  # devices whose memory trainer and engines give to each other
 
 
 def device_here() -> str:
@@ -33,8 +35,13 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
         precision = "bf16" if device == "cuda" else "fp32"
     if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
         num_threads = num_threads or num_usable_cpus()
+    asked = args.offload or args.device == "cpu"  # else what is left of it is the default
     args = args.replace(device=device, precision=precision, num_threads=num_threads)
-    for problem in (*cpu_cores(args, set()), *own_gpus(args, set()), *single_copy(args, set())):
-        if problem.refused and args.command != "serve":  # which has no trainer
-            raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
+    for rule in (cpu_cores, own_gpus, same_gpus, single_copy):
+        for problem in rule(args, set()):
+            if problem.refused and args.command != "serve":  # which has no trainer
+                raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
+    if device not in FREED and (args.offload_train or args.offload_rollout):
+        said = ["offload has nothing to free on a CPU"] if asked else []
+        args = args.replace(offload_train=False, offload_rollout=False, notes=[*args.notes, *said])
     return args.replace(rollout_backend=resolve_backend(args)) if with_engines else args

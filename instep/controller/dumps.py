@@ -105,7 +105,7 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
         "train_log_probs": [trained.log_probs.get(i) for i in range(batch.num_samples)],
     }
     data |= {name: _rows(batch.token_columns[name], lengths) for name in _COLUMNS if name in batch.token_columns}
-    for name in ("group_index", "index", "temperature", "rewards"):
+    for name in ("group_index", "index", "temperature", "rewards", "raw_reward"):
         if name in batch.sample_columns:
             data[name] = batch.sample_columns[name].tolist()
     data |= {name: list(batch.sample_columns[name]) for name in ("execution_id", "status")}

@@ -10,10 +10,12 @@ or decodes, ends the run.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,13 +31,21 @@ from instep.engines.gate import Gate, needs_gate
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
-from instep.processes import Process, in_thread
+from instep.processes import Process, in_thread, stop_all
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
+ASK_SECONDS = 10.0  # for what an engine says about itself
 FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
+
+
+def _no_wait(closed: threading.Event) -> AbstractContextManager[None]:
+    """Engines that have GPUs of their own start at once."""
+    return contextlib.nullcontext()
+
+
 State = Literal["serving", "starting", "ready", "lost"]
 
 
@@ -44,8 +54,10 @@ class Fleet:
 
     Args:
         engines: they are started, and may not be ready yet; without any the fleet does nothing.
-        restart: starts engine `index` anew at its address; with None a dead engine stays away.
+        restart: starts engine `index` anew at its address, on another `checkpoint` if one is given; with None a dead
+            engine stays away.
         status: tells the user what happened.
+        room_to_start: holds the GPUs for an engine that is started anew; gets an event that ends the wait for them.
         last_comes_back: the last engine of a model is started anew, too (`instep serve`: only clients wait for it).
     """
 
@@ -54,19 +66,21 @@ class Fleet:
         args: Settings,
         engines: Sequence[Engine],
         *,
-        restart: Callable[[int], None] | None,
+        restart: Callable[..., None] | None,
         log_dir: Path,
         status: Callable[[str], None],
         last_comes_back: bool = False,
+        room_to_start: Callable[[threading.Event], AbstractContextManager[None]] = _no_wait,
     ):
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
-        self._log_dir = log_dir
+        self._log_dir, self._room_to_start = log_dir, room_to_start
         self._last_comes_back = last_comes_back
         self._states: dict[str, State] = {engine.url: "starting" for engine in self.engines}
         self._ready = False  # all of them have been; until then no engine is restarted or done without
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._away = set[str]()  # those that have served, and do not now
+        self._planned = set[str]()  # those that a sync has started anew, and has not brought its weights yet
         self._closed = threading.Event()
         self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
         self._fault: EngineError | None = None  # that another thread has found; `check` raises it
@@ -105,6 +119,11 @@ class Fleet:
             "rollout_engine_kind": policy[0].kind.name if policy else "",
             "vllm_model_engine_urls": {name: [engine.url for engine in self.of_model(name)] for name in addresses},
         }
+
+    def num_cached_tokens(self) -> float:
+        """Return how many tokens the KV caches of the policy's engines hold together; infinity if one does not say."""
+        engines = [engine for engine in self.of_model(self._default) if engine.role != "prefill"]
+        return sum(engine.kind.num_cached_tokens(engine, ASK_SECONDS) for engine in engines) or math.inf
 
     def _inner_url(self, model: str) -> str:
         router = self.routers.get(model)
@@ -177,11 +196,40 @@ class Fleet:
             for model in self.routers:
                 self._tell_router(model)
 
+    def start_on(self, engines: Sequence[Engine], checkpoint: Path) -> None:
+        """End engines of this run, as planned, and start them anew on `checkpoint`; `synced` follows.
+
+        Until then nobody looks whether they live but the caller, and they get no requests.
+        """
+        assert self._restart is not None
+        with self._lock:
+            for engine in engines:
+                self._states[engine.url] = "starting"
+                self._planned.add(engine.url)
+            for model in self.routers:
+                self._tell_router(model)
+        stop_all([engine.process for engine in engines if engine.process is not None])
+        for engine in engines:
+            self._restart(self.engines.index(engine), checkpoint)
+
+    def slept(self) -> None:
+        """Take note that engines sleep: where others of a model are awake, its router sends them all requests."""
+        with self._lock:
+            for model in self.routers:
+                if {bool(e.asleep) for e in self.of_model(model)} == {True, False}:
+                    self._tell_router(model)
+
     def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
         """Take note of a sync: of the engines it `began` with, those that `held` its weights serve, the others wait."""
         with self._lock:
             for engine in began:
-                if engine not in held and self._states[engine.url] == "serving":
+                planned = engine.url in self._planned
+                self._planned.discard(engine.url)
+                if planned and engine not in held:
+                    self._lose(engine, "did not come back when it was started anew")
+                elif planned:
+                    self._states[engine.url] = "ready"
+                elif engine not in held and self._states[engine.url] == "serving":
                     self._states[engine.url] = "ready"
                     self._away.add(engine.url)
             self.admit(held)
@@ -224,6 +272,8 @@ class Fleet:
     def close(self) -> None:
         """Stop routers and gates, and take the run's engines out of a router that somebody else runs."""
         self._closed.set()
+        for engine in self.engines:
+            engine.lease.end()
         for router in self.routers.values():
             if self._args.vllm_router_ip is not None and router.members:
                 with contextlib.suppress(EngineError):  # the run ends, whatever becomes of its router
@@ -262,6 +312,7 @@ class Fleet:
     def _is_well(self, engine: Engine) -> None:
         with self._lock:
             if engine.process is None and self._states[engine.url] == "starting":
+                engine.begin_anew()
                 self._states[engine.url] = "ready"
 
     def _lose(self, engine: Engine, fault: str, where: str = "") -> None:
@@ -298,15 +349,21 @@ class Fleet:
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
         try:
-            self._restart(self.engines.index(engine))
-            if self._closed.is_set():
-                engine.stop()
-                return
-            engine.wait_ready(self._args.engine_start_timeout)
-            with self._lock:
-                self._states[engine.url] = "ready"
-                if not engine.update_weights and not self._closed.is_set():
-                    self.admit([engine])
+            engine.stop()  # at once: one that hangs holds its GPU, and those who wait for its answers
+            with self._room_to_start(self._closed):
+                if self._closed.is_set():
+                    return
+                try:
+                    self._restart(self.engines.index(engine))
+                    engine.begin_anew()
+                    engine.wait_ready(self._args.engine_start_timeout)
+                except BaseException:
+                    engine.stop()  # before somebody else gets the GPU
+                    raise
+                with self._lock:  # who gets the GPU next counts it among the available
+                    self._states[engine.url] = "ready"
+                    if not engine.update_weights and not self._closed.is_set():
+                        self.admit([engine])
         except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
             self._give_up(engine)
             what = error.what if isinstance(error, InstepError) else repr(error)
@@ -318,7 +375,9 @@ class Fleet:
     def _tell_router(self, model: str) -> None:
         if model not in self.routers:
             return
-        urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
+        serving = [e for e in self.of_model(model) if self._states[e.url] == "serving"]
+        awake = [e for e in serving if not e.asleep]  # where all sleep, none is worth the router's calls
+        urls = [e.url for e in awake or serving]
         deadline = time.monotonic() + 5.0
         while True:
             try:

@@ -41,7 +41,9 @@ class Records:
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
         """Record a rollout that was trained on; `trained` is None if the training has failed."""
         samples = [s for group in rollout.groups for s in group]
-        log_probs = {id(samples[i]): row.tolist() for i, row in trained.log_probs.items()} if trained else {}
+        log_probs = {}
+        if trained:
+            log_probs = {id(samples[trained.sources[i]]): row.tolist() for i, row in trained.log_probs.items()}
         self._samples(rollout.rollout_id, rollout.groups, "train", log_probs)
         if trained and self._args.save_debug_train_data:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)

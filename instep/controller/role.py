@@ -18,6 +18,7 @@ from instep.algorithms.catalog import algorithm_of
 from instep.cluster.local import WorkerGroup
 from instep.data.schedule import plan_steps, plan_whole_executions
 from instep.errors import SyncError, TrainingError
+from instep.models.sizes import shape_of
 from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
@@ -75,33 +76,40 @@ class RoleTrainer:
     def plan(self, batch: TokenBatch) -> Schedule:
         """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks."""
         args = self.args
+        place = self._layout[0]  # context-parallel ranks share the tokens of a micro-batch
+        capacity = (args.max_tokens_per_gpu or 0) * place.cp_size if args.use_dynamic_batch_size else None
         plan = plan_whole_executions if algorithm_of(args).loss.of_pairs else plan_steps
+        lengths, shape = batch.total_lengths.tolist(), shape_of(args.hf_checkpoint)
+        chunks = 2 * place.cp_size if place.cp_size > 1 else 1  # into which samples are padded, also short ones
         return plan(
             batch.sample_columns["execution_id"],
-            batch.total_lengths.tolist(),
+            [-(-n // chunks) * chunks for n in lengths],
+            costs=None if shape is None else [shape.flops(n) for n in lengths],
             global_batch_size=args.global_batch_size,
             dp_size=self._dp_size,
             micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
-            max_tokens_per_gpu=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            max_tokens_per_gpu=capacity,
             balance_data=args.balance_data,
+            balance_by_flops=args.balance_by_flops,
+            micro_batch_multiple=place.micro_batch_multiple,
         )
 
     def _shares(self, batch: TokenBatch, schedule: Schedule) -> list[_Share]:
         shares = []
+        batch = batch.without_routes() if self.is_critic else batch
         for dp_rank in range(self._dp_size):
             order = [i for step in schedule for m in step[dp_rank] for i in m]
             place = {i: n for n, i in enumerate(order)}
             steps = [[[place[i] for i in m] for m in step[dp_rank]] for step in schedule]
-            shares.append(_Share(order, batch.select(order), steps))
+            whole = order == list(range(batch.num_samples))
+            shares.append(_Share(order, batch if whole else batch.select(order), steps))
         return shares
 
     def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
         """Begin to compute the token columns `names`; returns a function that waits and puts them into `batch`."""
         shares = self._shares(batch, schedule)
-        per_rank = [
-            (shares[p.dp_rank].batch, [m for step in shares[p.dp_rank].steps for m in step], names)
-            for p in self._layout
-        ]
+        parts = [(share.batch, [m for step in share.steps for m in step], names) for share in shares]
+        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
         wait = self.workers.start("log_probs", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> None:
@@ -123,6 +131,7 @@ class RoleTrainer:
         num_steps_before: int,
         keep_log_probs: Collection[int] = (),
         gap_limit: float = math.inf,
+        rollout_id: int = 0,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin the optimizer steps of `schedule`.
 
@@ -138,9 +147,8 @@ class RoleTrainer:
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
-        per_rank = [
-            (shares[p.dp_rank].batch, shares[p.dp_rank].steps, lrs, kept[p.dp_rank], gap_limit) for p in self._layout
-        ]
+        parts = [(s.batch, s.steps, lrs, k, gap_limit, rollout_id) for s, k in zip(shares, kept, strict=True)]
+        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
         wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
@@ -177,10 +185,18 @@ class RoleTrainer:
             )
         logger.warning("the gradients of an optimizer step were not finite: it was skipped")
 
-    def peak_memory(self) -> dict[str, float]:
-        """`perf/gpu_peak_bytes` of the first rank; nothing on a CPU."""
-        memory: dict[str, float] = self.workers.call("memory", timeout=self.args.train_timeout)[0]
-        return memory
+    def memory(self) -> dict[str, float]:
+        """The memory of the ranks by name (`Worker.memory`): the largest of all, of what is free the smallest."""
+        ranks: list[dict[str, float]] = self.workers.call("memory", timeout=self.args.train_timeout)
+        return {name: (min if "free" in name else max)(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def offload(self, *, weights: bool) -> Callable[[], Any]:
+        """Begin `Worker.offload`; returns a function that waits."""
+        return self.workers.start("offload", weights, timeout=self.args.train_timeout)
+
+    def onload(self, *, optimizer: bool) -> Callable[[], Any]:
+        """Begin `TrainBackend.onload`; returns a function that waits."""
+        return self.workers.start("onload", optimizer, timeout=self.args.train_timeout)
 
     # ---- models and weights --------------------------------------------------------------------------------------
 

@@ -8,24 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from instep.algorithms.catalog import algorithm_of
+from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch, older_tokens
+from instep.data.conversion import FLAG, read_conversion
 from instep.data.schedule import steps_of_samples
+from instep.errors import RolloutError
+from instep.hooks import Hook
 from instep.processes import watched
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
+from instep.spans import span
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
-from instep.types import Group, TokenBatch
+from instep.types import Group, Sample, TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
@@ -78,6 +83,22 @@ class TrainedRollout:
 
 
 @dataclass
+class Step:
+    """A round that is finished: trained on and sent to the engines, and saved and evaluated if it was time to.
+
+    Attributes:
+        samples: by group, with rewards, as they were trained on.
+        metrics: the row of metrics.jsonl.
+        evaluation: `eval/*`, if the policy was evaluated after this round.
+    """
+
+    rollout_id: int
+    samples: list[Group]
+    metrics: Metrics
+    evaluation: Metrics
+
+
+@dataclass
 class TrainedBatch:
     """A batch that the workers have trained on, and what they computed.
 
@@ -89,6 +110,7 @@ class TrainedBatch:
         log_probs: the trainer's log-probs, float32 `[response_length]`, under the weights that the round began with, by
             number of each sample that was wanted; a sample of a later step has them only if the rollout was scored
             first.
+        sources: the number of each sample in the rollout; -1 for one that a conversion of the user's has made.
         num_critic_steps: optimizer steps of the critic.
     """
 
@@ -97,14 +119,8 @@ class TrainedBatch:
     batch: TokenBatch
     step_of_sample: list[int]
     log_probs: dict[int, torch.Tensor]
+    sources: list[int]
     num_critic_steps: int = 0
-
-
-def uses_reference(args: Settings) -> bool:
-    """Whether the workers of the actor score with the reference model."""
-    algorithm = algorithm_of(args)
-    kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)
-    return (kl or algorithm.loss.reads_reference) and args.ref_served_model is None
 
 
 class TrainingRound:
@@ -131,12 +147,13 @@ class TrainingRound:
         critic_only: bool = False,
         version: int = 0,
         gap_limit: float = math.inf,
+        rollout_id: int = 0,
     ) -> TrainedBatch:
         """Train on one rollout.
 
         Args:
             num_steps_before: optimizer steps of the actor so far, in the whole run.
-            keep: numbers of the samples (counted through all groups) whose log-probs are wanted.
+            keep: numbers of the rollout's samples (counted through all groups) whose log-probs are wanted.
             critic_only: the actor is not trained.
             version: of the weights that the workers hold, as the engines have it; 0: no engine has it.
             gap_limit: the largest mean log-prob gap of this version's tokens with which the actor is trained.
@@ -145,61 +162,95 @@ class TrainingRound:
             SyncError: the gap is larger.
         """
         args = self._args
-        batch = build_batch(
-            groups,
-            reward_key=args.reward_key,
-            needs_reward=self._has_rewards,
-            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
-            compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
-        )
-        samples = [sample for group in groups for sample in flatten(group)]
+        with span("batch"):
+            batch, samples, sources = self._batch(groups)
+        keep = {i for i, number in enumerate(sources) if number in keep}
         if version and "rollout_log_probs" in batch.token_columns:
             batch.token_columns[FRESH] = fresh_tokens(samples, version)
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
-        shares = (
-            batch.token_columns["loss_mask"],
-            batch.response_lengths.tolist(),
-            step_of_sample,
-            batch.sample_columns["execution_id"],
-        )
         if version and self._has_rewards and bool((older := older_tokens(batch, version, samples)).any()):
             batch.token_columns["older"] = older
-        per_token = args.calculate_per_token_loss
-        constant = args.constant_loss_length
-        batch.token_columns["loss_weights"] = loss_weights(*shares, per_token=per_token, constant_length=constant)
-        batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
-        out = TrainedBatch([], {}, batch, step_of_sample, {})
+        self._weigh(batch, step_of_sample)
+        out = TrainedBatch([], {}, batch, step_of_sample, {}, sources)
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
         wanted = self._scored_names(0 if critic_only else len(schedule))
+        wanted = [name for name in wanted if name not in batch.token_columns]  # a conversion may bring the teacher's
         names = wanted if self.uses_reference else [name for name in wanted if name != "ref_log_probs"]
         scores = [self._actor.score(batch, schedule, names)] if names else []
         if self._critic is not None:
             scores.append(self._critic.score(batch, critic_schedule, ["values"]))
-        if self._teacher is not None:  # while the workers score
+        if self._teacher is not None and "teacher_log_probs" not in batch.token_columns:  # while the workers score
             batch.token_columns["teacher_log_probs"] = self._ask(self._teacher, batch)
         if "ref_log_probs" in wanted and (reference := served_reference(args, self._hook_args)) is not None:
             batch.token_columns["ref_log_probs"] = self._ask(reference, batch)
         for finish in scores:
             finish()
         if self._has_rewards:
-            out.metrics = add_advantages(batch, samples, args, self._hook_args)
+            with span("advantages"):
+                out.metrics = add_advantages(batch, samples, args, self._hook_args)
         critic = None
         if self._critic is not None:
-            critic = self._critic.train(batch, critic_schedule, num_critic_steps_before)
+            critic = self._critic.train(batch, critic_schedule, num_critic_steps_before, rollout_id=rollout_id)
         scored = batch.token_columns.get("log_probs")
         if scored is not None:
             rows = scored.split(batch.response_lengths.tolist())
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
             wanted_now = keep if scored is None else ()
-            out.steps, kept = self._actor.train(batch, schedule, num_steps_before, wanted_now, gap_limit)()
+            begun = self._actor.train(batch, schedule, num_steps_before, wanted_now, gap_limit, rollout_id)
+            out.steps, kept = begun()
             out.log_probs = out.log_probs or kept
         if critic is not None:
             steps, _ = critic()
             out.num_critic_steps = len(steps)
             out.metrics |= critic_metrics(steps, batch)
         return out
+
+    def _weigh(self, batch: TokenBatch, step_of_sample: list[int]) -> None:
+        """Add the columns that make a step's loss a mean, whatever its micro-batches: `loss_weights`, `loss_scale`."""
+        args = self._args
+        shares = (
+            batch.token_columns["loss_mask"],
+            batch.response_lengths.tolist(),
+            step_of_sample,
+            batch.sample_columns["execution_id"],
+        )
+        per_token = args.calculate_per_token_loss
+        constant = args.constant_loss_length
+        batch.token_columns["loss_weights"] = loss_weights(
+            *shares,
+            per_token=per_token,
+            constant_length=constant,
+            tokens_of_execution=batch.sample_columns.get("rollout_mask_sums"),
+        )
+        batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
+
+    def _batch(self, groups: list[Group]) -> tuple[TokenBatch, list[Sample], list[int]]:
+        """The batch of a rollout, its samples, and the number of each in the rollout (`TrainedBatch.sources`)."""
+        args, samples = self._args, [sample for group in groups for sample in flatten(group)]
+        build = partial(
+            build_batch,
+            reward_key=args.reward_key,
+            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
+            replays=args.use_rollout_routing_replay,
+            compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
+        )
+        if args.custom_convert_samples_to_train_data_path is None:
+            return build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))
+        hook = Hook(FLAG, args.custom_convert_samples_to_train_data_path)
+        answer = hook.call(self._hook_args, list(samples))
+        made = read_conversion(
+            hook, answer, samples, needs_reward=self._has_rewards, global_batch_size=args.global_batch_size
+        )
+        try:
+            batch = build([[sample] for sample in made.samples], needs_reward=False)
+        except RolloutError as error:
+            error.where = hook.place(error.where)
+            raise
+        batch.token_columns |= made.token_columns
+        batch.sample_columns |= made.sample_columns
+        return batch, made.samples, made.sources
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Get the log-probs of a served model; a process of the run that dies meanwhile is named in the error."""
@@ -213,7 +264,8 @@ class TrainingRound:
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
         # A loss of the user's may ask for old log-probs in any case.
         differs = num_steps > 1 or (args.loss_type == "custom_loss" and num_steps > 0)
-        compares = args.kl_coef or args.use_opd or args.custom_advantage_function_path
+        shown = args.custom_advantage_function_path or args.rollout_data_postprocess_path
+        compares = args.kl_coef or args.use_opd or shown
         if (differs and not args.use_rollout_logprobs) or compares:
             names.append("log_probs")
         if args.use_opd and args.opd_type == "model":

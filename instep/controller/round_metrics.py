@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
+from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +14,20 @@ from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
 from instep.arguments.algorithm.distillation import NO_REWARD
 from instep.hooks import Hook
-from instep.observability.metrics import rollout_metrics
+from instep.observability.metrics import pass_rates, rollout_metrics
+from instep.rollout import admission
 from instep.rollout.outputs import flatten
-from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
 # Metrics that are not averaged over the steps of a rollout: the gap to the engine is that of the first step, before
 # the policy has moved away from the one that sampled.
-_FIRST = ("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage", "log_prob_gap_fresh")
+_FIRST = (
+    *("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage", "log_prob_gap_fresh"),
+    "effective_sample_ratio",
+)
 
 
 def metrics_of_rollout(
@@ -34,8 +41,11 @@ def metrics_of_rollout(
         if log.call(rollout_id, hook_args, samples, output.metrics, seconds, where=f"rollout {rollout_id}"):
             return {}
     out = {**rollout_metrics(groups, reward_key=hook_args.reward_key), **output.metrics}
+    if hook_args.log_passrate:
+        rewarded = ((s, reward_of(s, hook_args.reward_key)) for g in groups for s in g if s.reward is not None)
+        out |= {f"rollout/{name}": value for name, value in pass_rates(rewarded).items()}
     if not algorithm_of(hook_args).has_rewards or hook_args.custom_rm_path == NO_REWARD:
-        out = {name: value for name, value in out.items() if "reward" not in name and "zero_std" not in name}
+        out = {name: value for name, value in out.items() if not re.search("reward|zero_std|pass@", name)}
     return out
 
 
@@ -80,6 +90,36 @@ def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, nu
     return out
 
 
+class IdleClock:
+    """Tells how much of the time each side had nothing to do."""
+
+    def __init__(self) -> None:
+        self._at, self._idle = time.monotonic(), admission.idle_seconds()
+
+    def take(self, train_seconds: float) -> dict[str, float]:
+        """Return the shares since the last call: without training, and without a request to the policy's engines."""
+        at, idle = self._at, self._idle
+        self._at, self._idle = time.monotonic(), admission.idle_seconds()
+        seconds = max(self._at - at, 1e-9)
+        shares = {"trainer": 1 - train_seconds / seconds, "engine": (self._idle - idle) / seconds}
+        return {f"perf/{side}_idle_ratio": min(1.0, max(0.0, share)) for side, share in shares.items()}
+
+
+def staleness_metrics(batch: TokenBatch, version: int) -> dict[str, float]:
+    """Return how many versions older than `version` the trained tokens are; none where no version is known."""
+    counts: Counter[int] = Counter()
+    masks = batch.token_columns["loss_mask"].split(batch.response_lengths.tolist())
+    for mask, spans in zip(masks, batch.sample_columns["weight_versions"], strict=True):
+        for span in spans:
+            if span.version.isdigit():
+                counts[max(0, version - int(span.version))] += int(mask[span.start : span.end].sum())
+    if not (total := sum(counts.values())):
+        return {}
+    mean = sum(age * n for age, n in counts.items()) / total
+    out = {"async/staleness_mean": mean, "async/staleness_max": float(max(a for a, n in counts.items() if n))}
+    return out | {f"async/staleness_ratio/{age}": n / total for age, n in sorted(counts.items())}
+
+
 def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnEvalOutput) -> bool:
     """Whether the user's log function has logged an evaluation, so that nothing else does."""
     if not (path := hook_args.custom_eval_rollout_log_function_path):
@@ -88,8 +128,8 @@ def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnE
     return bool(log.call(rollout_id, hook_args, output.data, output.metrics, where=where))
 
 
-def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
-    """Return `eval/*` of every data set."""
+def evaluation_metrics(output: RolloutFnEvalOutput, *, pass_rate: bool = False) -> dict[str, float]:
+    """Return `eval/*` of every data set, pass@k among them if it is asked for and there are samples to count."""
     out = dict(output.metrics)
     for name, result in output.data.items():
         out[f"eval/{name}/reward_mean"] = fmean(result["rewards"])
@@ -97,6 +137,9 @@ def evaluation_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
             out[f"eval/{name}/truncated_ratio"] = fmean(map(bool, result["truncated"]))
         if result["samples"]:
             out[f"eval/{name}/response_length_mean"] = fmean(s.response_length for s in result["samples"])
+        if pass_rate and len(result["samples"]) == len(result["rewards"]):
+            rates = pass_rates(zip(result["samples"], map(float, result["rewards"]), strict=True))
+            out |= {f"eval/{name}/{rate}": value for rate, value in rates.items()}
     return out
 
 

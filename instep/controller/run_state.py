@@ -7,8 +7,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from instep.checkpoints.folders import TRACKER, find_checkpoint, read_state
-from instep.checkpoints.integrity import has_digests, others
+from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
+from instep.checkpoints.integrity import TRACKER, has_digests, others
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 # What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
 _FIXED = (
-    "command prompt_data data_source_path input_key label_key apply_chat_template rollout_max_prompt_len "
+    "command max_staleness prompt_data prompt_data_weights data_source_path input_key label_key "
+    "apply_chat_template rollout_max_prompt_len "
     "rollout_seed rollout_shuffle n_samples_per_prompt train_backend"
 ).split()
 # Where a run reads and writes, and what follows from other arguments, is not the run.
 _PLACES = frozenset(
-    "load save save_hf critic_load critic_save megatron_config_path run_dir "
+    "load save save_hf critic_load critic_save megatron_config_path run_dir data_cache_path "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
 
@@ -42,6 +43,7 @@ class Beginning(NamedTuple):
     notes: list[str]  # lines for the user: what is set otherwise than before, and what else is not as usual
     rollout_id: int  # of the first round
     run_id: str | None  # of the run that goes on, or of a new one; None for one that an earlier instep began
+    foreign_optimizer: bool = False  # whether `checkpoint` is of another framework, and its optimizer goes on
 
 
 def beginning(args: Args) -> Beginning:
@@ -64,9 +66,12 @@ def beginning(args: Args) -> Beginning:
         notes.append(f"{folder.parent / TRACKER} is missing: this is the newest complete checkpoint, {folder.name}")
     if not has_digests(folder):
         notes.append(f"{folder} has no digests (of an earlier instep): only the sizes of its files were compared")
-    if state is None and not args.finetune:
-        notes.append(f"{folder} is of another framework: the run takes its weights, and reads its data from the start")
-    return Beginning(folder, state, notes, start_rollout_id(args, found, state), run_id)
+    foreign = state is None and not args.finetune
+    with_optimizer = foreign and found[1] != RELEASE and not args.no_load_optim and has_optimizer(folder)
+    if foreign:
+        taken = "weights and its optimizer's state" if with_optimizer else "weights alone"
+        notes.append(f"{folder} is of another framework: the run takes its {taken}, and reads its data from the start")
+    return Beginning(folder, state, notes, start_rollout_id(args, found, state), run_id, with_optimizer)
 
 
 def _new_run_id() -> str:
@@ -173,7 +178,7 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 
 
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
-    """Go back to `data_state`. Groups that were outstanding are read anew and stand in the source's buffer.
+    """Go back to `data_state`. Finished groups are as they were; those issued are read anew, into the source's buffer.
 
     They are fresh, so that they draw the same random numbers again. Groups of a data source without `cursor()`, and
     those that a rollout function has made, cannot be read again: they are dropped.
@@ -203,5 +208,5 @@ def _restore(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -
         again.update(zip(group_indices(groups), groups, strict=True))
     restore_source(source, state["data_source"], rollout_id)
     if again:
-        data.add_samples([again[group] for group in ledger.outstanding if group in again])
+        data.add_samples([again[group] for group in ledger.issued if group in again])
     ledger.drop_outstanding("outstanding at a save")

@@ -57,6 +57,12 @@ def what_is_saved(args: Args) -> Iterator[Saved]:
         yield Saved("--save-hf", Path(path), exported, path != other)
 
 
+def num_saves(args: Args, num_rounds: int) -> int:
+    """How often a run saves within that many rounds."""
+    left, interval = max(0, num_rounds), args.save_interval
+    return math.ceil(left / interval) if interval else min(1, left)
+
+
 def check_space(args: Args, num_saves: int) -> list[str]:
     """Compare the free space with what one save needs, and with what all of them need.
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.algorithms.catalog import uses_reference
 from instep.arguments.roles import args_of_role
 from instep.checkpoints.folders import (
     CRITIC,
+    begin_checkpoint,
     critic_folder,
     reference_folder,
     save_checkpoint,
@@ -18,9 +22,9 @@ from instep.checkpoints.folders import (
     weights_folder,
 )
 from instep.checkpoints.integrity import linked_digests
+from instep.checkpoints.written import remove_notes, wait_written
 from instep.cluster.launch import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
-from instep.controller.round import uses_reference
 from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
@@ -65,7 +69,8 @@ class Trainer:
             schedule = lr_schedule.from_args(own, num_steps_of_run(args, rollouts))
             self.roles.append(RoleTrainer(own, group, layout, schedule))
         self.actor, self.critic = self.roles[0], next(iter(self.roles[1:]), None)
-        self._with_optimizer = beginning.state is not None and not args.no_load_optim
+        goes_on = beginning.state is not None or beginning.foreign_optimizer
+        self._with_optimizer = goes_on and not args.no_load_optim
         self._load_actor(beginning.checkpoint)
         if self.critic is not None:
             tell(self._load_critic(self.critic, beginning.checkpoint))
@@ -84,7 +89,7 @@ class Trainer:
         The checkpoint of an adapter does not hold its base, which is loaded first.
         """
         if checkpoint is None or self._args.lora_rank:
-            self.actor.load_weights(self._first_weights())
+            self.actor.load_weights(first_weights(self._args))
         if checkpoint is not None:
             self.actor.load(checkpoint, optimizer=self._with_optimizer)
 
@@ -100,17 +105,11 @@ class Trainer:
         if self._args.critic_load is not None:
             path = critic_folder(self._args)
         else:
-            path = self._first_weights() if self._args.lora_rank else checkpoint or self._first_weights()
+            path = first_weights(self._args) if self._args.lora_rank else checkpoint or first_weights(self._args)
         has_head = (path / CRITIC).is_dir()
         path = path / CRITIC if has_head else path
         critic.load_weights(path, fresh_head=not has_head)
         return f"the critic begins with {path}{'' if has_head else ', and a value head of zeros'}"
-
-    def _first_weights(self) -> Path:
-        """Return the folder of the weights that an actor without a checkpoint begins with."""
-        if self._args.load and (Path(self._args.load) / "config.json").exists():
-            return weights_folder(Path(self._args.load), None, "--load")
-        return reference_folder(self._args)
 
     # ---- reference and teacher -----------------------------------------------------------------------------------
 
@@ -156,40 +155,78 @@ class Trainer:
 
     # ---- what it leaves behind -----------------------------------------------------------------------------------
 
-    def save(self, root: Path, iteration: int, state: dict[str, Any], earlier: Earlier) -> Path:
-        """Write a complete checkpoint: every role's files, the refreshed reference, and the controller's `state`."""
+    def begin_save(
+        self, root: Path, iteration: int, state: dict[str, Any], earlier: Earlier, ended: threading.Event
+    ) -> Callable[[], Path]:
+        """Begin to write a complete checkpoint: every role's files, the refreshed reference, the controller's `state`.
+
+        Args:
+            ended: is set when the run has ended, and nobody writes any more.
+
+        Returns:
+            A function that ends it and returns its folder: with --async-save a thread may call it while training goes
+            on, but for a refresh of the reference.
+        """
+
+        def begin(folder: Path) -> Callable[[], dict[str, str]]:
+            wait = self._save_roles(self.roles, folder, ended)
+
+            def end() -> dict[str, str]:
+                if self._refreshed.is_dir():
+                    shutil.copytree(self._refreshed, folder / "reference")
+                return wait()
+
+            return end
+
+        return begin_checkpoint(root, iteration, begin, state, earlier)
+
+    def begin_critic(self, root: Path, iteration: int, earlier: Earlier, ended: threading.Event) -> Callable[[], Path]:
+        """Begin to write a checkpoint of the critic alone (--critic-save); see `begin_save`."""
+        critic = [role for role in self.roles if role.is_critic]
+        return begin_checkpoint(root, iteration, lambda folder: self._save_roles(critic, folder, ended), None, earlier)
+
+    def link_critic(self, root: Path, iteration: int, whole: Path, earlier: Earlier) -> None:
+        """Write a checkpoint of the critic alone, linked to that in `whole`, which has just been written."""
 
         def write(folder: Path) -> dict[str, str]:
-            digests = self._save_roles(self.roles, folder)
-            if self._refreshed.is_dir():
-                shutil.copytree(self._refreshed, folder / "reference")
-            return digests
-
-        return save_checkpoint(root, iteration, write, state, earlier)
-
-    def save_critic(self, root: Path, iteration: int, whole: Path | None, earlier: Earlier) -> None:
-        """Write a checkpoint of the critic alone (--critic-save), linked to `whole` if that has just been saved."""
-
-        def write(folder: Path) -> dict[str, str]:
-            if whole is None:
-                return self._save_roles([role for role in self.roles if role.is_critic], folder)
             shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
             return linked_digests(folder, whole)
 
         save_checkpoint(root, iteration, write, None, earlier)
 
-    def _save_roles(self, roles: list[RoleTrainer], folder: Path) -> dict[str, str]:
-        """Write the actor's files into `folder` and the critic's into `folder/critic`, at the same time.
+    def _save_roles(
+        self, roles: list[RoleTrainer], folder: Path, ended: threading.Event
+    ) -> Callable[[], dict[str, str]]:
+        """Begin to write the actor's files into `folder` and the critic's into `folder/critic`, at the same time.
 
         Returns:
-            The digests of what the ranks have written, by name.
+            A function that waits for the digests of what the ranks have written, by name.
         """
         saves = []
         for role in roles:
             place = folder / CRITIC if role.is_critic else folder
             place.mkdir(exist_ok=True)
-            saves.append((f"{CRITIC}/" if role.is_critic else "", role.begin_save(place)))
-        return {inner + name: digest for inner, wait in saves for rank in wait() for name, digest in rank.items()}
+            saves.append((f"{CRITIC}/" if role.is_critic else "", place, role, role.begin_save(place)))
+        known = {inner + n: digest for inner, _, _, wait in saves for rank in wait() for n, digest in rank.items()}
+        if not self._args.async_save:
+            return lambda: known
+        deadline = time.monotonic() + self._args.train_timeout
+
+        def written() -> dict[str, str]:
+            for inner, place, role, _ in saves:
+                for news in wait_written(place, range(role.workers.num_ranks), deadline, ended).values():
+                    known.update({inner + name: digest for name, digest in news["digests"].items()})
+                remove_notes(place)
+            return known
+
+        return written
+
+
+def first_weights(args: Settings) -> Path:
+    """Return the folder of the weights that an actor without a checkpoint begins with."""
+    if args.load and (Path(args.load) / "config.json").exists():
+        return weights_folder(Path(args.load), None, "--load")
+    return reference_folder(args)
 
 
 def num_steps_of_run(args: Settings, num_rollouts: int) -> int:

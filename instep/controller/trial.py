@@ -8,7 +8,6 @@ random numbers.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import random
@@ -34,6 +33,7 @@ from instep.rollout.execute import (
 )
 from instep.rollout.filters import verdict_of
 from instep.rollout.rewards.dispatch import apply_rewards
+from instep.rollout.room import Room
 from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
 
@@ -126,7 +126,7 @@ class HookTrial:
         """
         args, lower = self._args, False
         num_tried = len(group) if args.group_rm else 1
-        execution = Execution(self._hook_args, 0, evaluation=False, semaphore=asyncio.Semaphore(1))
+        execution = Execution(self._hook_args, 0, evaluation=False, room=Room(1))
         try:
             for i in range(num_tried):
                 hooks = ", ".join(args.rollout_sample_hook_path)
@@ -152,7 +152,7 @@ class HookTrial:
         return lower
 
     def _generated(self, groups: list[Group]) -> None:
-        execution = new_execution(self._hook_args, 0)
+        execution = new_execution(self._hook_args, 0, is_trial=True)
         params = train_sampling_params(self._hook_args)
         params["max_new_tokens"] = min(NUM_NEW_TOKENS, params.get("max_new_tokens", NUM_NEW_TOKENS))
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from instep.data.sampling import distribution_of, truncated_by
 from instep.errors import RolloutError
-from instep.types import Group, Sample, TokenBatch, name_of, reward_of
+from instep.routes import as_routes
+from instep.types import Group, Sample, TokenBatch, VersionSpan, name_of, reward_of
 
 
 def build_batch(
@@ -21,6 +24,7 @@ def build_batch(
     needs_reward: bool = True,
     default_temperature: float = 1.0,
     compares: str = "",
+    replays: bool = False,
 ) -> TokenBatch:
     """The samples of the groups, in order. Fan-out siblings may form a list of their own inside a group.
 
@@ -28,13 +32,15 @@ def build_batch(
     any sample has them (NaN for samples without). Sample columns: `temperature` (the sample's own, else
     `default_temperature`), `rewards` (if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists:
     `execution_id` (made up for a sample without one), `status`, `weight_versions`, `metadata`, `train_metadata`,
-    `extra`. `index` and `group_index` are int64, the other tensors float32.
+    `extra`; with `replays` also `routed_experts` (`routes.py`), a row for every token. `index` and `group_index` are
+    int64, the other tensors float32.
 
     Args:
         reward_key: the entry to take from a reward that is a dict.
         needs_reward: False for supervised fine-tuning, whose samples have no reward.
         compares: the flags that compare the engine's log-probs with the trainer's, which are of the full distribution:
             samples that the engine drew from another one are refused.
+        replays: training takes the experts that the engine chose (--use-rollout-routing-replay).
 
     Raises:
         RolloutError: a sample that cannot be trained on, with the reason.
@@ -45,21 +51,18 @@ def build_batch(
         raise RolloutError(
             "the rollout returned no samples", remedy="return at least one group", where="--rollout-function-path"
         )
-    masks: list[list[int]] = []
-    log_probs: list[list[float]] = []
     rewards: list[float] = []
     temperatures: list[float] = []
     for sample, _ in flat:
         _check_tokens(sample)
-        masks.append(_mask(sample))
-        log_probs.append(_log_probs(sample, masks[-1]))
         temperatures.append(_temperature(sample, default_temperature, compares))
         if needs_reward:
             rewards.append(reward_of(sample, reward_key))
     samples = [sample for sample, _ in flat]
-    token_columns = {"loss_mask": _column(masks)}
+    mask = _masks(samples)
+    token_columns = {"loss_mask": torch.from_numpy(mask)}
     if any(s.rollout_log_probs is not None for s in samples):
-        token_columns["rollout_log_probs"] = _column(log_probs)
+        token_columns["rollout_log_probs"] = torch.from_numpy(_log_probs(samples, mask))
     sample_columns: dict[str, Any] = {
         "temperature": torch.tensor(temperatures, dtype=torch.float32),
         "group_index": torch.tensor([s.group_index for s in samples], dtype=torch.int64),
@@ -71,10 +74,17 @@ def build_batch(
         "train_metadata": [s.train_metadata for s in samples],
         "extra": [s.extra for s in samples],
     }
+    if replays:
+        ends = np.cumsum([s.response_length for s in samples])
+        rows = [_routes(s, own) for s, own in zip(samples, np.split(mask, ends[:-1]), strict=True)]
+        if some := [r for r in rows if len(r)]:  # else nothing is trained
+            sample_columns["routed_experts"] = [
+                _padded(r if len(r) else some[0][:1], len(s.tokens)) for r, s in zip(rows, samples, strict=True)
+            ]
     if needs_reward:
         sample_columns["rewards"] = torch.tensor(rewards, dtype=torch.float32)
     return TokenBatch(
-        tokens=torch.cat([_ids(s) for s in samples]),
+        tokens=_tokens(samples),
         total_lengths=torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
         response_lengths=torch.tensor([s.response_length for s in samples], dtype=torch.int64),
         token_columns=token_columns,
@@ -99,14 +109,23 @@ def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> 
     Returns:
         float32 `[num_response_tokens]`.
     """
-    out = torch.zeros(int(batch.response_lengths.sum()))
-    starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
-    for start, sample in zip(starts, samples, strict=True):
-        for span in sample.weight_versions if not truncated_by(sample) else ():
-            if is_older(span.version, version):
-                out[start + span.start : start + span.end] = 1
+    out = marked_tokens(
+        samples, lambda s: [p for p in s.weight_versions if is_older(p.version, version)] if not truncated_by(s) else []
+    )
     known = batch.token_columns.get("rollout_log_probs")
+    if not out.any():
+        return out
     return out * (0 if known is None else ~known.isnan())
+
+
+def marked_tokens(samples: Sequence[Sample], spans_of: Callable[[Sample], list[VersionSpan]]) -> torch.Tensor:
+    """float32 `[num_response_tokens]`: 1 in the spans that `spans_of` returns for each sample, else 0."""
+    out, start = np.zeros(sum(s.response_length for s in samples), np.float32), 0
+    for sample in samples:
+        for span in spans_of(sample):
+            out[start + span.start : start + span.end] = 1
+        start += sample.response_length
+    return torch.from_numpy(out)
 
 
 def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
@@ -158,28 +177,55 @@ def _check_tokens(sample: Sample) -> None:
             )
 
 
-def _mask(sample: Sample) -> list[int]:
-    if sample.remove_sample:
-        return [0] * sample.response_length
-    if sample.loss_mask is None:
-        return [1] * sample.response_length
-    if not set(sample.loss_mask) <= {0, 1}:
-        wrong = next(m for m in sample.loss_mask if m not in (0, 1))
-        raise _error(sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
-    return sample.loss_mask
+def _masks(samples: Sequence[Sample]) -> np.ndarray:
+    """float32 `[num_response_tokens]` of all samples."""
+    out, start = np.ones(sum(s.response_length for s in samples), np.float32), 0
+    for sample in samples:
+        given, n = sample.loss_mask, sample.response_length
+        if sample.remove_sample:
+            out[start : start + n] = 0
+        elif given is not None and not (type(given) is list and given.count(1) == n):
+            if not {0, 1}.issuperset(given):
+                wrong = next((m for m in given if m not in (0, 1)), given)
+                raise _error(sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
+            out[start : start + n] = given
+        start += n
+    return out
 
 
-def _log_probs(sample: Sample, mask: list[int]) -> list[float]:
-    if sample.rollout_log_probs is None:
-        return [math.nan] * sample.response_length
-    for t, (value, trained) in enumerate(zip(sample.rollout_log_probs, mask, strict=True)):
-        if trained and (value is None or not math.isfinite(value)):
-            raise _error(
-                sample,
-                f"rollout_log_probs[{t}] is {value}",
-                "the log-prob of a trained token is a finite number; None for the whole list if they are unknown",
-            )
-    return [0.0 if value is None else value for value in sample.rollout_log_probs]
+def _log_probs(samples: Sequence[Sample], mask: np.ndarray) -> np.ndarray:
+    """float32 `[num_response_tokens]` of all samples: NaN where all are unknown, 0 for None of an untrained token."""
+    out, start = np.empty(len(mask), np.float32), 0
+    for sample in samples:
+        values, end = sample.rollout_log_probs, start + sample.response_length
+        if values is None:
+            out[start:end] = math.nan
+        else:
+            try:
+                struct.pack_into(f"={end - start}f", out.data, 4 * start, *values)  # in a third of numpy's time
+            except (struct.error, OverflowError):  # None, or beyond float32
+                out[start:end] = [math.nan if value is None else value for value in values]
+        start = end
+    if not np.isfinite(out).all():
+        _mend_log_probs(samples, mask, out)
+    return out
+
+
+def _mend_log_probs(samples: Sequence[Sample], mask: np.ndarray, out: np.ndarray) -> None:
+    """Put 0 in the place of None; raise where a log-prob of a trained token is no finite number."""
+    start = 0
+    for sample in samples:
+        known = np.isfinite(out[start : start + sample.response_length]).all()
+        for t, value in enumerate([] if known or sample.rollout_log_probs is None else sample.rollout_log_probs):
+            if mask[start + t] and (value is None or not math.isfinite(value)):
+                raise _error(
+                    sample,
+                    f"rollout_log_probs[{t}] is {value}",
+                    "the log-prob of a trained token is a finite number; None for the whole list if they are unknown",
+                )
+            if value is None:
+                out[start + t] = 0.0
+        start += sample.response_length
 
 
 def _temperature(sample: Sample, default: float, compares: str) -> float:
@@ -211,6 +257,45 @@ def _temperature(sample: Sample, default: float, compares: str) -> float:
     return float(value)
 
 
+def _routes(sample: Sample, mask: np.ndarray) -> np.ndarray:
+    """`[_, num_layers, experts per token]` of the tokens that are known: at least all before the last trained one."""
+    needed = sample.prompt_length + int(mask.nonzero()[0].max()) if mask.any() else 0
+    try:
+        known = sample.rollout_routed_experts
+        rows = as_routes(np.zeros((0, 1, 1), np.uint8) if known is None else known)
+    except ValueError as error:
+        raise _error(sample, str(error), "leave rollout_routed_experts as the engine answered them") from error
+    if len(rows) < needed:
+        raise _error(
+            sample,
+            f"the engine's experts of {len(rows)} tokens are known, of {needed} that are needed",
+            "sample with engines that return them (--enable-return-routed-experts), and hand their rows to "
+            "sample.append_response_tokens(routed_experts=...); or leave --use-rollout-routing-replay out",
+        )
+    return rows[: len(sample.tokens)]
+
+
+def _padded(rows: np.ndarray, num_tokens: int) -> np.ndarray:
+    """The tokens behind those that are known, which nothing trained depends on, take the experts of the last one."""
+    return np.concatenate([rows, rows[-1:].repeat(num_tokens - len(rows), 0)])
+
+
+def _tokens(samples: Sequence[Sample]) -> torch.Tensor:
+    """int64 `[num_tokens]` of all samples."""
+    out, start = np.empty(sum(len(s.tokens) for s in samples), np.int64), 0
+    for sample in samples:
+        end = start + len(sample.tokens)
+        try:
+            struct.pack_into(f"={end - start}q", out.data, 8 * start, *sample.tokens)
+        except (struct.error, TypeError):
+            out[start:end] = _ids(sample).numpy()
+        start = end
+    if (out < 0).any():
+        for sample in samples:
+            _ids(sample)
+    return torch.from_numpy(out)
+
+
 def _ids(sample: Sample) -> torch.Tensor:
     try:
         ids = torch.tensor(sample.tokens)
@@ -219,10 +304,6 @@ def _ids(sample: Sample) -> torch.Tensor:
     if ids.dtype != torch.int64 or ids.dim() != 1 or bool((ids < 0).any()):
         raise _error(sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0")
     return ids
-
-
-def _column(lists: list[list[Any]]) -> torch.Tensor:
-    return torch.cat([torch.tensor(values, dtype=torch.float32) for values in lists])
 
 
 def _error(sample: Sample, what: str, remedy: str) -> RolloutError:

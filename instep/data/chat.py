@@ -1,19 +1,20 @@
-"""Conversations -> token ids and loss mask, through the tokenizer's own chat template."""
+"""Conversations -> token ids and loss masks, through the tokenizer's own chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from instep.data.branches import Branch, Conversation, Message, Turn, whole_text
+from instep.data.rendered import as_it_stands, as_rendered
 from instep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
-_MARK = "\ue000"  # private use: in no conversation
-Message = dict[str, Any]
+Tokens = tuple[list[int], list[int]]  # ids, and loss mask
 
 
 def render(
@@ -51,7 +52,7 @@ def render(
     return str(text)
 
 
-def tokenize_conversation(
+def conversation_samples(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     tools: list[dict[str, Any]] | None = None,
@@ -59,15 +60,17 @@ def tokenize_conversation(
     loss_mask_type: str = "qwen",
     template_kwargs: dict[str, Any] | None = None,
     where: str = "",
-) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and a loss mask of the same length: 1 for the tokens of the assistant's turns.
+) -> list[Tokens]:
+    """The samples of a conversation: token ids, and a loss mask of the same length, 1 where a turn is trained.
 
     The trained tokens of a turn are those that a model would generate after the generation prompt, through its
-    end-of-turn token, without the text that the template writes around the turn. A turn with `step_loss_mask: 0` is not
-    trained on. The text of the whole conversation (in which a template may drop old reasoning) is divided where turns
-    begin and end, and the parts are tokenized one by one, because an engine tokenizes the prompt of a turn alone.
+    end-of-turn token; those before it are the very ids that an engine gets for the messages before it. A template that
+    writes a turn otherwise when others follow, or a tokenizer that joins it with them, makes several samples of a
+    conversation (`branches.py`); each turn is trained in one of them. A turn with `step_loss_mask: 0` is not trained.
 
-    `loss_mask_type` takes the names of slime and vime; one implementation serves all of them, and other templates.
+    `loss_mask_type` has slime's names. `qwen` and `qwen3` are the above. With `qwen3_5` there is one sample, the
+    conversation as the template renders it at last, and a turn is trained as it stands there. With `distill_qwen` the
+    last message alone is trained, its content as it stands in the data, whatever the template would drop of it.
 
     Raises:
         ConfigError: an unknown `loss_mask_type`.
@@ -80,6 +83,8 @@ def tokenize_conversation(
             where="--loss-mask-type",
         )
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
+    if loss_mask_type == "distill_qwen":
+        turns = [i for i in turns if i == len(messages) - 1]
     if not turns:
         raise DataError(
             "the conversation has no assistant turn to train on",
@@ -87,113 +92,102 @@ def tokenize_conversation(
             remedy="add an assistant message with step_loss_mask 1, or skip such rows with --skip-bad-rows",
         )
     text_of = partial(render, tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, where=where)
-    text = text_of(messages, generation_prompt=False)
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    end = 0
-    for turn in turns:
-        span = _turn_span(messages, turn, text, text_of, tokenizer)
-        start, next_end = (max(span[0], end), span[1]) if span else (0, -1)
-        if next_end < start:
-            raise DataError(
-                f"the chat template hides where message {turn} (assistant) begins and ends",
-                where=where,
-                remedy="set step_loss_mask 0 for it (for all turns but the last), or use a template in which no turn "
-                "depends on what follows and a tool's answer stands in a turn of its own",
-            )
-        for part, trained in ((text[end:start], 0), (text[start:next_end], 1)):
-            ids = tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
-            token_ids += ids
-            loss_mask += [trained] * (_end_of_turn(ids, tokenizer) if trained else 0)
-            loss_mask += [0] * (len(token_ids) - len(loss_mask))
-        end = next_end
-    rest = tokenizer(text[end:], add_special_tokens=False)["input_ids"] if text[end:] else []
-    token_ids += rest
-    loss_mask += [0] * len(rest)
-    loss_mask[:1] = [0]  # nothing predicts the first token
-    if not any(loss_mask):
+    special = special_tokens(tokenizer)
+    if loss_mask_type == "distill_qwen":
+        branches: Iterable[Branch] = [as_it_stands(messages, text_of, special, where)]
+    elif loss_mask_type == "qwen3_5":
+        branches = [as_rendered(messages, turns, text_of, special, where)]
+    else:
+        branches = Conversation(messages, text_of, special, where).branches(turns)
+    exact = loss_mask_type != "qwen3_5"
+    samples = [sample for branch in branches for sample in _tokenized(branch, tokenizer, where, exact=exact)]
+    samples = [(ids, mask) for ids, mask in samples if any(mask)]
+    if not samples:
         raise DataError(
             "the conversation has no trainable token: its assistant turns are empty",
             where=where,
             remedy="fill its assistant turns, or skip such rows with --skip-bad-rows",
         )
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if token_ids != whole and tokenizer.decode(token_ids) != tokenizer.decode(whole):
-        raise DataError(
-            "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text",
-            where=where,
-            remedy="use a byte-level tokenizer; sentencepiece tokenizers that add a space are not supported",
-        )
-    return token_ids, loss_mask
+    return samples
 
 
-def _turn_span(
-    messages: list[Message], turn: int, text: str, text_of: Callable[..., str], tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int] | None:
-    """The places in `text` where the turn's text begins and ends; None if the template hides them.
+def tokenize_conversation(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    loss_mask_type: str = "qwen",
+    template_kwargs: dict[str, Any] | None = None,
+    where: str = "",
+) -> Tokens:
+    """The one sample of a conversation, as `conversation_samples`.
 
-    The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
-    it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
-    the place of the mark is the turn. A turn that a tool's answer stands in is hidden, too: it is not the model's.
+    Raises:
+        DataError: there are several, too.
     """
-    start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
-    end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
-    if start is not None and end is not None:
-        return start, end
-    place = _place_of(messages, turn, {"role": "assistant", "content": _MARK}, text, text_of)
-    if place is None:
-        return None
-    if end is None:
-        marker = next((t for t in special_tokens(tokenizer) if text.startswith(t, place[1])), "")
-        end = place[1] + len(marker)
-    start = place[0] if start is None else start
-    for i, message in enumerate(messages[turn + 1 :], turn + 1):  # some templates write a tool's answer into the turn
-        if message["role"] in ("system", "user", "assistant"):
-            break
-        answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
-        if answer is None or (answer[0] < end and answer[1] > start):
-            return None
-    return start, end
+    samples = conversation_samples(
+        messages, tokenizer, tools, loss_mask_type=loss_mask_type, template_kwargs=template_kwargs, where=where
+    )
+    if len(samples) > 1:
+        raise DataError(
+            f"the conversation becomes {len(samples)} samples: its chat template writes a turn otherwise when others "
+            "follow, or its tokenizer joins it with them",
+            where=where,
+            remedy="set step_loss_mask 0 for all turns but the last, or give --loss-mask-type qwen3_5, which takes all "
+            "turns as the whole conversation shows them",
+        )
+    return samples[0]
 
 
-def _place_of(
-    messages: list[Message], index: int, marked: Message, text: str, text_of: Callable[..., str]
-) -> tuple[int, int] | None:
-    """The part of `text` whose place the mark takes when message `index` becomes `marked`; None: it cannot be told."""
-    try:
-        changed = text_of([*messages[:index], marked, *messages[index + 1 :]], generation_prompt=False)
-    except DataError:  # some templates want the tool calls
-        return None
-    before, mark, after = changed.partition(_MARK)
-    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
-        return None
-    return len(before), len(text) - len(after)
+def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *, exact: bool) -> list[Tokens]:
+    """The samples of a branch: one, or, with `exact`, several where the ids of a prompt do not begin with those of the
+    turns in it. Turns are tokenized by themselves, as a model makes them."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    joined = _joined(branch, encode, lambda ids, turn, prompt: ids + encode(turn.before))
+    if exact and len(branch) > 1:  # the last prompt has all others in it
+        (ids, mask, _), last = joined[0], branch[-1]
+        end = len(mask) - mask[::-1].index(1) - len(encode(last.text)) if any(mask) else 0
+        if encode(whole_text(branch[:-1]) + last.before) != ids[:end]:
+            joined = _joined(branch, encode, lambda ids, turn, prompt: encode(prompt))
+    for ids, mask, text in joined:
+        mask[:1] = [0]  # nothing predicts the first token
+        if ids != (whole := encode(text)) and tokenizer.decode(ids) != tokenizer.decode(whole):
+            raise DataError(
+                "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text",
+                where=where,
+                remedy="use a byte-level tokenizer; sentencepiece tokenizers that add a space are not supported",
+            )
+    return [(ids, mask) for ids, mask, _ in joined]
 
 
-def _prefix_length(
-    messages: list[Message], text: str, text_of: Callable[..., str], *, generation_prompt: bool
-) -> int | None:
-    if not messages:
-        return None
-    try:
-        prefix = text_of(messages, generation_prompt=generation_prompt)
-    except DataError:  # some templates refuse a part of a conversation
-        return None
-    return len(prefix) if text.startswith(prefix) else None
+def _joined(
+    branch: Branch, encode: Callable[[str], list[int]], prompt_ids: Callable[[list[int], Turn, str], list[int]]
+) -> list[tuple[list[int], list[int], str]]:
+    """The ids, mask and text of the turns of a branch one after the other, begun anew wherever the ids of a prompt do
+    not go on from those so far. `prompt_ids` gets the ids so far, the turn and the text of its prompt."""
+    ids, mask, text, rest = list[int](), list[int](), "", ""
+    out = []
+
+    def close() -> None:
+        blanks = encode(rest)
+        out.append((ids + blanks, mask + [0] * len(blanks), text + rest))
+
+    for turn in branch:
+        prompt = prompt_ids(ids, turn, text + turn.before)
+        if prompt[: len(ids)] != ids:
+            close()
+            mask = []
+        answer = encode(turn.text)
+        mask += [0] * (len(prompt) - len(mask)) + [1] * len(answer)
+        ids, text, rest = prompt + answer, text + turn.before + turn.text, turn.rest
+    close()
+    return out
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The texts of all special tokens, the longest first."""
     added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
     return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
-
-
-def _end_of_turn(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of a turn's tokens that a model would generate, without blank text after the end-of-turn token."""
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    for i in range(len(ids), 0, -1):
-        if ids[i - 1] in special:
-            return i
-        if str(tokenizer.decode([ids[i - 1]])).strip():
-            break
-    return len(ids)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import compress, islice
+from typing import TYPE_CHECKING, Any, cast
 
-from instep.data.rows import Message, Row, RowFormat, read_rows
+import xxhash
+
+from instep.data.index import Found, Index, is_large, num_indexed
+from instep.data.rows import BadRows, Message, RawRow, Row, RowFormat, parse_row, read_rows
 from instep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -48,12 +53,18 @@ class Record:
 
 @dataclass
 class Dataset(Sequence[Record]):
-    """Records in file order, and the rows that were left out: `bad_rows` (with --skip-bad-rows), `num_too_long`."""
+    """Records in file order, and the rows that were left out: `bad_rows` (with --skip-bad-rows), `num_too_long`.
+
+    Attributes:
+        records: in memory, or (of a large file) read when they are asked for.
+        digest: of the content of all usable rows, in order.
+    """
 
     path: str
-    records: list[Record]
-    bad_rows: list[DataError]
-    num_too_long: int = 0
+    records: Sequence[Record]
+    bad_rows: BadRows
+    num_too_long: int
+    digest: str
 
     def __len__(self) -> int:
         return len(self.records)
@@ -62,19 +73,29 @@ class Dataset(Sequence[Record]):
         return self.records[i]
 
 
-def check_file(path_spec: str, row_format: RowFormat = DEFAULT_FORMAT, *, skip_bad_rows: bool = False) -> int:
+def check_file(
+    path_spec: str,
+    row_format: RowFormat = DEFAULT_FORMAT,
+    *,
+    skip_bad_rows: bool = False,
+    cache_path: str | None = None,
+) -> int:
     """The number of usable rows among the first 100,000 of a data file, checked without a tokenizer.
+
+    A large file with an index is not read again: that number is of all its rows.
 
     Raises:
         ConfigError, DataError: as `load_dataset`.
     """
-    bad_rows: list[DataError] | None = [] if skip_bad_rows else None
+    if (known := num_indexed(path_spec, [asdict(row_format), skip_bad_rows], cache_path)) is not None:
+        return known
+    bad_rows = BadRows() if skip_bad_rows else None
     num_good = 0
     for _ in read_rows(path_spec, row_format, bad_rows):
         num_good += 1
-        if num_good + len(bad_rows or ()) >= NUM_ROWS_CHECKED:
+        if num_good + (bad_rows.num if bad_rows else 0) >= NUM_ROWS_CHECKED:
             break
-    _refuse_if_nothing(num_good, path_spec, bad_rows or [])
+    _refuse_if_nothing(num_good, path_spec, bad_rows or BadRows())
     return num_good
 
 
@@ -87,46 +108,43 @@ def load_dataset(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
+    cache_path: str | None = None,
 ) -> Dataset:
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
     With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted.
+    is the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted. A large file gets an
+    index in `cache_path` (see `instep.data.index`), and stays on disk.
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
         DataError: file missing, unreadable, empty; an unusable row, with file and line (or, with `skip_bad_rows`, no
             usable row at all); no prompt within the limit.
+        OutputError: the index cannot be written.
     """
-    kwargs = apply_chat_template_kwargs or {}
     if apply_chat_template:
         require_chat_template(tokenizer)
-    bad_rows: list[DataError] = []
-    records = []
-    for row in read_rows(path_spec, row_format, bad_rows if skip_bad_rows else None):
-        try:
-            records.append(_record(row, tokenizer if apply_chat_template else None, kwargs))
-        except DataError as error:
-            if not skip_bad_rows:
-                raise
-            bad_rows.append(error)
-    _refuse_if_nothing(len(records), path_spec, bad_rows)
-    if bad_rows:
-        logger.warning("%s: skipped %d bad rows; the first: %s", path_spec, len(bad_rows), bad_rows[0])
-    num_too_long = 0
-    if max_prompt_len is not None:
-        kept = _within_limit(records, tokenizer, kwargs, max_prompt_len)
-        num_too_long = len(records) - len(kept)
-        if not kept:
-            raise DataError(
-                f"all {num_too_long} prompts are longer than {max_prompt_len} tokens",
-                where=path_spec,
-                remedy="shorten them, or raise --rollout-max-prompt-len as far as the model's context allows",
-            )
-        if num_too_long:
-            logger.warning("%s: skipped %d prompts of more than %d tokens", path_spec, num_too_long, max_prompt_len)
-        records = kept
-    return Dataset(path_spec, records, bad_rows, num_too_long)
+    use = _Use(row_format, apply_chat_template, apply_chat_template_kwargs or {}, max_prompt_len, tokenizer)
+    chunks = partial(_usable, path_spec, use, skip_bad_rows)
+    if is_large(path_spec):
+        index = Index.of(path_spec, [asdict(row_format), skip_bad_rows], use.identity(), cache_path, chunks)
+        found, records = index.found, cast(Sequence[Record], _Indexed(index, use))
+    else:
+        found = Found()
+        records = [record for chunk in chunks(found) for _, _, record in chunk]
+    _refuse_if_nothing(len(records) + found.num_too_long, path_spec, found.bad_rows)
+    if found.bad_rows.num:
+        first = found.bad_rows.errors[0]
+        logger.warning("%s: skipped %d bad rows; the first: %s", path_spec, found.bad_rows.num, first)
+    if not records:
+        raise DataError(
+            f"all {found.num_too_long} prompts are longer than {max_prompt_len} tokens",
+            where=path_spec,
+            remedy="shorten them, or raise --rollout-max-prompt-len as far as the model's context allows",
+        )
+    if found.num_too_long:
+        logger.warning("%s: skipped %d prompts of more than %d tokens", path_spec, found.num_too_long, max_prompt_len)
+    return Dataset(path_spec, records, found.bad_rows, found.num_too_long, found.digest)
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -141,14 +159,92 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrain
     return tokenizer
 
 
-def _record(row: Row, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]) -> Record:
-    messages = row.prompt if isinstance(row.prompt, list) else None
-    metadata = {**row.metadata, "tools": row.tools} if row.tools else row.metadata
-    record = Record(row.prompt, messages, row.label, metadata, row.tools, row.where)
-    if tokenizer is not None:
-        record.messages = messages or [{"role": "user", "content": row.prompt}]
-        record.prompt = _render(tokenizer, record, kwargs)
-    return record
+@dataclass
+class _Use:
+    """How rows become records, and which are left out."""
+
+    row_format: RowFormat
+    template: bool
+    kwargs: dict[str, Any]
+    limit: int | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def record(self, row: Row) -> Record:
+        messages = row.prompt if isinstance(row.prompt, list) else None
+        metadata = {**row.metadata, "tools": row.tools} if row.tools else row.metadata
+        record = Record(row.prompt, messages, row.label, metadata, row.tools, row.where)
+        if self.template and self.tokenizer is not None:
+            record.messages = messages or [{"role": "user", "content": row.prompt}]
+            record.prompt = _render(self.tokenizer, record, self.kwargs)
+        return record
+
+    def limited_text(self, record: Record) -> str:
+        """What the limit counts the tokens of; empty without a limit."""
+        if self.limit is None:
+            return ""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "--rollout-max-prompt-len needs a tokenizer",
+                remedy="give --hf-checkpoint",
+                where="--rollout-max-prompt-len",
+            )
+        if not isinstance(record.prompt, str):
+            require_chat_template(self.tokenizer)
+        return _text(record, self.tokenizer, self.kwargs)
+
+    def identity(self) -> list[Any]:
+        """What decides, with the rows, which of them are left out."""
+        if self.tokenizer is None or not (self.template or self.limit is not None):
+            return []
+        import transformers
+
+        one, version = self.tokenizer, transformers.__version__
+        words = one.backend_tokenizer.to_str() if one.is_fast else [repr(one), one.get_vocab()]
+        return [self.template, self.kwargs, self.limit, one.chat_template, one.special_tokens_map, words, version]
+
+
+class _Indexed(Sequence[Record]):
+    """The records of a large file, each read and rendered when it is asked for."""
+
+    def __init__(self, index: Index, use: _Use):
+        self._index, self._use = index, use
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
+        line, where = self._index[i]
+        return self._use.record(parse_row(line, where, self._use.row_format))
+
+
+def _usable(
+    path_spec: str, use: _Use, skip_bad_rows: bool, found: Found
+) -> Iterator[list[tuple[RawRow, bytes, Record]]]:
+    """The rows that are trained on, some at a time; `found` gets the counts, and at the end the digest."""
+    digest = xxhash.xxh3_128()
+    rows = read_rows(path_spec, use.row_format, found.bad_rows if skip_bad_rows else None)
+    while some := list(islice(rows, TOKENIZE_AT_ONCE)):
+        chunk, texts = [], []
+        for raw, line, row in some:
+            try:
+                record = use.record(row)
+                texts.append(use.limited_text(record))
+            except DataError as error:
+                if not skip_bad_rows:
+                    raise
+                found.bad_rows.add(error)
+                continue
+            chunk.append((raw, line, record))
+            digest.update(line.strip() + b"\n")
+        if use.limit is not None and use.tokenizer is not None:
+            fits = _within_limit([record for _, _, record in chunk], texts, use.tokenizer, use.limit)
+            found.num_too_long += fits.count(False)
+            chunk = list(compress(chunk, fits))
+        found.num_rows += len(chunk)
+        yield chunk
+    found.digest = digest.hexdigest()
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str, Any]) -> str:
@@ -158,26 +254,16 @@ def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str
 
 
 def _within_limit(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any], limit: int
-) -> list[Record]:
-    if tokenizer is None:
-        raise ConfigError(
-            "--rollout-max-prompt-len needs a tokenizer",
-            remedy="give --hf-checkpoint",
-            where="--rollout-max-prompt-len",
-        )
-    if any(not isinstance(r.prompt, str) for r in records):
-        require_chat_template(tokenizer)
-    kept = []
-    for start in range(0, len(records), TOKENIZE_AT_ONCE):
-        chunk = [(r, _text(r, tokenizer, kwargs)) for r in records[start : start + TOKENIZE_AT_ONCE]]
-        chunk = [(r, text) for r, text in chunk if not _is_long(text, tokenizer, limit)]
-        unsure = [(r, text) for r, text in chunk if SHORT * len(text.encode()) > limit]
-        ids = tokenizer([text for _, text in unsure], add_special_tokens=False)["input_ids"] if unsure else []
-        for (record, _), token_ids in zip(unsure, ids, strict=True):
-            record._token_ids = token_ids
-        kept += [r for r, _ in chunk if r._token_ids is None or len(r._token_ids) <= limit]
-    return kept
+    records: list[Record], texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int
+) -> list[bool]:
+    """For each record whether its text has at most `limit` tokens."""
+    fits = [not _is_long(text, tokenizer, limit) for text in texts]
+    unsure = [i for i, text in enumerate(texts) if fits[i] and SHORT * len(text.encode()) > limit]
+    ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []
+    for i, token_ids in zip(unsure, ids, strict=True):
+        records[i]._token_ids = token_ids
+        fits[i] = len(token_ids) <= limit
+    return fits
 
 
 def _text(record: Record, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> str:
@@ -198,10 +284,11 @@ def _is_long(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> bool:
     return False
 
 
-def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: list[DataError]) -> None:
+def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: BadRows) -> None:
     if not num_good:
+        first = bad_rows.errors[0]
         raise DataError(
-            f"none of the {len(bad_rows)} rows is usable; the first: {bad_rows[0].what}",
-            where=bad_rows[0].where or path_spec,
-            remedy=bad_rows[0].remedy,
+            f"none of the {bad_rows.num} rows is usable; the first: {first.what}",
+            where=first.where or path_spec,
+            remedy=first.remedy,
         )

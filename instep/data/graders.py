@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-GRADERS = ("math", "deepscaler", "dapo", "f1", "gpqa", "random", "remote_rm")
-NEED_LABELS = ("math", "deepscaler", "dapo", "f1", "gpqa")
-_TAKE_LISTS = ("math", "deepscaler", "f1")  # of answers, any of which is right
+NEED_LABELS = ("math", "deepscaler", "dapo", "f1", "exact_match", "gpqa", "code")
+GRADERS = (*NEED_LABELS, "random", "remote_rm")
+_TAKE_LISTS = ("math", "deepscaler", "f1", "exact_match", "code")  # of answers, any of which is right
 
 
 def grader_of(rm_type: str) -> str:
@@ -20,6 +20,9 @@ def wrong_label(rm_type: str, label: Any, metadata: dict[str, Any]) -> str:
     rule = grader_of(rm_type)
     if rule not in NEED_LABELS or (rule == "gpqa" and metadata.get("correct_letter")):
         return ""
+    if rule == "code" and isinstance(label, dict):
+        whole = all(isinstance(label.get(n), list) for n in ("inputs", "outputs"))
+        return "" if whole and 0 < len(label["inputs"]) == len(label["outputs"]) else "has no inputs with outputs"
     answers = label if isinstance(label, list) and rule in _TAKE_LISTS else [label]
     if not answers:
         return "is an empty list"

@@ -1,9 +1,10 @@
 """The ledger: every group of a run is accounted for, once.
 
-A group is issued by the data source to a round, finished when the round's rollout has returned it, and consumed when
-it has been trained on. On the way it may be buffered for later (from where it is issued again) or dropped with a
-reason. `generated = consumed + dropped + buffered + outstanding (issued or finished)` is checked at every step, so that
-nothing is lost and nothing is trained twice. Rounds may overlap, in threads of their own.
+A group is issued by the data source to a round, finished when the round's rollout has returned it, and consumed when it
+has been trained on. A checkpoint holds the samples of finished groups, which wait for that. On the way it may be
+buffered for later (from where it is issued again) or dropped with a reason. `generated = consumed + dropped + buffered
++ outstanding (issued or finished)` is checked at every step, so that nothing is lost and nothing is trained twice.
+Rounds may overlap, in threads of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.types import Sample
+from instep.types import Group, Sample
 
 OUTSTANDING = ("issued", "finished")
 
@@ -42,6 +43,7 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open: dict[int, _Entry] = {}  # in the order of their first issue
+        self._finished: dict[int, Group] = {}  # with their samples, in the order of finishing
         self._closed_below = 0
         self._closed_above: set[int] = set()
         self.num_issued = 0  # first issues; a group that comes back from the buffer is not counted again
@@ -67,8 +69,10 @@ class Ledger:
             self.issue(new, rollout_id)
 
     def finish(self, groups: Iterable[Any]) -> None:
-        """Mark groups that the rollout function has returned: they wait to be trained on."""
-        self._set(groups, "finished", ("issued",))
+        """Mark groups that the rollout function has returned: a checkpoint holds them until they are trained on."""
+        with self._lock:
+            self._set(groups, "finished", ("issued",))
+            self._finished.update(zip(group_indices(groups), groups, strict=True))
 
     def buffer(self, groups: Iterable[Any]) -> None:
         self._set(groups, "buffered")
@@ -94,10 +98,22 @@ class Ledger:
             return len(left)
 
     @property
+    def finished(self) -> list[Group]:
+        """The groups that wait to be trained on, in the order of finishing."""
+        with self._lock:
+            return list(self._finished.values())
+
+    @property
     def outstanding(self) -> list[int]:
         """Groups that are issued or finished, in the order of their first issue."""
         with self._lock:
             return [group for group, entry in self._open.items() if entry.state in OUTSTANDING]
+
+    @property
+    def issued(self) -> list[int]:
+        """Groups that are issued and not finished, in the order of their first issue."""
+        with self._lock:
+            return [group for group, entry in self._open.items() if entry.state == "issued"]
 
     @property
     def num_outstanding(self) -> int:
@@ -134,11 +150,15 @@ class Ledger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole ledger, ready for JSON; `reads` tell how the data source gives outstanding groups anew."""
+        """Return the whole ledger, as JSON values if the samples' metadata are.
+
+        `finished` are samples; `reads` tell how the data source gives the groups anew that are issued.
+        """
         with self._lock:
-            reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state in OUTSTANDING}
+            reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state == "issued"}
             return {
                 "open": {str(group): entry.state for group, entry in self._open.items()},
+                "finished": [[s.to_dict() for s in group] for group in self._finished.values()],
                 "reads": list(reads.values()),
                 "closed_below": self._closed_below,
                 "closed_above": sorted(self._closed_above),
@@ -146,10 +166,13 @@ class Ledger:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a `state_dict()`. Groups that were finished become issued, to no round: their samples are gone."""
+        """Go back to a `state_dict()`. Groups that were issued are so to no round: their samples are gone."""
         reads = {group: read for read in state.get("reads", []) for group in read["groups"]}
-        states = {int(k): "buffered" if v == "buffered" else "issued" for k, v in state["open"].items()}
-        self._open = {group: _Entry(v, None, reads.get(group)) for group, v in states.items()}
+        finished = [[Sample.from_dict(s) for s in group] for group in state.get("finished", [])]
+        self._finished = dict(zip(group_indices(finished), finished, strict=True))
+        states = {int(k): v for k, v in state["open"].items()}
+        kept = {g for g, v in states.items() if v == "buffered" or g in self._finished}
+        self._open = {g: _Entry(v if g in kept else "issued", None, reads.get(g)) for g, v in states.items()}
         self._closed_below, self._closed_above = int(state["closed_below"]), {int(i) for i in state["closed_above"]}
         self.num_issued, self.num_consumed = int(state["num_issued"]), int(state["num_consumed"])
         self.dropped = Counter({str(reason): int(n) for reason, n in state["dropped"].items()})
@@ -171,6 +194,7 @@ class Ledger:
             for group in indices:
                 if self._state(group) not in before:
                     raise _broken(group, state, self._state(group))
+                self._finished.pop(group, None)
                 if state in ("finished", "buffered"):
                     self._open[group].state = state
                 else:
@@ -210,6 +234,8 @@ class LedgeredDataSource:
             groups = self.source.get_samples(num_groups)
             self.ledger.issue(groups, self.rollout_id, cursor)
             return groups
+
+    __call__ = get_samples  # slime gives `--rollout-all-samples-process-path` the bound method
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""

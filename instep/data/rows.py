@@ -9,10 +9,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of, wrong_label
 from instep.documents import parse_json
@@ -20,6 +20,7 @@ from instep.errors import ConfigError, DataError
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 Message = dict[str, Any]
+PARQUET_ROWS = 256  # decoded at a time
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,38 @@ class Row:
     tools: list[dict[str, Any]] | None
 
 
+class RawRow(NamedTuple):
+    """A row that is not parsed yet.
+
+    Attributes:
+        number: of its line, from 1, or of the row of a parquet file, from 0.
+        offset: the byte of a jsonl file where its line begins; None of a parquet file, whose rows lie in columns.
+        read: returns the row as JSON. Raises: DataError for a row of a parquet file that is none.
+    """
+
+    number: int
+    offset: int | None
+    read: Callable[[], bytes]
+
+
+@dataclass
+class BadRows:
+    """The unusable rows of a file: how many, and the errors of the first 1,000."""
+
+    num: int = 0
+    errors: list[DataError] = field(default_factory=list)
+
+    def add(self, error: DataError) -> None:
+        self.num += 1
+        if self.num <= 1000:
+            self.errors.append(error)
+
+
+def split_files(prompt_data: str) -> list[str]:
+    """The files of `a.jsonl,b.parquet@[0:100]`. A comma inside a name is no border."""
+    return re.split(r"(?<=\.jsonl),|(?<=\.parquet),|(?<=\]),", prompt_data)
+
+
 def parse_path(path_spec: str) -> tuple[Path, slice]:
     """`file@[start:stop]` -> the file and a slice of its rows, with the meaning that slices have in Python."""
     if "@[" not in path_spec:
@@ -74,16 +107,19 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
     return Path(match["path"]), slice(start, stop)
 
 
-def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] | None = None) -> Iterator[Row]:
-    """The checked rows of a file, in order. With `bad_rows`, the errors of unusable rows go there and are not raised.
+def read_rows(
+    path_spec: str, row_format: RowFormat, bad_rows: BadRows | None = None
+) -> Iterator[tuple[RawRow, bytes, Row]]:
+    """The rows of a file in order: as they lie there, as JSON, and checked. No more than some of them are in memory.
+
+    With `bad_rows`, the errors of unusable rows go there and are not raised.
 
     Raises:
         ConfigError: a malformed slice or an unknown kind of file.
         DataError: file missing, unreadable or without rows; an unusable row (with file and line).
     """
     path, part = parse_path(path_spec)
-    check = check_row if row_format.pair_keys is None else check_pair
-    readers: dict[str, Callable[[Path, slice], Iterator[tuple[str, Callable[[], Any]]]]] = {
+    readers: dict[str, Callable[[Path, slice], Iterator[RawRow]]] = {
         ".jsonl": _jsonl,
         ".parquet": partial(_parquet, columns=row_format.columns),
     }
@@ -98,33 +134,55 @@ def read_rows(path_spec: str, row_format: RowFormat, bad_rows: list[DataError] |
             what = "this is a folder, not a data file" if path.is_dir() else "data file not found"
             raise DataError(what, where=str(path), remedy="check the path; relative paths start at the working folder")
         count = 0
-        for where, value in readers[path.suffix](path, part):
+        for raw in readers[path.suffix](path, part):
             count += 1
             try:
-                row = check(value(), where, row_format)
+                line = raw.read()
+                row = parse_row(line, place(path, raw.number), row_format)
             except DataError as error:
                 if bad_rows is None:
                     raise
-                bad_rows.append(error)
+                bad_rows.add(error)
                 continue
-            yield row
+            yield raw, line, row
     except OSError as error:
-        remedy = "change its permissions" if error.errno else "write the file again"  # pyarrow's have no number
-        what = f"cannot read the data file: {error.strerror or error}"
-        raise DataError(what, where=str(path), remedy=remedy) from error
+        raise unreadable(path, error) from error
     if not count:
         cause = "the data file has no rows" if part == slice(None) else "the slice holds no row of the data file"
         raise DataError(cause, where=path_spec, remedy="a data file needs at least one row")
 
 
-def _jsonl(path: Path, part: slice) -> Iterator[tuple[str, Callable[[], Any]]]:
+def unreadable(path: Path, error: OSError) -> DataError:
+    remedy = "change its permissions" if error.errno else "write the file again"  # pyarrow's have no number
+    return DataError(f"cannot read the data file: {error.strerror or error}", where=str(path), remedy=remedy)
+
+
+def place(path: Path, number: int) -> str:
+    """File and line of a row, for errors; `number` as in `RawRow`."""
+    return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
+
+
+def parse_row(line: bytes, where: str, row_format: RowFormat) -> Row:
+    """The checked row of a JSON text. Raises: DataError, if it is unusable."""
+    check = check_row if row_format.pair_keys is None else check_pair
+    return check(_parse_json(line, where), where, row_format)
+
+
+def _jsonl(path: Path, part: slice) -> Iterator[RawRow]:
+    start, stop = part.start or 0, part.stop
     with path.open("rb") as file:
-        numbered: Iterator[tuple[int, bytes]] = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        if part != slice(None):
-            numbered = iter(list(numbered)[part])
-        for number, line in numbered:
-            where = f"{path}, line {number}"
-            yield where, partial(_parse_json, line, where)
+        if start < 0 or (stop or 0) < 0:  # counted from the end
+            start, stop, _ = part.indices(sum(1 for line in file if line.strip()))
+            file.seek(0)
+        offset = count = 0
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                if stop is not None and count >= stop:
+                    return
+                if count >= start:
+                    yield RawRow(number, offset, partial(bytes, line))
+                count += 1
+            offset += len(line)
 
 
 def _parse_json(line: bytes, where: str) -> Any:
@@ -137,35 +195,42 @@ def _parse_json(line: bytes, where: str) -> Any:
         raise _bad(where, f"the row {error}") from error
 
 
-def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawRow]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError("parquet files need pyarrow", where=str(path), remedy="pip install pyarrow") from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Of a row group, which may be larger than the memory, some pages are read at a time.
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             start, stop, _ = part.indices(file.metadata.num_rows)
-            number = 0
-            for batch in file.iter_batches():
-                first, number = number, number + batch.num_rows
-                for i in range(max(start, first), min(stop, number)):
-                    where = f"{path}, row {i}"
-                    yield where, partial(_python_row, batch.slice(i - first, 1), where, columns)
+            names = file.schema_arrow.names
+            read = [name for name in names if name in columns]
+            first = 0
+            for group in range(file.num_row_groups):
+                end = first + file.metadata.row_group(group).num_rows
+                if start < end and first < stop:
+                    number = first
+                    for batch in file.iter_batches(PARQUET_ROWS, [group], read):
+                        for i in range(max(start - number, 0), min(stop - number, batch.num_rows)):
+                            where = place(path, number + i)
+                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, where))
+                        number += batch.num_rows
+                first = end
     except pyarrow.ArrowException as error:
         raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
-def _python_row(batch: Any, where: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(batch.schema.names)
-    for key in columns:
-        if key in row:
-            try:
-                row[key] = batch.column(key)[0].as_py()
-                json.dumps(row[key])
-            except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
-                raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
-    return row
+def _json_row(batch: Any, i: int, names: list[str], where: str) -> bytes:
+    """Row `i` of a batch of columns, as JSON, with null for those of `names` that were not read."""
+    row = dict.fromkeys(names, "null")
+    for key in batch.schema.names:
+        try:
+            row[key] = json.dumps(batch.column(key)[i].as_py(), ensure_ascii=False)
+        except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
+            raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
+    return ("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in row.items()) + "}").encode()
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:

@@ -51,7 +51,7 @@ _requests: contextvars.ContextVar[Requests | None] = contextvars.ContextVar("req
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
     """Those of `params` (with vLLM's names) that shape the distribution, without values that change nothing."""
     given: dict[str, Any] = {
-        name: params.get(name) for name in _NEUTRAL if params.get(name) not in (None, [], {}, _NEUTRAL[name])
+        name: params[name] for name in _NEUTRAL if name in params and params[name] not in (None, [], {}, _NEUTRAL[name])
     }
     if "top_k" in given and given["top_k"] < 1:
         del given["top_k"]
@@ -160,6 +160,9 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
     tokens = list(sample.tokens)
     first = len(tokens) - sample.response_length
     response, given = tokens[first:], sample.loss_mask
+    if not before and len(requests) == 1 and requests[0].answers == [response] and requests[0].prompt == tokens[:first]:
+        trained = given is None or any(given)  # one request made it all
+        return (list(requests) if trained else []), False
     mask = [bool(m) for m in given] if given is not None and len(given) == len(response) else [True] * len(response)
     made: dict[int, bool] = {}  # of requests whose tokens stand in the sample: whether some of them are trained on
     free = list(range(len(requests)))

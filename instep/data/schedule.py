@@ -15,11 +15,13 @@ def plan_steps(
     total_lengths: Sequence[int],
     *,
     dp_size: int,
+    costs: Sequence[float] | None = None,
     num_steps: int | None = None,
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
     max_tokens_per_gpu: int | None = None,
     balance_data: bool = False,
+    balance_by_flops: bool = False,
     micro_batch_multiple: int = 1,
 ) -> Schedule:
     """Divide a rollout's samples into steps of equally many executions, and those over ranks and micro-batches.
@@ -28,10 +30,12 @@ def plan_steps(
     of their first samples. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt +
     response tokens; a longer sample is alone in one. All ranks of a step get equally many micro-batches, a multiple of
     `micro_batch_multiple`: the largest are split until that holds. Ranks take micro-batches in turn, or with
-    `balance_data` so that their tokens are about equal (Karmarkar-Karp).
+    `balance_data` so that their costs are about equal (Karmarkar-Karp). With `balance_by_flops` samples go, the most
+    costly first, into the cheapest of as many micro-batches as their tokens need, where there is room.
 
     Args:
         execution_ids, total_lengths: one entry per sample.
+        costs: what each sample costs to train on, such as its FLOPs; its tokens if None.
         num_steps, global_batch_size: exactly one of them: steps per rollout, or executions per step.
         micro_batch_size, max_tokens_per_gpu: exactly one of them.
 
@@ -50,6 +54,7 @@ def plan_steps(
         )
     if len(execution_ids) != len(total_lengths):
         raise ValueError(f"{len(execution_ids)} execution ids for {len(total_lengths)} lengths")
+    costs = total_lengths if costs is None else costs
     executions: dict[Hashable, list[int]] = {}
     for i, execution in enumerate(execution_ids):
         executions.setdefault(("sample", i) if execution is None else ("id", execution), []).append(i)
@@ -62,24 +67,34 @@ def plan_steps(
         unit = dp_size * micro_batch_multiple
         if micro_batch_size is not None:
             bins = [samples[i : i + micro_batch_size] for i in range(0, len(samples), micro_batch_size)]
+        elif balance_by_flops:
+            bins = even_fit(samples, total_lengths, costs, max_tokens_per_gpu or 0, unit)
         else:
             bins = first_fit(samples, total_lengths, max_tokens_per_gpu or 0)
         bins = _fill_up(bins, total_lengths, unit, fan_out=len(samples) > len(step))
-        schedule.append(_deal(bins, total_lengths, dp_size, balance_data))
+        schedule.append(_deal(bins, costs, dp_size, balance_data))
     return schedule
 
 
-def plan_whole_executions(execution_ids: Sequence[Hashable], total_lengths: Sequence[int], **sizes: Any) -> Schedule:
+def plan_whole_executions(
+    execution_ids: Sequence[Hashable],
+    total_lengths: Sequence[int],
+    *,
+    costs: Sequence[float] | None = None,
+    **sizes: Any,
+) -> Schedule:
     """`plan_steps` for losses over all samples of an execution at once (DPO's pairs), which then share a micro-batch.
 
-    `micro_batch_size` counts executions, and the tokens of an execution are those of all its samples. The samples of an
-    execution are side by side in their micro-batch, in order.
+    `micro_batch_size` counts executions, and the tokens and costs of an execution are those of all its samples. They
+    are side by side in their micro-batch, in order.
     """
     members: dict[Hashable, list[int]] = {}
     for i, execution in enumerate(execution_ids):
         members.setdefault(execution, []).append(i)
     units = list(members.values())
-    schedule = plan_steps([None] * len(units), [sum(total_lengths[i] for i in unit) for unit in units], **sizes)
+    lengths = [sum(total_lengths[i] for i in unit) for unit in units]
+    totals = None if costs is None else [sum(costs[i] for i in unit) for unit in units]
+    schedule = plan_steps([None] * len(units), lengths, costs=totals, **sizes)
     return [[[[i for u in m for i in units[u]] for m in rank] for rank in step] for step in schedule]
 
 
@@ -97,20 +112,47 @@ def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:
 def first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Each sample goes into the first bin with room for its tokens, in order; one beyond `capacity` stands alone."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: dict[int, int] = {}  # of the bins into which at least the shortest sample fits, in order
+    shortest = min((lengths[i] for i in samples), default=0)
     for i in samples:
-        for b, left in enumerate(room):
-            if lengths[i] <= left:
-                bins[b].append(i)
-                room[b] -= lengths[i]
-                break
-        else:
-            bins.append([i])
-            room.append(capacity - lengths[i])
+        b = next((b for b, left in room.items() if lengths[i] <= left), len(bins))
+        if b == len(bins):
+            bins.append([])
+            room[b] = capacity
+        bins[b].append(i)
+        room[b] -= lengths[i]
+        if room[b] < shortest:
+            del room[b]
     return bins
 
 
-def balanced_partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+def even_fit(
+    samples: Sequence[int], lengths: Sequence[int], costs: Sequence[float], capacity: int, multiple: int
+) -> list[list[int]]:
+    """Each sample, the most costly first, goes into the cheapest bin with room for its tokens, or into one more.
+
+    There are as many bins as the tokens need, rounded up to a multiple of `multiple` where there are enough samples. A
+    sample beyond `capacity` stands alone; within a bin samples keep their order.
+    """
+    needed = -(-sum(lengths[i] for i in samples) // max(1, capacity))
+    bins: list[list[int]] = [[] for _ in range(min(-(-needed // multiple) * multiple, len(samples)))]
+    cheapest = [(0.0, capacity, b) for b in range(len(bins))]  # costs, room
+    for i in sorted(samples, key=lambda i: -costs[i]):
+        narrow = []
+        while cheapest and bins[cheapest[0][2]] and cheapest[0][1] < lengths[i]:
+            narrow.append(heapq.heappop(cheapest))
+        if not cheapest:
+            cheapest.append((0.0, capacity, len(bins)))
+            bins.append([])
+        total, room, b = heapq.heappop(cheapest)
+        bins[b].append(i)
+        for entry in (*narrow, (total + costs[i], room - lengths[i], b)):
+            heapq.heappush(cheapest, entry)
+    place = {i: n for n, i in enumerate(samples)}
+    return [sorted(members, key=place.__getitem__) for members in bins]
+
+
+def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     """Indices in `num_parts` parts of equally many, with sums as equal as the differencing method makes them.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced k-way form: begin with
@@ -205,8 +247,8 @@ def _join_smallest(bins: list[list[int]], lengths: Sequence[int], target: int) -
     return bins
 
 
-def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int, balance: bool) -> list[list[list[int]]]:
+def _deal(bins: list[list[int]], costs: Sequence[float], dp_size: int, balance: bool) -> list[list[list[int]]]:
     if not balance:
         return [bins[rank::dp_size] for rank in range(dp_size)]
-    parts = balanced_partition([sum(lengths[i] for i in members) for members in bins], dp_size)
+    parts = balanced_partition([sum(costs[i] for i in members) for members in bins], dp_size)
     return [[bins[b] for b in part] for part in parts]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import threading
 from typing import TYPE_CHECKING, Any
 
-from instep.data.dataset import Dataset, load_dataset
+from instep.data.dataset import load_dataset
 from instep.data.formats import row_format
+from instep.data.mixture import Mixture
+from instep.data.rows import split_files
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
@@ -27,15 +28,15 @@ class RolloutDataSourceWithBuffer:
     """A source of groups of `args.n_samples_per_prompt` samples; groups that were given back come before fresh ones.
 
     Each epoch passes over the whole data set, in file order or with `rollout_shuffle` in an order that depends on
-    `rollout_seed + epoch` alone. Its state is the cursor (a few numbers) and the buffered groups; the same state gives
-    the same samples again. `sample.extra["where"]` is the file and line of a prompt, for errors. All methods may be
-    called from several threads.
+    `rollout_seed + epoch` alone; `instep.data.mixture` tells what several files are. Its state is the cursor (a few
+    numbers) and the buffered groups; the same state gives the same samples again. `sample.extra["where"]` is the file
+    and line of a prompt, for errors. All methods may be called from several threads.
 
     Args:
         tokenizer: default: that of `args.hf_checkpoint`, if one is needed.
 
     Raises:
-        ConfigError, DataError: as `load_dataset`.
+        ConfigError, DataError, OutputError: as `load_dataset`.
         CheckpointError: the tokenizer cannot be loaded.
     """
 
@@ -44,10 +45,9 @@ class RolloutDataSourceWithBuffer:
         self.dataset = _load(args, tokenizer) if args.rollout_global_dataset else None
         self.buffer: list[Group] = []
         self._filter = Hook("--buffer-filter-path", args.buffer_filter_path or POP_FIRST)
-        self._epoch = self._offset = self._next_group = self._next_sample = 0
-        self._order: list[int] = []
+        self._counts = [] if self.dataset is None else self.dataset.start()
+        self._next_group = self._next_sample = 0
         self._lock = threading.RLock()
-        self._begin_epoch(0)
 
     def __len__(self) -> int:
         """The number of prompts of the data set; 0 without one."""
@@ -81,41 +81,49 @@ class RolloutDataSourceWithBuffer:
         """
         with self._lock:
             return {
-                "epoch": self._epoch,
-                "offset": self._offset,
+                "num_read": list(self._counts),
                 "next_group": self._next_group,
                 "next_sample": self._next_sample,
-                "num_records": len(self),
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor and buffered groups, as JSON values if the samples' metadata are."""
+        """Cursor, buffered groups, and what the files hold, as JSON values if the samples' metadata are."""
         with self._lock:
             buffer = [[copy.deepcopy(s.to_dict()) for s in group] for group in self.buffer]
-            return {**self.cursor(), "buffer": buffer}
+            return {**self.cursor(), "files": self._files(), "buffer": buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to a `state_dict()`, or to a `cursor()` with an empty buffer.
 
         Raises:
-            DataError: the data set has another number of usable rows than when the state was taken.
+            DataError: a file has other usable rows than when the state was taken.
         """
-        if state["num_records"] != len(self):
-            raise DataError(
-                f"the data set has {len(self)} usable prompts, but {state['num_records']} when the state was saved",
-                where=str(self.args.prompt_data),
-                remedy="resume with the same data file, slice and limits; or start a run of its own with other data",
-            )
+        self.check_files(state)
         with self._lock:
-            self._begin_epoch(state["epoch"])
-            self._offset = state["offset"]
+            # states of earlier versions name the epoch
+            at = [state["epoch"] * len(self) + state["offset"]] if "epoch" in state else state["num_read"]
+            self._counts = list(at)
             self._next_group, self._next_sample = state["next_group"], state["next_sample"]
             self.buffer = [[Sample.from_dict(copy.deepcopy(s)) for s in g] for g in state.get("buffer", [])]
 
-    def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._offset, self._order = epoch, 0, list(range(len(self)))
-        if self.args.rollout_shuffle:
-            random.Random(self.args.rollout_seed + epoch).shuffle(self._order)
+    def check_files(self, state: dict[str, Any]) -> None:
+        """Compare the files with those of a `state_dict()`, by content. Raises: DataError, which names the first."""
+        now = self._files()
+        before = state.get("files", now)
+        if "num_records" in state and len(self) != state["num_records"]:  # as states were before
+            before = [{**now[0], "num_rows": state["num_records"]}]
+        for old, new in zip(before, now, strict=True):
+            if (old["num_rows"], old["digest"]) == (new["num_rows"], new["digest"]):
+                continue
+            what = f"the data set has {new['num_rows']} usable prompts, but {old['num_rows']} when the state was saved"
+            if old["num_rows"] == new["num_rows"]:
+                what = f"the {new['num_rows']} usable prompts are others than when the state was saved"
+            remedy = "resume with the same data file, slice and limits; or start a run of its own with other data"
+            raise DataError(what, where=new["path"], remedy=remedy)
+
+    def _files(self) -> list[dict[str, Any]]:
+        datasets = [] if self.dataset is None else self.dataset.datasets
+        return [{"path": d.path, "num_rows": len(d), "digest": d.digest} for d in datasets]
 
     def _fresh_group(self) -> Group:
         if self.dataset is None:
@@ -124,10 +132,7 @@ class RolloutDataSourceWithBuffer:
                 where="--disable-rollout-global-dataset",
                 remedy="give --prompt-data, or a rollout function that makes its own samples",
             )
-        if self._offset >= len(self._order):
-            self._begin_epoch(self._epoch + 1)
-        record = self.dataset[self._order[self._offset]]
-        self._offset += 1
+        record = self.dataset.next(self._counts)
         group_index, self._next_group = self._next_group, self._next_group + 1
         group = []
         for _ in range(self.args.n_samples_per_prompt):
@@ -203,20 +208,25 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
     return taken
 
 
-def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
+def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
         tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
-    return load_dataset(
-        args.prompt_data,
-        row_format(args),
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-        tokenizer=tokenizer,
-        max_prompt_len=args.rollout_max_prompt_len,
-        skip_bad_rows=args.skip_bad_rows,
-    )
+    datasets = [
+        load_dataset(
+            file,
+            row_format(args),
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            tokenizer=tokenizer,
+            max_prompt_len=args.rollout_max_prompt_len,
+            skip_bad_rows=args.skip_bad_rows,
+            cache_path=args.data_cache_path,
+        )
+        for file in split_files(args.prompt_data)
+    ]
+    return Mixture(datasets, args.prompt_data_weights, args.rollout_seed if args.rollout_shuffle else None)
 
 
 def checked_group(group: Any, where: str = "data_source.add_samples") -> Group:

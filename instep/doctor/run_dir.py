@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from instep.checkpoints.folders import TRACKER, read_state
-from instep.checkpoints.integrity import check_whole, has_digests
+from instep.checkpoints.folders import read_state
+from instep.checkpoints.integrity import TRACKER, check_whole, has_digests
 from instep.data.ledger import Ledger
 from instep.doctor.check import Check
 from instep.doctor.installation import leftover_folders

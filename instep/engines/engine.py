@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines import keys
 from instep.engines.capabilities import Capabilities
+from instep.engines.held_lease import HeldLease
 from instep.engines.http import check_open, check_server, open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
 from instep.processes import Process, stop_all, watched
+from instep.spans import Span, span
+from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
+TAGS = frozenset({WEIGHTS, KV_CACHE})
+RESET_SECONDS = 3.0  # for a paused engine to let go of its KV cache
 HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
 
@@ -35,6 +43,8 @@ class Engine:
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
         num_replicas: the number of data-parallel replicas, each of which has the weights.
+        sleeps: whether it sleeps while the trainer works.
+        written_in_place: whether the trainer's steps write into the memory that it computes with.
     """
 
     def __init__(
@@ -48,11 +58,16 @@ class Engine:
         role: ServerRole = "regular",
         update_weights: bool = True,
         num_replicas: int = 1,
+        sleeps: bool = False,
+        written_in_place: bool = False,
     ):
         self.name, self.url, self.process, self._kind = name, url, process, kind
         self.model, self.role, self.update_weights = model, role, update_weights
-        self.num_replicas = num_replicas
+        self.num_replicas, self.sleeps, self.written_in_place = num_replicas, sleeps, written_in_place
+        self.asleep = frozenset[str]()  # which of TAGS have no memory now
+        self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
+        self.lease = HeldLease(self)  # from the first step of a session or pause until it has resumed
         self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
 
     @property
@@ -82,7 +97,7 @@ class Engine:
                 raise EngineError(
                     f"{self.name} ended before it was ready",
                     where=self.process.describe(),
-                    remedy="the last lines of its log say why",
+                    remedy=self.kind.start_remedy(self.process.log_tail()) or "the last lines of its log say why",
                 )
             self.watch()
             health = self.health(2.0)
@@ -178,10 +193,15 @@ class Engine:
         self._calls.add(call := object())
         try:
             work = partial(self._post, path, body, timeout, replica, query)
-            return watched(work, f"{self.name} {path}", lambda: self.watch())
+            with span(path, self.name):
+                return watched(work, f"{self.name} {path}", lambda: self.watch())
         finally:
             self._last_call = time.monotonic()
             self._calls.discard(call)
+
+    def post_aside(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
+        """POST beside the control calls: it does not count as a sign of life, and nothing is watched meanwhile."""
+        self._post(path, body, timeout, None, {})
 
     def _post(
         self, path: str, body: dict[str, Any] | None, timeout: float, replica: int | None, query: dict[str, Any]
@@ -217,22 +237,71 @@ class Engine:
     # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
     def pause(self, mode: str, *, timeout: float) -> None:
+        """Stop generating. An engine that somebody else runs goes on, or ends, when this process has died."""
+        self.lease.take(timeout)
         self.kind.pause(self, mode, timeout=timeout)
+        if self.written_in_place:
+            self.lease.take(timeout, in_place=True)
+
+    def sleep(self, level: int, *, timeout: float) -> None:
+        """Free the GPU, unless that was done: with level 1 the weights wait on the host, with level 2 they are lost."""
+        if self.sleeps and not self.asleep:
+            room = "its weights need room in host memory, and " if level == 1 else ""
+            remedy = f"{room}no other process may take memory of its GPU meanwhile"
+            with self._changing("does not fall asleep", remedy):
+                self.kind.sleep(self, level, timeout=timeout)
+            self.asleep, self.has_weights = TAGS, level == 1
+
+    def wake(self, tag: str, *, timeout: float) -> None:
+        """Take the memory of `tag` again; when the last one is back the engine generates."""
+        if tag in self.asleep:
+            rest = "the trainer and other processes leave of its GPU (the metrics memory/... tell)"
+            remedy = f"lower --vllm-gpu-memory-utilization or --vllm-kv-cache-memory-bytes to what {rest}"
+            with self._changing(f"does not get the memory of its {tag} back", remedy):
+                self.kind.wake(self, tag, timeout=timeout)
+            self.asleep -= {tag}
+
+    @contextlib.contextmanager
+    def _changing(self, what: str, remedy: str) -> Iterator[None]:
+        """Say what the engine does not do, and what helps, where it refuses to take or to free memory."""
+        try:
+            yield
+        except EngineRefusal as refusal:
+            error = EngineError(f"{self.name} {what}: {refusal.what}", where=self.url, remedy=f"see its log; {remedy}")
+            raise error from refusal
+
+    def begin_anew(self) -> None:
+        """Forget what the former process did: the new one is awake."""
+        self.asleep, self.has_weights = frozenset(), True
+        self.lease.begin_anew()
 
     def reset_cache(self, *, timeout: float) -> None:
-        self.kind.reset_cache(self, timeout=timeout)
+        """Drop all cached keys and values. Raises EngineRefusal if some are in use for RESET_SECONDS."""
+        deadline = time.monotonic() + min(timeout, RESET_SECONDS)
+        while self.kind.reset_cache(self, timeout=timeout) is False:
+            if time.monotonic() > deadline:
+                raise EngineRefusal(
+                    f"{self.name} keeps cached keys and values of former weights",
+                    where=self.url,
+                    remedy="see its log for requests that do not end",
+                )
+            time.sleep(0.05)
 
     def resume(self, *, timeout: float) -> None:
+        self.lease.check(timeout)
         self.kind.resume(self, timeout=timeout)
+        self.lease.end()
 
     def abort_requests(self, *, timeout: float) -> None:
         """End all requests of the engine; they answer with the tokens that they have."""
         self.post(self.kind.wire.abort_route, timeout=timeout)
 
     def start_update(self, version: str, nonce: str, *, timeout: float) -> None:
+        self.lease.take(timeout)
         self.kind.start_update(self, version, nonce, timeout=timeout)
 
     def update(self, info: dict[str, Any], *, timeout: float) -> None:
+        self.lease.check(timeout)
         self.kind.update(self, info, timeout=timeout)
 
     def num_workers(self, timeout: float) -> int:
@@ -240,6 +309,7 @@ class Engine:
         return self.kind.num_workers(self, timeout)
 
     def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
+        self.lease.check(timeout)
         self.kind.finish_update(self, version, names, timeout=timeout)
 
     def weight_digests(self, *, timeout: float) -> dict[str, str]:
@@ -251,17 +321,33 @@ class Engine:
         answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
         return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
 
+    def start_profile(self, *, timeout: float) -> None:
+        self.kind.start_profile(self, timeout=timeout)
+
+    def stop_profile(self, folder: Path, *, timeout: float) -> list[Span]:
+        return self.kind.stop_profile(self, folder, timeout=timeout)
+
     def stop(self) -> None:
+        """End its process; an engine that somebody else runs goes on, or ends, as it does when this process dies."""
+        self.lease.end()
         if self.process is not None:
             stop_all([self.process])
 
 
 class EngineRefusal(EngineError):
-    """An engine answered a control call with an HTTP error, `code`."""
+    """An engine answered a control call with an HTTP error, `code`.
+
+    `tensor` is the one that it names; "" if it refuses weights and names none; None for any other error.
+    """
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "", tensor: str | None = None, code: int = 400):
         super().__init__(what, where=where, remedy=remedy)
         self.tensor, self.code = tensor, code
+
+    @property
+    def is_deliberate(self) -> bool:
+        """Whether an engine that lives has refused the weights or the call; one that dies answers with 500, too."""
+        return self.code < 500 or self.tensor is not None
 
     @classmethod
     def from_answer(cls, engine: Engine, path: str, code: int, text: str) -> EngineRefusal:
@@ -275,7 +361,8 @@ class EngineRefusal(EngineError):
 def external_engines(args: Settings) -> list[Engine]:
     """The engines of `--rollout-external-engine-addrs`; their kind is asked for when they are ready (`identify`)."""
     addresses = args.rollout_external_engine_addrs or ()
-    engines = [Engine(f"engine {i}", f"http://{address}") for i, address in enumerate(addresses)]
+    in_place = args.weight_sync == SINGLE_COPY
+    engines = [Engine(f"engine {i}", f"http://{at}", written_in_place=in_place) for i, at in enumerate(addresses)]
     for engine in engines:
         keys.know(engine.url, keys.given_key(args))
     return engines

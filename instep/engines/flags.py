@@ -156,6 +156,12 @@ class FlagTable:
         return f"{name} {self.version}{note}"
 
 
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version, such as (0, 32) of "0.32.0+cpu"."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
 def installed_version(package: Package) -> str:
     """The installed version without the label of its build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
     for name in _DISTRIBUTIONS[package]:

@@ -21,8 +21,8 @@ LONGEST_KEY = 1000  # characters: servers bound the size of a header
 EVERYONE = "*"
 OPEN_ROUTES = frozenset({"/health"})
 GENERATION_ROUTES = frozenset(
-    "/inference/v1/generate /v1/models /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings "
-    "/tokenize /detokenize".split()
+    "/inference/v1/generate /generate /v1/models /v1/completions /v1/chat/completions /v1/responses /v1/messages "
+    "/v1/embeddings /tokenize /detokenize".split()
 )
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 

@@ -5,14 +5,17 @@ No other code depends on which kind it has. A further kind is a module with a `K
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
+from instep.spans import Span
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -42,6 +45,7 @@ class EngineKind(Protocol):
         auto_device: the device on which `auto` chooses it, cuda or cpu; "" if never.
         max_num_gpus: most GPUs of one engine; None: any number.
         own_gpus: whether an engine must see exactly the GPUs that the plan gives it.
+        waits_for_room: whether its engines touch no GPU before the file of ROOM_VARIABLE is there.
         needs_router: whether even a single engine stands behind a router.
         sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
         dying_seconds: how long its server may live on after the process that computes has died.
@@ -56,6 +60,7 @@ class EngineKind(Protocol):
     auto_device: str = ""
     max_num_gpus: int | None = None
     own_gpus: bool = False
+    waits_for_room: bool = False
     needs_router: bool = False
     sends_heartbeats: bool = True
     dying_seconds: float = 0.0
@@ -129,8 +134,12 @@ class EngineKind(Protocol):
         ...
 
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
-        """The message of the `error` that answers a refused control call, and the tensor that it is about."""
+        """The message of the `error` that answers a refused control call, and the tensor (see `EngineRefusal`)."""
         return str(error["message"]), error.get("tensor")
+
+    def start_remedy(self, log: str) -> str:
+        """What to do about an engine that has ended before it was ready, by the end of its log; "" if unknown."""
+        return ""
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         """Seconds after which an unanswered `core_route` means that the engine hangs; None: it need not be asked."""
@@ -140,23 +149,57 @@ class EngineKind(Protocol):
         """Stop generating; `mode` is that of `--pause-mode`."""
         engine.post("/pause", timeout=timeout, mode=mode)
 
-    def reset_cache(self, engine: RunningEngine, *, timeout: float) -> None:
-        """Drop the cached keys and values, which were computed with former weights."""
-        engine.post("/reset_prefix_cache", timeout=timeout)
+    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Route and body of the call that begins or renews the lease of a pause; None: the kind has none.
+
+        When it has not been renewed in time, the engine goes on by itself, or ends. It is for engines that somebody
+        else runs: others end with this process.
+
+        Args:
+            about: what `engines/lease.py` reads.
+        """
+        return None
+
+    def reset_cache(self, engine: RunningEngine, *, timeout: float) -> bool | None:
+        """Drop the cached keys and values, which were computed with former weights; False if some are still in use."""
+        return engine.post("/reset_prefix_cache", timeout=timeout).get("success") is not False
 
     def resume(self, engine: RunningEngine, *, timeout: float) -> None:
         engine.post("/resume", timeout=timeout)
+
+    def sleep(self, engine: RunningEngine, level: int, *, timeout: float) -> None:
+        """Free the memory of weights and KV cache; level 1 keeps the weights on the host, level 2 drops them."""
+        engine.post("/sleep", timeout=timeout, level=level, mode="abort")
+
+    def wake(self, engine: RunningEngine, tag: str, *, timeout: float) -> None:
+        """Take the memory of `tag` again, weights or kv_cache; weights that were dropped are undefined."""
+        engine.post("/wake_up", timeout=timeout, tags=tag)
 
     def weight_digests(self, engine: RunningEngine, *, timeout: float) -> dict[str, str]:
         """The digest of each weight by its Hugging Face name; needs the capability `digests`."""
         checksums: dict[str, str] = engine.post("/weight_checker", {"action": "checksum"}, timeout=timeout)["checksums"]
         return checksums
 
+    def start_profile(self, engine: RunningEngine, *, timeout: float) -> None:
+        """Record from now on what the engine does."""
+        engine.post("/start_profile", timeout=timeout)
+
+    def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
+        """End that; returns what the engine did. An engine of this run may have written it into `folder`."""
+        engine.post("/stop_profile", timeout=timeout)
+        return []
+
     # ---- a weight session (docs/architecture.md): start, any number of updates, finish -------------------------------
 
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         """How many of its processes take weights."""
         return 1
+
+    def num_cached_tokens(self, engine: RunningEngine, timeout: float) -> float:
+        """How many tokens its KV caches hold; infinity where it is not known, or where nothing is thrown out."""
+        from instep.engines.caches import num_cached_tokens
+
+        return num_cached_tokens(engine.url, timeout)
 
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         """Begin a weight session; an earlier one that never ended is abandoned."""
@@ -188,6 +231,11 @@ def kind_of(name: str) -> EngineKind:
     """The kind that `--rollout-backend NAME` means."""
     if name in _registered:
         return _registered[name]
+    return _built_in(name)
+
+
+@functools.cache  # it is asked for with every request
+def _built_in(name: str) -> EngineKind:
     kind: EngineKind = importlib.import_module(_BUILT_IN[name]).KIND
     return kind
 
@@ -226,6 +274,11 @@ def resolve_backend(args: Settings) -> str:
         kind.check_installed(f"--rollout-backend {kind.name}{how}")
         kind.capabilities.check_pause(args.pause_mode)
     return kind.name
+
+
+def profile_folder(name: str) -> str:
+    """The folder in RUN_DIR/profile into which the engine `name` may write."""
+    return name.replace(" ", "-")
 
 
 def engine_dtype(args: Settings) -> str:

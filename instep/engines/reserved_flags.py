@@ -46,8 +46,8 @@ _RESERVED: dict[Package, tuple[tuple[str, str, str], ...]] = {
         ("weight_transfer_config", "the way of a weight sync has a flag", "--weight-sync shm or --weight-sync disk"),
         (
             "enable_sleep_mode",
-            "engines that sleep while the trainer works come later",
-            "--vllm-gpu-memory-utilization, so low that trainer and engines fit side by side",
+            "engines sleep while the trainer works, which has a flag",
+            "--offload-rollout",
         ),
         ("runner convert pooler_config", "engines generate", ""),
     ),

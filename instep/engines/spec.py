@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from instep.engines.topology import Parallel, ServerRole
 
@@ -60,6 +61,8 @@ class EngineSpec:
             addresses or nodes.
         port: of its HTTP server, by `--engine-port`; None: a free one.
         update_weights: whether it gets the trainer's weights.
+        served_name: what requests call the model, where that is not `path`.
+        sleeps: whether it frees its GPUs while the trainer, which uses one of them, works.
     """
 
     index: int
@@ -72,6 +75,12 @@ class EngineSpec:
     own: Mapping[str, list[str]] = field(default_factory=dict)
     port: int | None = None
     update_weights: bool = True
+    served_name: str = ""
+    sleeps: bool = False
+
+    def on(self, checkpoint: Path | None) -> EngineSpec:
+        """The same engine with the weights of `checkpoint`, if one is given."""
+        return replace(self, path=str(checkpoint), served_name=self.path) if checkpoint is not None else self
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import urllib.error
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,23 +22,27 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.engine import EngineRefusal
-from instep.engines.flags import TABLES, engine_words, installed_version, merge
+from instep.engines.flags import TABLES, engine_words, installed_version, merge, release
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype, profile_folder
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
-from instep.errors import ConfigError
+from instep.errors import ConfigError, EngineError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-PROTOCOL = 1  # of the plugin instep-vllm; it refuses another one
+PROTOCOL = 2  # of the plugin instep-vllm; it refuses another one
+OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this instep-vllm \d+")
+PLUGIN_REMEDY = "install plugins/instep-vllm of this instep where the engine runs, and start the engine anew"
 PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
 SINGLE_COPY_ENGINE = "instep_single_copy"  # and for the one that shares its weights with the trainer
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
+NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
 # own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
@@ -46,14 +51,16 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
-COLOCATED_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
+FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
+PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more are some hundred MB, and take minutes to write
+TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 
 
 class VllmKind(EngineKind):
     """Engines of the installed vLLM, or of `version` ("0.32.0", "0.32.0+cpu")."""
 
     name, title, auto_device = "vllm", "vLLM", "cuda"
-    own_gpus = needs_router = True
+    own_gpus = waits_for_room = needs_router = True
     sends_heartbeats = False  # its server sends them, but does not notice a core that hangs
     dying_seconds = 6.0  # the server checks every 5 s whether its core has died, and answers 500 until then
 
@@ -75,9 +82,9 @@ class VllmKind(EngineKind):
 
     @functools.cached_property
     def wire(self) -> WireFormat:
-        from instep.engines.wire import VLLM_WIRE
+        from instep.engines.grouped_wire import GroupedWire
 
-        return VLLM_WIRE
+        return GroupedWire()
 
     def is_meant(self, args: Settings) -> bool:
         return bool(args.vllm_overrides or args.prefill_num_servers or args.vllm_config)
@@ -107,6 +114,10 @@ class VllmKind(EngineKind):
                     remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
                     "or name --rollout-backend embedded",
                 )
+        theirs = importlib.import_module("instep_vllm").PROTOCOL
+        if theirs != PROTOCOL:
+            what = f"instep speaks protocol {PROTOCOL}, this instep-vllm {theirs}"
+            raise ConfigError(what, where=where, remedy=PLUGIN_REMEDY)
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -126,6 +137,8 @@ class VllmKind(EngineKind):
         }
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
+        if update_weights and args.use_rollout_routing_replay:
+            own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if update_weights:
             backend = SINGLE_COPY_ENGINE if args.weight_sync == SINGLE_COPY else PLUGIN_ENGINE
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
@@ -134,11 +147,20 @@ class VllmKind(EngineKind):
                 own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= args.lora_rank))]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
-        own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]
+        own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]  # the last one is asked first
+        sleeps = update_weights and args.offload_rollout and args.device != "cpu"
+        if sleeps:
+            own["middleware"] = ["--middleware", "instep_vllm.sleep.Middleware", *own["middleware"]]
+        if not args.no_fast_log_probs and group.role == "regular":
+            own["scheduler_cls"] = ["--scheduler-cls", "instep_vllm.fast.scheduler.make"]
+            own["middleware"] = ["--middleware", "instep_vllm.fast.api.Middleware", *own["middleware"]]
         if release(version) < (0, 32) and group.role != "regular":  # its module says what it mends
             own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware", *own["middleware"]]
-        if args.device == "cuda" and args.colocate:  # vLLM would take 0.9, as if it were alone there
-            own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(COLOCATED_FRACTION)]
+        if args.device != "cpu" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+            alone = update_weights and args.offload_train and args.offload_rollout
+            own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(TURN_FRACTION if alone else FIT_FRACTION)]
+        if sleeps:
+            own["enable_sleep_mode"] = ["--enable-sleep-mode"]
         if args.device == "cpu":
             own["enforce_eager"] = ["--enforce-eager"]
             own["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
@@ -157,6 +179,12 @@ class VllmKind(EngineKind):
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
         if args.device == "cpu":
             _check_attention(spec.path, engine_dtype(args))
+        elif args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
+            raise ConfigError(
+                "vLLM's kernels for adapters on a GPU know bfloat16 alone, not float32",
+                where="--weight-sync lora",
+                remedy="--precision bf16, or --weight-sync shm",
+            )
         if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
             raise ConfigError(
                 "prefill engines hand the KV cache to decode engines by NIXL, which is not installed here",
@@ -165,7 +193,9 @@ class VllmKind(EngineKind):
             )
 
     def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-        return ["-m", "instep.engines.vllm_main", "serve", *serve_arguments(spec, at, node_rank)]
+        profiles = args.profile and "profiler_config" not in spec.words
+        profiler = ["--profiler-config", json.dumps(_profiler(args, spec))] if profiles else []
+        return ["-m", "instep.engines.vllm_main", "serve", *serve_arguments(spec, at, node_rank), *profiler]
 
     def environment(
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
@@ -174,8 +204,11 @@ class VllmKind(EngineKind):
         if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
             here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
             here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
-        lora = {"INSTEP_LORA": "1"} if args.weight_sync in OF_ADAPTERS else {}  # read by the plugin
-        return vllm_env(args, num_threads) | here | lora | node_environment(spec, at, node_host)
+        if args.weight_sync in OF_ADAPTERS:
+            here["INSTEP_LORA"] = "1"  # read by the plugin
+        if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):
+            here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one there that notes the experts
+        return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
 
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
@@ -197,7 +230,10 @@ class VllmKind(EngineKind):
         if log_probs != "processed_logprobs":
             what = f"{engine.name} answers with {log_probs}, not with those of the distribution that it samples from"
             raise ConfigError(what, where=engine.url, remedy="start it with --logprobs-mode processed_logprobs")
-        if engine.update_weights and transfer != PLUGIN_ENGINE:
+        if (servers := config["parallel_config"].get("_api_process_count", 1)) > 1:
+            what = f"{engine.name} has {servers} API servers: each control call reaches one, which does not tell others"
+            raise ConfigError(what, where=engine.url, remedy="start it with --api-server-count 1")
+        if engine.update_weights and transfer not in (PLUGIN_ENGINE, SINGLE_COPY_ENGINE):
             what = f"{engine.name} takes weights by {transfer}, not by {PLUGIN_ENGINE}"
             remedy = f"""start it with instep-vllm and --weight-transfer-config '{{"backend": "{PLUGIN_ENGINE}"}}'"""
             raise ConfigError(what, where=engine.url, remedy=remedy)
@@ -206,12 +242,40 @@ class VllmKind(EngineKind):
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
         message, tensor = super().read_refusal(error)
         match = PLUGIN_MISMATCH.search(message)
-        return (match[2], match[1] or None) if match else (message, tensor)
+        return (match[2], match[1]) if match else (message, tensor)
+
+    def start_remedy(self, log: str) -> str:
+        if not NO_ROOM.search(log):
+            return ""
+        return "lower --vllm-gpu-memory-utilization, or let trainer and engines take turns (--colocate --offload)"
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         """`SILENT_HEARTBEATS` heartbeats, but at least as long as vLLM itself waits for its workers."""
         theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
         return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
+
+    def pause(self, engine: RunningEngine, mode: str, *, timeout: float) -> None:
+        """By the plugin's route, which answers as soon as the engine stands still; vLLM's own takes 20 ms more."""
+        try:
+            engine.post("/instep/pause", timeout=timeout, mode=mode)
+        except EngineRefusal as refusal:
+            if refusal.code != 404:  # an older plugin, or an engine of somebody else's that asks for no key
+                raise
+            super().pause(engine, mode, timeout=timeout)
+
+    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "/init_weight_transfer_engine", {"init_info": {"lease": about}}
+
+    def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
+        """By vLLM's own profiler, a file for each of its workers."""
+        engine.post("/stop_profile", timeout=timeout)
+        if not (files := sorted(folder.glob("*.pt.trace.json.gz"))):
+            what = f"{engine.name} has recorded, but left nothing in {folder}"
+            raise EngineError(what, where=engine.url, remedy="leave --vllm-profiler-config to the run")
+        tracks = [engine.name if len(files) == 1 else f"{engine.name}, worker {i}" for i in range(len(files))]
+        found = [s for file, track in zip(files, tracks, strict=True) for s in of_torch(file, track)]
+        shutil.rmtree(folder, ignore_errors=True)  # what is in the profile's own file now
+        return found
 
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         return int(get_json(engine.url + "/get_world_size", timeout)["world_size"])
@@ -221,6 +285,8 @@ class VllmKind(EngineKind):
         try:
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         except EngineRefusal as refusal:
+            if other := OTHER_PROTOCOL.search(refusal.what):
+                raise ConfigError(f"{engine.name}: {other[0]}", where=engine.url, remedy=PLUGIN_REMEDY) from refusal
             if "a session is active" not in refusal.what:
                 raise
             with contextlib.suppress(EngineRefusal):  # a worker refuses on which the session has ended already
@@ -236,16 +302,11 @@ class VllmKind(EngineKind):
 KIND = VllmKind()
 
 
-def release(version: str) -> tuple[int, int]:
-    """Major and minor number of a version, such as (0, 32) of "0.32.0+cpu"."""
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
-
 def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
     """The arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
     num_nodes = len(spec.nodes)
     words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
+    words += ["--served-model-name", spec.served_name] if spec.served_name else []
     if num_nodes > 1:
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
         words += ["--master-addr", at.master_host, "--master-port", str(at.master_port)]
@@ -256,6 +317,14 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
     if spec.parallel.data > 1:  # vLLM's default is a server per replica, and an abort would reach one of them only
         words += ["--api-server-count", "1"]
     return [*words, "--host", at.host, "--port", str(at.port)]
+
+
+def _profiler(args: Settings, spec: EngineSpec) -> dict[str, Any]:
+    """The configuration of vLLM's profiler, which records nothing until it is asked to."""
+    folder = os.path.abspath(os.path.join(args.run_dir, "profile", profile_folder(spec.name)))
+    limits = {"max_iterations": PROFILED_ITERATIONS, "ignore_frontend": True}
+    less = {"torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False}
+    return {"profiler": "torch", "torch_profiler_dir": folder, **limits, **less}
 
 
 def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[str, str]:
@@ -274,6 +343,8 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "INSTEP_DIE_WITH_PARENT": "1",  # read by the plugin, in vLLM's own child processes
     }
+    if not args.no_fast_log_probs:
+        env["INSTEP_FAST_LOG_PROBS"] = "1"  # read by the plugin
     if plugins := os.environ.get("VLLM_PLUGINS"):  # only these are loaded
         env["VLLM_PLUGINS"] = f"{plugins},instep"
     if args.device == "cpu":

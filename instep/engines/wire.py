@@ -9,6 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from instep import routes
 from instep.errors import EngineError
 from instep.types import Status, VersionSpan
 
@@ -31,6 +34,7 @@ class GenerationRequest:
         url: where it is sent; model: the name of the model there.
         sampling_params: the sampling parameters under vLLM's names.
         session: the router sends requests of one session to one engine if it can.
+        alone: it is not joined with others.
     """
 
     url: str
@@ -38,6 +42,7 @@ class GenerationRequest:
     token_ids: Sequence[int]
     sampling_params: dict[str, Any]
     session: str = ""
+    alone: bool = False
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Completion:
     weight_versions: list[VersionSpan]  # empty when they are unknown
     finish_reason: str
     stop_reason: int | str | None
+    routed_experts: np.ndarray | None = None  # `[num_tokens, num_layers, top_k]`, if the engine returns them
 
     @property
     def status(self) -> Status:
@@ -117,14 +123,19 @@ VLLM_WIRE = WireFormat()
 def _completion(choice: dict[str, Any], url: str, version: str | None) -> Completion:
     """One checked choice of an answer; `version` is that of all tokens where the engine does not say it."""
     try:
-        ids = [int(i) for i in choice.get("token_ids") or []]
-        content = (choice.get("logprobs") or {}).get("content")
-        log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
+        ids = choice.get("token_ids") or []
+        log_probs = choice.get("log_probs")  # of an answer in arrays (answers.py): plain numbers
+        if log_probs is None:
+            ids = list(map(int, ids))
+            content = (choice.get("logprobs") or {}).get("content")
+            log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
         spans = [
             VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
         ]
         if not spans and version is not None:
             spans = [VersionSpan(version, 0, len(ids))]
+        experts = choice.get("routed_experts")
+        experts = routes.decode(experts) if isinstance(experts, str) else experts
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EngineError(
             f"a choice of another form: {error!r}; {choice!r:.200}", where=url, remedy=_OTHER_FORM
@@ -134,5 +145,10 @@ def _completion(choice: dict[str, Any], url: str, version: str | None) -> Comple
     if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
         raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url, remedy=_OTHER_FORM)
     return Completion(
-        ids, log_probs, spans if ids else [], choice.get("finish_reason") or "stop", choice.get("stop_reason")
+        ids,
+        log_probs,
+        spans if ids else [],
+        choice.get("finish_reason") or "stop",
+        choice.get("stop_reason"),
+        experts if ids else None,
     )

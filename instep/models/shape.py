@@ -1,30 +1,101 @@
-"""The shape of a dense decoder, read from its Hugging Face configuration; unsupported models are refused."""
+"""The shape of a decoder, read from its Hugging Face configuration; unsupported models are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from instep.documents import parse_json
 from instep.errors import ConfigError
 from instep.models.rope import rope_by_layer
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
+    config = parse_json((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
 @dataclass(frozen=True)
 class Family:
-    """The differences between dense families, apart from the numbers of `ModelShape`."""
+    """The differences between families, apart from the numbers of `ModelShape`.
+
+    Attributes:
+        latent: multi-head latent attention (`LatentAttention`), with norms on both latents.
+        sigmoid: experts are chosen by sigmoids with a bias, not by a softmax (`Experts`).
+    """
 
     qk_norm: bool = False
     qkv_bias: bool = False
+    experts: bool = False
+    latent: bool = False
+    sigmoid: bool = False
 
 
-FAMILIES = {"qwen3": Family(qk_norm=True), "qwen2": Family(qkv_bias=True), "llama": Family()}
+FAMILIES = {
+    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True),
+    "llama": Family(),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "deepseek_v3": Family(experts=True, latent=True, sigmoid=True),
+}
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that stands for the MLP in some layers, without capacity.
+
+    Attributes:
+        num_active: experts of a token.
+        ffn_hidden_size: of each expert.
+        normalized: whether the weights of a token's experts sum to 1, before `scale`.
+        layers: the layers that have experts; the others are dense.
+        sigmoid: scores are sigmoids, and the choice adds a bias of each expert to them (DeepSeek-AI 2024, arXiv
+            2412.19437, section 2.1.2); else a softmax.
+        num_groups, num_active_groups: a token's experts are all in its best groups, by the two best of each.
+        scale: of the weights.
+        shared_ffn_hidden_size: width of the experts of every token, together; 0: there are none.
+    """
+
+    num: int
+    num_active: int
+    ffn_hidden_size: int
+    normalized: bool
+    layers: tuple[int, ...]
+    sigmoid: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    scale: float = 1.0
+    shared_ffn_hidden_size: int = 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention whose queries, keys and values come from latent vectors (arXiv 2412.19437, section 2.1.1).
+
+    Attributes:
+        q_rank, kv_rank: widths of the latent vectors; without the former, queries come from the hidden states.
+        content_dim, rotary_dim: the two parts of a head of queries and keys; keys share the rotary one.
+        value_dim: of a head.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Numbers of a dense decoder with rotary positions, RMS norms and a SwiGLU; names as in Megatron-Core."""
+    """Numbers of a decoder with rotary positions, RMS norms and a SwiGLU; names as in Megatron-Core."""
 
     family: str
     num_layers: int
@@ -40,7 +111,14 @@ class ModelShape:
     qk_norm: bool
     qkv_bias: bool
     rope: dict[str, Any]  # Hugging Face's rope_parameters; has rope_type and rope_theta
+    experts: Experts | None = None
     value_head: bool = False  # a critic: the output layer has one row, on every tensor-parallel rank
+    latent: LatentAttention | None = None
+    num_mtp_layers: int = 0  # of multi-token prediction, which checkpoints have behind the others: not trained
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.latent.rotary_dim if self.latent else self.kv_channels
 
     def as_critic(self) -> ModelShape:
         """The same transformer with a value head."""
@@ -53,22 +131,16 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         ConfigError: a family that is not in `FAMILIES`, or options that the Megatron model does not have, all at once.
     """
-    family = FAMILIES.get(hf_config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"the megatron train backend has no model map for model_type {hf_config.model_type!r}",
-            where="--hf-checkpoint, config.json",
-            remedy=f"use one of {', '.join(FAMILIES)}, or --train-backend hf",
-        )
     c = hf_config.to_dict()
-    ropes = rope_by_layer(c)
-    rope = next(iter(ropes.values()))
-    if problems := _unsupported(c, ropes):
+    why, family = unsupported(c), FAMILIES.get(hf_config.model_type, Family())
+    experts = None if why else _experts(c, family)
+    if why := why or _listed(_unsupported_experts(c, experts)):
         raise ConfigError(
-            f"the megatron train backend does not support {'; '.join(problems)}",
+            f"the megatron train backend {why}",
             where="--hf-checkpoint, config.json",
-            remedy="use --train-backend hf",
+            remedy=f"use --train-backend hf; or one of {', '.join(FAMILIES)}",
         )
+    rope, latent = next(iter(rope_by_layer(c).values())), _latent(c) if family.latent else None
     return ModelShape(
         family=hf_config.model_type,
         num_layers=c["num_hidden_layers"],
@@ -76,7 +148,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         ffn_hidden_size=c["intermediate_size"],
         num_attention_heads=c["num_attention_heads"],
         num_query_groups=c.get("num_key_value_heads") or c["num_attention_heads"],
-        kv_channels=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+        kv_channels=latent.content_dim + latent.rotary_dim if latent else _head_dim(c),
         vocab_size=c["vocab_size"],
         max_position_embeddings=c["max_position_embeddings"],
         norm_epsilon=c["rms_norm_eps"],
@@ -84,14 +156,95 @@ def model_shape(hf_config: Any) -> ModelShape:
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         rope=rope,
+        experts=experts,
+        latent=latent,
+        num_mtp_layers=(c.get("num_mtp_layers") or c.get("num_nextn_predict_layers") or 0) if family.latent else 0,
     )
 
 
-def _unsupported(c: dict[str, Any], ropes: Mapping[str | None, dict[str, Any]]) -> list[str]:
-    problems, rope = [], next(iter(ropes.values()))
+def unsupported(config: Mapping[str, Any]) -> str:
+    """Why Megatron cannot train the model of a config.json (or of `to_dict` of its class), to be said after its name;
+    empty if nothing is known against it, as for a file without a `model_type`."""
+    kind, names = config.get("model_type"), config.get("architectures") or []
+    if kind is not None and kind not in FAMILIES:
+        return f"has no model map for {''.join(map(str, names[:1])) or 'a model'} (model_type {kind!r})"
+    found = [key for key in (*NUM_EXPERTS, "moe_num_experts") if isinstance(config.get(key), int) and config[key] > 1]
+    if found and not (kind is not None and FAMILIES[kind].experts):
+        return f"has no model map for a mixture of experts ({found[0]} {config[found[0]]}) like this"
+    return _listed(_unsupported(config)) if kind is not None else ""
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer; 0 for a dense model. Configurations have several names for it."""
+    found = next((config[name] for name in NUM_EXPERTS if config.get(name)), 0)
+    return found if isinstance(found, int) else 0
+
+
+def expert_layers(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """The layers that have experts, in a model that has any."""
+    layers = range(config["num_hidden_layers"])
+    if family.sigmoid:
+        return tuple(layers[config.get("first_k_dense_replace") or 0 :])
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
+
+
+def _head_dim(c: dict[str, Any]) -> int:
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+
+
+def _experts(c: dict[str, Any], family: Family) -> Experts | None:
+    if not (num := num_experts(c)):
+        return None
+    width, normalized, layers = c["moe_intermediate_size"], bool(c["norm_topk_prob"]), expert_layers(c, family)
+    plain = Experts(num, c["num_experts_per_tok"], width, normalized, layers)
+    if not family.sigmoid:
+        return plain
+    groups, active = c.get("n_group") or 1, c.get("topk_group") or 1
+    return replace(
+        plain,
+        sigmoid=True,
+        num_groups=groups if active < groups else 1,
+        num_active_groups=active if active < groups else 1,
+        scale=c["routed_scaling_factor"],
+        shared_ffn_hidden_size=width * (c.get("n_shared_experts") or 0),
+    )
+
+
+def _latent(c: dict[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        q_rank=c.get("q_lora_rank"),
+        kv_rank=c["kv_lora_rank"],
+        content_dim=c["qk_nope_head_dim"],
+        rotary_dim=c["qk_rope_head_dim"],
+        value_dim=c["v_head_dim"],
+    )
+
+
+def _unsupported_experts(c: dict[str, Any], experts: Experts | None) -> list[str]:
+    """What checkpoints may say beyond what transformers computes, and what Megatron computes in another way."""
+    if experts is None or not experts.sigmoid:
+        return []
+    said = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    problems = [f"{key}={c[key]!r} (only {only!r})" for key, only in said.items() if c.get(key, only) != only]
+    if experts.num_groups > 1 and experts.num_active // experts.num_active_groups != 2:
+        active, groups = experts.num_active, experts.num_active_groups
+        problems.append(
+            f"{active} experts of a token from {groups} groups (only two of each: Megatron ranks groups so)"
+        )
+    return problems
+
+
+def _listed(problems: list[str]) -> str:
+    return f"does not support {'; '.join(problems)}" if problems else ""
+
+
+def _unsupported(c: Mapping[str, Any]) -> list[str]:
+    problems, ropes = [], rope_by_layer(c)
+    rope = next(iter(ropes.values()), {"rope_type": "default"})
     if len(ropes) > 1:
         problems.append(f"rope_parameters by layer type ({', '.join(map(str, ropes))})")
-    if c["hidden_act"] != "silu":
+    if c.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={c['hidden_act']!r} (only silu)")
     problems += [f"{key}=true" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if c.get(key)]
     if c.get("attention_dropout"):

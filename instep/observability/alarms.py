@@ -36,6 +36,7 @@ class Limits:
     gap: float = 0.1
     truncated_ratio: float = 0.5
     zero_std_ratio: float = 0.95
+    effective_sample_ratio: float = 0.3
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Limits:
@@ -69,6 +70,18 @@ def gap_drift(steps: Steps, limits: Limits) -> str | None:
                 "the same tokens; try `instep samples RUN --worst gap`, the same dtype in both, --use-tis"
             )
     return told
+
+
+def off_policy(steps: Steps, limits: Limits) -> str | None:
+    values = _values(steps, "train/effective_sample_ratio")
+    if not values or not limits.effective_sample_ratio:
+        return None
+    if len(values) < START or (now := fmean(values[-START:])) >= limits.effective_sample_ratio:
+        return ""
+    return (
+        f"train/effective_sample_ratio is {now:.2g}: the trained policy has left the one that sampled, and few tokens "
+        "count; try a smaller --max-staleness, a lower --lr, --use-tis"
+    )
 
 
 def truncation(steps: Steps, limits: Limits) -> str | None:
@@ -136,6 +149,7 @@ ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
     for f in (
         entropy_collapse,
         gap_drift,
+        off_policy,
         truncation,
         zero_variance_groups,
         grad_norm_spike,
@@ -147,6 +161,7 @@ _READ = (
     "train/entropy",
     "train/log_prob_gap_mean",
     "train/engine_kl",
+    "train/effective_sample_ratio",
     "train/grad_norm",
     "rollout/truncated_ratio",
     "rollout/zero_std_groups_ratio",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from instep.types import Group, Sample, Status, reward_of
+
+SOLVED = 1.0  # the least reward of a response that solves its prompt
 
 
 def rollout_metrics(groups: Sequence[Group], *, reward_key: str | None = None) -> dict[str, float]:
@@ -44,4 +47,31 @@ def num_trained(sample: Sample) -> int:
     """Return how many tokens of the sample are trained on."""
     if sample.remove_sample:
         return 0
-    return sample.response_length if sample.loss_mask is None else sum(map(bool, sample.loss_mask))
+    if sample.loss_mask is None:
+        return sample.response_length
+    return len(sample.loss_mask) - list(sample.loss_mask).count(0)
+
+
+def pass_rates(samples: Iterable[tuple[Sample, float]]) -> dict[str, float]:
+    """Return `pass@k`: the probability that of k responses to a prompt one at least has a reward of 1 or more.
+
+    It is the mean over the prompts of 1 - C(n - c, k) / C(n, k), which is unbiased, with n responses of which c solve
+    the prompt (Chen et al., arXiv 2107.03374). Samples of one execution count as one response, which solves the prompt
+    if one of them does. k is 1, 2, 4, ... and n, the fewest responses of a prompt; nothing is returned where that is 1.
+
+    Args:
+        samples: with their rewards.
+    """
+    prompts: dict[int | None, dict[str | int, bool]] = defaultdict(dict)
+    for number, (sample, reward) in enumerate(samples):
+        responses, name = prompts[sample.group_index], sample.execution_id or number
+        responses[name] = responses.get(name, False) or reward >= SOLVED
+    counts = [(len(responses), sum(responses.values())) for responses in prompts.values()]
+    fewest = min((n for n, _ in counts), default=1)
+    if fewest < 2:
+        return {}
+    sizes = sorted({*(1 << i for i in range(fewest.bit_length())), fewest})
+    return {
+        f"pass@{k}": math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+        for k in sizes
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
-PHASE_ORDER = ("rollout", "train", "sync", "eval", "save")
+PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak")
 Curve = tuple[str, list[int], list[float]]  # label, x, y
 NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
@@ -267,6 +267,18 @@ def plot_speed(history: History) -> str | None:
     return _plot(title, "tokens per second", speeds, "GB", memory, limits=(0, None), right_limits=(0, most))
 
 
+def plot_memory(history: History) -> str | None:
+    """Plot what the trainer and all others have of a GPU after generation and after training."""
+    names = {
+        "memory/rollout/others_bytes": "engines, in a rollout",
+        "memory/train/others_bytes": "engines, in training",
+        "memory/rollout/trainer_bytes": "trainer, in a rollout",
+        "memory/train/trainer_peak_bytes": "trainer, in training (peak)",
+    }
+    curves = [(label, x, [v / 1e9 for v in y]) for label, x, y in _curves(history, names)]
+    return _plot("Memory of a GPU", "GB", curves, limits=(0, None))
+
+
 def plot_critic(history: History) -> str | None:
     """Plot the critic's loss, and on the right axis how much of the returns its values explain."""
     loss = _curves(history, {"critic/value_loss": "value loss"})
@@ -287,4 +299,5 @@ PLOTS = (
     plot_critic,
     plot_phases,
     plot_speed,
+    plot_memory,
 )

@@ -26,8 +26,10 @@ from instep.observability.report import make_report
 from instep.observability.run_folder import move_run_aside
 from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
+from instep.observability.step_table import PHASE
 from instep.observability.versions import versions
 from instep.private import without_credentials, without_secrets
+from instep.spans import span
 from instep.types import Group, as_number
 
 
@@ -156,7 +158,8 @@ class RunLogger:
         """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""
         phase = self.progress.begin_phase(name, rollout_id)
         try:
-            yield phase
+            with span(name, facts=lambda: {PHASE: str(phase)}):
+                yield phase
         except BaseException as error:
             self._failures.append((error, str(phase)))
             raise

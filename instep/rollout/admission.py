@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections.abc import AsyncIterator
 
 LOOK_SECONDS = 0.02
@@ -17,14 +19,16 @@ LOOK_SECONDS = 0.02
 _lock = threading.Lock()
 _closed = False
 _under_way = 0
+_idle_since: float | None = time.monotonic()  # None: requests are under way
+_idle_seconds = 0.0
 _guarded = ""  # the beginning of the policy's URLs
+num_cached_tokens = math.inf  # that the KV caches of the policy's engines hold together; inf: it is not known
 version: str | None = None  # of the weights that make tokens now; None: engines report it, or nothing is known
 
 
 @contextlib.asynccontextmanager
 async def admitted(url: str) -> AsyncIterator[None]:
     """Wait until the door is open, then count as under way. The deadline of the sync that closed it bounds the wait."""
-    global _under_way
     if not is_guarded(url):
         yield
         return
@@ -34,14 +38,29 @@ async def admitted(url: str) -> AsyncIterator[None]:
         yield
     finally:
         with _lock:
-            _under_way -= 1
+            _count(-1)
 
 
 def _enter() -> bool:
-    global _under_way
     with _lock:
-        _under_way += not _closed
+        if not _closed:
+            _count(1)
         return not _closed
+
+
+def _count(change: int) -> None:
+    global _under_way, _idle_since, _idle_seconds
+    now, _under_way = time.monotonic(), _under_way + change
+    if _idle_since is not None and _under_way:
+        _idle_seconds, _idle_since = _idle_seconds + now - _idle_since, None
+    elif not _under_way:
+        _idle_since = now
+
+
+def idle_seconds() -> float:
+    """How long no request to the policy was under way, since this process began."""
+    with _lock:
+        return _idle_seconds + (0.0 if _idle_since is None else time.monotonic() - _idle_since)
 
 
 def guard(url: str) -> None:
@@ -70,6 +89,13 @@ def reset() -> None:
     """Restore the state of a new process, for the next run in this one."""
     guard("")
     open_again()
+    caches_hold(math.inf)
+
+
+def caches_hold(num_tokens: float) -> None:
+    """Let rollouts send no more samples at once than what fits into `num_tokens` (`room.py`)."""
+    global num_cached_tokens
+    num_cached_tokens = num_tokens
 
 
 def num_under_way() -> int:

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from instep import spans
 from instep.data.sampling import note_request, requests_noted
+from instep.engines.answers import CONTENT_TYPE
 from instep.engines.kind import kind_of
-from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
+from instep.engines.sglang_form import VLLM_NAMES
+from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, Send, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
 from instep.rollout import admission
 from instep.rollout.http import post
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
 MAX_RETRIES = 8  # 21 seconds, where other engines can take over the requests of a dead one
 
-_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _VLLM_NAMES = frozenset(
     "max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
     "stop stop_token_ids bad_words ignore_eos logprobs prompt_logprobs skip_special_tokens "
@@ -54,7 +56,7 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for name, value in sampling_params.items():
-        new = _RENAMED.get(name, name)
+        new = VLLM_NAMES.get(name, name)
         if new not in _VLLM_NAMES:
             raise RolloutError(
                 f"unknown sampling parameter {name!r}", where="sampling_params", remedy=f"known: {sorted(_VLLM_NAMES)}"
@@ -84,6 +86,8 @@ async def complete(
     timeout: float = 3600.0,
     max_retries: int = 4,
     session: str = "",
+    arrays: bool = True,
+    alone: bool = False,
 ) -> Completion:
     """One response to `token_ids`, with the log-probs of its tokens.
 
@@ -93,23 +97,35 @@ async def complete(
         sampling_params: with vLLM's names.
         max_retries: as in `post`.
         session: the requests of one session (those of a group) go to one engine, if the router can do so.
+        alone: the request is not joined with others of its prompt (`engines/grouped_wire.py`).
+        arrays: whether an engine may answer in arrays (`engines/answers.py`), if it can, instead of in JSON.
 
     Raises:
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.
     """
-    headers = {SESSION_HEADER: session} if session else None
+    send = sender(url, timeout=timeout, max_retries=max_retries, session=session, arrays=arrays)
+    request = GenerationRequest(url, model, token_ids, sampling_params, session, alone)
+    asked = {"prompt_tokens": len(token_ids)}
+    with requests_noted(), spans.span("turn", spans.ROLLOUT, lambda: asked):  # not noted what `send` posts: a wire
+        done = await wire.complete(request, send)  # format may join requests
+        asked["tokens"] = len(done.token_ids)
+    if admission.is_guarded(url):
+        note_request(sampling_params, [done.token_ids], token_ids)
+    return done
+
+
+def sender(url: str, *, timeout: float, max_retries: int, session: str = "", arrays: bool = True) -> Send:
+    """What sends a wire format's requests to `url`, when the door is open; see `complete`."""
+    headers = {SESSION_HEADER: session} if session else {}
+    if arrays:
+        headers["Accept"] = f"{CONTENT_TYPE}, application/json"
 
     async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         async with admission.admitted(url):
             answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
             return answer, admission.version if admission.is_guarded(url) else None
 
-    request = GenerationRequest(url, model, token_ids, sampling_params, session)
-    with requests_noted():  # not here what `send` posts: a wire format may join requests
-        done = await wire.complete(request, send)
-    if admission.is_guarded(url):
-        note_request(sampling_params, [done.token_ids], token_ids)
-    return done
+    return send
 
 
 async def abort_all(engine_urls: Sequence[str], wire: WireFormat, *, timeout: float = 10.0) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.data import split_slice
 from instep.data.dataset import Dataset, load_dataset
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
-from instep.rollout.execute import Execution, new_execution, run_group
+from instep.rollout.execute import Execution, longest_response, new_execution, run_group
 from instep.rollout.rewards.dispatch import BUILT_IN
 from instep.rollout.tokens import tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
@@ -30,8 +32,10 @@ def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
         "max_prompt_len": dataset.max_prompt_len,
         "skip_bad_rows": args.skip_bad_rows,
+        "cache_path": args.data_cache_path,
     }
-    key = (dataset.path, str(args.hf_checkpoint), repr(options))
+    changed = os.stat(split_slice(dataset.path)[0]).st_mtime_ns  # between the runs of a notebook
+    key = (dataset.path, changed, str(args.hf_checkpoint), repr(options))
     if key not in _loaded:
         _loaded[key] = load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options)
     return _loaded[key]
@@ -42,7 +46,7 @@ def _sampling_params(args: HookSettings, dataset: EvalDataset) -> dict[str, Any]
         "temperature": dataset.temperature,
         "top_p": dataset.top_p,
         "top_k": dataset.top_k,
-        "max_new_tokens": dataset.max_response_len,
+        "max_new_tokens": dataset.max_response_len or longest_response(args),
         "min_new_tokens": dataset.min_new_tokens,
         "stop": dataset.stop,
         "stop_token_ids": dataset.stop_token_ids,

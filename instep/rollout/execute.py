@@ -6,16 +6,21 @@ import asyncio
 import functools
 import hashlib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from instep import spans
+from instep.arguments.rollout import context_of_model
 from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
 from instep.hooks import Hook, load_function
+from instep.rollout import admission
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
+from instep.rollout.room import SAMPLES_PER_ENGINE, Room, others_wait
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.types import Group, Sample, Status, name_of
@@ -25,8 +30,13 @@ if TYPE_CHECKING:
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have consecutive seeds
-CONCURRENCY_PER_ENGINE = 512  # generate functions that run at once; an engine queues the requests that it cannot run
+ALIKE = 1.1  # what a group's one request may keep of the engines' room, as a multiple of what its samples need
+NO_BOUND = 2**30  # tokens, of a model whose context nothing tells
 MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, the end of another rollout)
+
+
+# Generates the samples of a group (arguments, group, sampling parameters with the first one's seed, evaluation).
+Together = Callable[["HookSettings", Group, dict[str, Any], bool], Awaitable[None]]
 
 
 @dataclass
@@ -36,17 +46,65 @@ class Execution:
     args: HookSettings
     rollout_id: int
     evaluation: bool
-    semaphore: asyncio.Semaphore
+    room: Room
     reward_key: str | None = None
     max_context_len: int | None = None
     seed_tag: str = ""  # keeps the sampling seeds of evaluation sets apart
     aborted: bool = False  # once it is True, nothing new is started
     num_tokens: int = 0
+    expected_tokens: float = 0.0  # of a sample, with its prompt
+    expected_prompt: float = 0.0  # of those, the prompt's
+    ends_together: bool = False  # the samples of a group are expected to be about as long as each other
+    lengths: Lengths = field(default_factory=lambda: Lengths())
+
+    def tokens_of_group(self, num_samples: int) -> float:
+        """The expected tokens of each of a group's samples in a KV cache, which holds their prompt once."""
+        return self.expected_tokens - self.expected_prompt * (1 - 1 / max(1, num_samples))
+
+    def count(self, sample: Sample) -> None:
+        """Count a sample that was generated."""
+        self.num_tokens += sample.response_length
+        self.lengths.num_samples += 1
+        self.lengths.num_tokens += len(sample.tokens)
+        self.lengths.num_prompt_tokens += len(sample.tokens) - sample.response_length
+
+    def count_longest(self, group: Group) -> None:
+        """Count the tokens that a group's samples would have if all were as long as the longest one."""
+        lengths = [len(sample.tokens) for sample in group if sample.status is not Status.ABORTED]
+        self.lengths.num_longest += len(lengths) * max(lengths, default=0)
 
 
-def new_execution(args: HookSettings, rollout_id: int, *, evaluation: bool = False) -> Execution:
-    slots = asyncio.Semaphore(CONCURRENCY_PER_ENGINE * max(1, len(args.rollout_engine_urls)))
-    return Execution(args, rollout_id, evaluation, slots, args.reward_key, args.rollout_max_context_len)
+@dataclass
+class Lengths:
+    """How long the samples of a rollout or evaluation have become, with their prompts."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_longest: int = 0  # tokens that there would be if all samples of a group were as long as its longest one
+
+
+_last: dict[bool, Lengths] = {}  # of the last rollout, and of the last evaluation
+
+
+def new_execution(
+    args: HookSettings, rollout_id: int, *, evaluation: bool = False, is_trial: bool = False
+) -> Execution:
+    """The state of a rollout or evaluation, whose samples are expected to be as long as those of the last one.
+
+    Of the first nothing is expected: a guess that is too long keeps engines idle, which costs more than a KV cache that
+    overflows. The lengths of a trial are forgotten.
+    """
+    room = Room(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), admission.num_cached_tokens)
+    out = Execution(args, rollout_id, evaluation, room, args.reward_key, args.rollout_max_context_len)
+    before = _last.get(evaluation)
+    if before is not None and before.num_samples:
+        out.expected_tokens = before.num_tokens / before.num_samples
+        out.expected_prompt = before.num_prompt_tokens / before.num_samples
+        out.ends_together = 0 < before.num_longest <= ALIKE * before.num_tokens
+    if not is_trial:
+        _last[evaluation] = out.lengths
+    return out
 
 
 def sampling_seed(*parts: int | str | None) -> int:
@@ -56,12 +114,15 @@ def sampling_seed(*parts: int | str | None) -> int:
 
 
 def train_sampling_params(args: HookSettings) -> dict[str, Any]:
-    """Sampling parameters of a training rollout, with slime's names, without those that are not set."""
+    """Sampling parameters of a training rollout, with slime's names, without those that are not set.
+
+    `max_new_tokens` always is: by default the context of the model, where engines end a response anyway.
+    """
     params = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
         "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
+        "max_new_tokens": args.rollout_max_response_len or longest_response(args),
         "stop": args.rollout_stop,
         "stop_token_ids": args.rollout_stop_token_ids,
         "skip_special_tokens": args.rollout_skip_special_tokens,
@@ -69,45 +130,132 @@ def train_sampling_params(args: HookSettings) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-async def run_group(execution: Execution, group: Group, params: dict[str, Any]) -> Group:
+def longest_response(args: HookSettings) -> int:
+    """The bound of a response that the flags leave open."""
+    return context_of_model(args) or NO_BOUND
+
+
+async def run_group(
+    execution: Execution, group: Group, params: dict[str, Any], together: Together | None = None
+) -> Group:
     """Generate and reward all samples of a group; the result is flat, with fan-out siblings side by side.
 
     A sample that is ABORTED because the rollout was ended early has no reward, and with --group-rm nor has its group.
+
+    Args:
+        together: generates a group by one request where it can, so that no sample needs a task of its own.
     """
     args = execution.args
-    jobs = []
-    for i, sample in enumerate(group):
-        seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", sample.group_index)
-        jobs.append(run_sample(execution, sample, {**params, "seed": seed + i}))
-    out = [leaf for samples in await gather(jobs) for leaf in samples]
+    # All come in together, so that an engine may get one request for them.
+    new = sum(not _is_generated(sample) for sample in group)
+    tokens = execution.tokens_of_group(new)
+    if new:
+        await execution.room.enter(new, tokens)
+    for sample in group:
+        sample.execution_id = sample.execution_id or f"{sample.group_index}.{sample.index}"
+    seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", group[0].group_index) if group else 0
+    if together is not None and new == len(group) > 1:
+        await asyncio.sleep(0)  # groups that begin now have all asked for room, so that it is known whether others wait
+        if _may_go_together(execution, group):
+            await _at_once(execution, group, {**params, "seed": seed}, tokens, together)
+    if together is not None and all(map(_is_generated, group)):
+        out = group
+        if not args.group_rm:
+            await apply_rewards(args, out, execution.reward_key)
+    else:
+        jobs = [_timed_sample(execution, s, {**params, "seed": seed + i}, tokens) for i, s in enumerate(group)]
+        out = [leaf for samples in await gather(jobs) for leaf in samples]
+    if new:
+        execution.count_longest(out)
     if args.group_rm and not any(s.status is Status.ABORTED for s in out):
         await apply_rewards(args, out, execution.reward_key)
     return out
 
 
+def _may_go_together(execution: Execution, group: Group) -> bool:
+    """Whether nothing is asked for between a group's prompts and its rewards that belongs to a single sample.
+
+    A profile, for one, shows each sample by itself.
+    """
+    args = execution.args
+    if args.custom_generate_function_path or args.rollout_sample_hook_path or execution.max_context_len is not None:
+        return False
+    if execution.aborted or spans.now() is not None or (execution.room.is_crowded and not execution.ends_together):
+        return False
+    return not any(s.generate_function_path or s.response_length for s in group)
+
+
+async def _at_once(
+    execution: Execution, group: Group, params: dict[str, Any], tokens: float, together: Together
+) -> None:
+    """Let `together` generate the group; the samples that it has not generated, if any, are still in the room."""
+    try:
+        await together(execution.args, group, params, execution.evaluation)
+    except BaseException:
+        for _ in group:
+            execution.room.leave(tokens)
+        raise
+    for sample in filter(_is_generated, group):
+        execution.room.leave(tokens)
+        execution.count(sample)
+
+
+async def _timed_sample(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
+    facts = functools.partial(_facts, sample)
+    with spans.span("sample", spans.ROLLOUT, facts):
+        return await _run_inside(execution, sample, params, tokens)
+
+
+def _facts(sample: Sample) -> dict[str, Any]:
+    """What a profile says about a sample."""
+    facts = {"group": sample.group_index, "index": sample.index, "status": sample.status.value}
+    return facts | {"prompt_tokens": len(sample.tokens) - sample.response_length, "tokens": sample.response_length}
+
+
 async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
     """Run the generate function, the sample hooks and the reward once; fan-out makes several samples of one."""
+    tokens = execution.expected_tokens
+    sample.execution_id = sample.execution_id or f"{sample.group_index}.{sample.index}"
+    if not _is_generated(sample):
+        await execution.room.enter(1, tokens)
+    return await _run_inside(execution, sample, params, tokens)
+
+
+def _is_generated(sample: Sample) -> bool:
+    """Whether an earlier rollout has generated it: it comes from the buffer."""
+    return sample.status in DONE and sample.response_length > 0
+
+
+async def _run_inside(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
+    """`run_sample` for a sample that has come in with `tokens`, or that is generated."""
     args = execution.args
-    if sample.execution_id is None:
-        sample.execution_id = f"{sample.group_index}.{sample.index}"
-    if sample.status in DONE and sample.response_length:  # from the buffer, generated by an earlier rollout
+    are_siblings = False
+    if _is_generated(sample):
         samples = [sample]
     else:
-        async with execution.semaphore:
+        try:
+            if args.skip_failed_groups:
+                await asyncio.sleep(0)  # so that all of the group have come here before one of them can fail
             if execution.aborted:
                 sample.status = Status.ABORTED
                 return [sample]
-            samples = await _generate(execution, sample, params)
+            others_wait.set(execution.room.is_crowded and not execution.ends_together)
+            samples, are_siblings = await _generate(execution, sample, params)
+        finally:
+            execution.room.leave(tokens)
         if any(s.status is Status.ABORTED for s in samples):
             return samples
-        samples = [await run_sample_hooks(execution, s) for s in samples]
-        execution.num_tokens += sum(s.response_length for s in samples)
+        if args.rollout_sample_hook_path:
+            samples = [await run_sample_hooks(execution, s) for s in samples]
+        for done in samples:
+            execution.count(done)
     if not args.group_rm:
-        await apply_rewards(args, samples, execution.reward_key)
+        await apply_rewards(args, samples, execution.reward_key, are_siblings=are_siblings)
     return samples
 
 
-async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]) -> tuple[list[Sample], bool]:
+    """What the generate function makes of `sample`, and whether it has returned a list (fan-out)."""
     args = execution.args
     own = sample.generate_function_path
     path = own or args.custom_generate_function_path or DEFAULT_GENERATE
@@ -137,9 +285,9 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
         leaf.prompt = leaf.prompt or sample.prompt
         leaf.label = sample.label if leaf.label is None else leaf.label
         if leaf.status is not Status.ABORTED:
-            check_sample(leaf, hook.place())
+            check_sample(leaf, hook)
         settle(leaf, requests, wanted, turns, before)
-    return samples
+    return samples, not isinstance(output, Sample)
 
 
 def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:
@@ -176,5 +324,5 @@ async def run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
         if out is not None and not isinstance(out, Sample):
             raise hook.wrong(out, "the sample, or None", name_of(sample))
         sample = out or sample
-        check_sample(sample, hook.place())
+        check_sample(sample, hook)
     return sample

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from instep.data.sampling import note_json
+from instep.data.sampling import note_json, note_request
+from instep.engines import sglang_form
+from instep.engines.answers import CONTENT_TYPE, decode
 from instep.engines.http import REFUSED, message, refusal
 from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
@@ -40,8 +43,14 @@ async def post(
     Raises:
         EngineError: with the URL and the answer's own message.
     """
+    in_sglangs_form = admission.is_guarded(url) and urlsplit(url).path == sglang_form.PATH
+    if in_sglangs_form:
+        headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
     answer = await _ask("POST", url, max_retries, timeout, headers, json=payload)
-    if admission.is_guarded(url):
+    if in_sglangs_form:
+        params = {sglang_form.VLLM_NAMES.get(k, k): v for k, v in (payload.get("sampling_params") or {}).items()}
+        note_request(params, [answer.get("output_ids") or []], payload.get("input_ids"))
+    elif admission.is_guarded(url):
         note_json(payload, answer)
     return answer
 
@@ -66,9 +75,9 @@ async def _ask(
                 http_session() as session,
                 session.request(method, url, timeout=limits, headers=headers, **body) as answer,
             ):
-                text = await answer.text()
                 if answer.status < 400:
-                    return _parse(url, text)
+                    return _parse(url, await answer.read(), answer.content_type)
+                text = await answer.text()
                 problem = f"{answer.status}: {message(text)}"
                 if answer.status in REFUSED:
                     raise refusal(url, answer.status, text)
@@ -90,8 +99,10 @@ async def _ask(
     )
 
 
-def _parse(url: str, body: str) -> dict[str, Any]:
+def _parse(url: str, body: bytes, content_type: str) -> dict[str, Any]:
     try:
+        if content_type == CONTENT_TYPE:
+            return decode(body)
         value = json.loads(body) if body.strip() else {}
     except ValueError:
         value = None

@@ -28,8 +28,8 @@ def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
         )
 
 
-def check_sample(sample: Sample, where: str) -> None:
-    """Raise RolloutError unless the sample's columns fit each other, as the trainer needs them."""
+def check_sample(sample: Sample, hook: Hook) -> None:
+    """Raise RolloutError, which names `hook`, unless the sample's columns fit each other, as the trainer needs them."""
     n = sample.response_length
     problem = ""
     if not 0 <= n < max(1, len(sample.tokens)):
@@ -38,16 +38,19 @@ def check_sample(sample: Sample, where: str) -> None:
         problem = f"loss_mask has {len(sample.loss_mask)} entries for {n} response tokens"
     elif sample.rollout_log_probs is not None and len(sample.rollout_log_probs) != n:
         problem = f"rollout_log_probs has {len(sample.rollout_log_probs)} entries for {n} response tokens"
-    elif sample.rollout_log_probs is not None and not all(map(math.isfinite, sample.rollout_log_probs)):
+    elif sample.rollout_log_probs is not None and not _are_finite(sample.rollout_log_probs):
         problem = "rollout_log_probs are not all finite"
     elif sample.weight_versions and sample.weight_versions[-1].end > n:
         problem = f"weight versions reach {sample.weight_versions[-1].end} of {n} response tokens"
     elif sample.status is Status.PENDING:
         problem = "status is still PENDING"
     if problem:
-        raise RolloutError(
-            problem, where=f"{where}: {name_of(sample)}", remedy="use sample.append_response_tokens; set sample.status"
-        )
+        remedy = "use sample.append_response_tokens; set sample.status"
+        raise RolloutError(problem, where=f"{hook.place()}: {name_of(sample)}", remedy=remedy)
+
+
+def _are_finite(values: list[float]) -> bool:
+    return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a sum may be too large
 
 
 _COLUMN = (list, tuple, type(None))
@@ -85,7 +88,7 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
             )
         seen |= indices
         for sample in group:
-            check_sample(sample, hook.place())
+            check_sample(sample, hook)
             if group_of.setdefault(sample.execution_id, sample.group_index) != sample.group_index:
                 raise RolloutError(
                     f"execution_id {sample.execution_id!r} stands in two groups, of which it would make one execution",

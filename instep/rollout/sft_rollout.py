@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-from instep.data.chat import tokenize_conversation
+from instep.data.chat import conversation_samples
 from instep.errors import DataError, RolloutError
 from instep.rollout.eval import evaluate
 from instep.rollout.tokens import tokenizer_of, where_of
-from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`--rollout-batch-size` conversations as groups of one, with tokens and loss mask; the reward is 0.
+    """`--rollout-batch-size` conversations as groups, with tokens and loss mask; the reward is 0.
+
+    A conversation is one sample, or the fan-out siblings of one execution where its turns need several
+    (`conversation_samples`); a step counts it as one in any case.
 
     Raises:
         DataError: a row whose prompt is no conversation with an assistant turn to train on.
@@ -31,10 +35,10 @@ def generate_rollout(
             remedy="add data, or fewer --num-rollout",
             where="--data-source-path",
         )
-    return RolloutFnTrainOutput([[_tokenized(args, group[0])] for group in groups])
+    return RolloutFnTrainOutput([_tokenized(args, group[0]) for group in groups])
 
 
-def _tokenized(args: HookSettings, sample: Sample) -> Sample:
+def _tokenized(args: HookSettings, sample: Sample) -> Group:
     where = where_of(sample)
     if not isinstance(sample.prompt, list):
         raise DataError(
@@ -42,7 +46,7 @@ def _tokenized(args: HookSettings, sample: Sample) -> Sample:
             where=f"{where}: {sample.prompt[:80]!r}",
             remedy="give a list of messages, and leave out --apply-chat-template for sft",
         )
-    ids, mask = tokenize_conversation(
+    samples = conversation_samples(
         sample.prompt,
         tokenizer_of(args),
         sample.metadata.get("tools"),
@@ -50,7 +54,7 @@ def _tokenized(args: HookSettings, sample: Sample) -> Sample:
         template_kwargs=args.apply_chat_template_kwargs,
         where=where,
     )
-    return as_completed(sample, ids, mask, 0.0)
+    return [as_completed(copy.deepcopy(sample), ids, mask, 0.0) for ids, mask in samples]
 
 
 def as_completed(sample: Sample, ids: list[int], mask: list[int], reward: float) -> Sample:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from instep.data.byte_texts import ByteTexts, byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.tokenizer import load_tokenizer
@@ -25,6 +27,12 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 def tokenizer_of(args: Settings) -> Any:
     """The tokenizer of `--hf-checkpoint`."""
     return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+
+
+def forget_tokenizers() -> None:
+    """Let another run in this process read its tokenizer anew: the checkpoint may have been replaced."""
+    for cached in (load_tokenizer, _encode, _byte_texts):
+        cached.cache_clear()
 
 
 def without_end(args: Settings, response: str) -> str:
@@ -108,11 +116,19 @@ def token_texts(args: Settings, ids: list[int]) -> list[str]:
 
 async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -> str:
     """The text of `ids`; many are decoded in a thread, because the tokenizer then releases the interpreter lock."""
+    if (texts := _byte_texts(str(args.hf_checkpoint), args.trust_remote_code)) is not None:
+        with contextlib.suppress(IndexError):  # a model may have more rows than its tokenizer has tokens
+            return texts.decode(ids, skip_special_tokens=skip_special_tokens)
     tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
     if len(ids) <= MAX_TOKENS_INLINE:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
+
+
+@functools.cache
+def _byte_texts(path: str, trust_remote_code: bool) -> ByteTexts | None:
+    return byte_texts(load_tokenizer(path, trust_remote_code))
 
 
 def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:

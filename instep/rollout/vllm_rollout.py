@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import record_turn
 from instep.engines.wire import Completion
-from instep.errors import EngineError, RolloutError
+from instep.errors import RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import runtime
-from instep.rollout.client import MAX_RETRIES, abort_all, complete, get_model_url, to_vllm, wire_of
+from instep.rollout.client import abort_all, complete, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
-from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
+from instep.rollout.room import others_wait
+from instep.rollout.together import asks_alone, experts_wanted, generate_group, naming_prompt, take, way_of
+from instep.rollout.tokens import prompt_ids
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["generate", "generate_rollout", "get_model_url"]
 
 ABORT_SECONDS = 30.0  # how long requests may take to end after an abort; then they are cancelled
+MIN_FAILURES = 8  # groups: a few do not end a small rollout
+MAX_FAILURES_SHOWN = 3  # of a rollout; metrics count all of them
 MAX_WASTED_ROUNDS = 50  # more discarded groups than this times --rollout-batch-size are an error
 
 
-async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(
+    args: HookSettings, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """Generate the response of `sample`, or continue the one that it has (a partial rollout, a further turn).
 
     `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`; a stop
-    string is cut from `response` only.
+    string is cut from `response` only. Routed experts, which only training reads, are not kept in an `evaluation`.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -54,42 +63,26 @@ async def generate(args: HookSettings, sample: Sample, sampling_params: dict[str
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
     record_turn(sample, params)
+    params |= experts_wanted(args, sample, evaluation)
     out = await _complete(args, sample, params)
-    sample.append_response_tokens(out.token_ids, out.log_probs, weight_versions=out.weight_versions)
-    sample.status = out.status
-    if sample.response_length:
-        skip = bool(params.get("skip_special_tokens", True))
-        ids = sample.tokens[-sample.response_length :]
-        sample.response = await decode(args, ids, skip_special_tokens=skip)
-        stop = out.stop_reason
-        if stop is None and params.get("stop") and out.finish_reason == "stop":
-            before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
-            stop = stop_string(sample.response, before_last, params["stop"])
-        if isinstance(stop, str):
-            former = await decode(args, ids[:before], skip_special_tokens=skip)
-            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
+    await take(args, sample, params, out, evaluation=evaluation)
     return sample
 
 
 async def _complete(args: HookSettings, sample: Sample, params: dict[str, Any]) -> Completion:
     """The engine's continuation of the tokens of `sample`; `params` have vLLM's names."""
     wire = wire_of(args)
-    try:
+    with naming_prompt(sample):
         return await complete(
             get_model_url(args, endpoint=wire.generate_route),
             str(args.hf_checkpoint),
             sample.tokens,
             params,
             wire=wire,
-            timeout=args.rollout_timeout,
-            max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
-            session=f"group-{sample.group_index}",
+            **way_of(args, sample),
+            arrays=not args.no_fast_log_probs,
+            alone=bool(others_wait.get()) or asks_alone(args),
         )
-    except EngineError as error:
-        place = f", for the prompt of {sample.extra.get('where')}"
-        if "where" in sample.extra and place not in error.where:  # one error may end several requests
-            error.where += place
-        raise
 
 
 def generate_rollout(
@@ -105,10 +98,10 @@ def generate_rollout(
     """
     if evaluation:
         return evaluate(args, rollout_id)
-    return runtime.run(_Rollout(args, rollout_id, data_source).run(), timeout=args.rollout_timeout)
+    return runtime.run(GroupRollout(args, rollout_id, data_source).run(), timeout=args.rollout_timeout)
 
 
-class _Rollout:
+class GroupRollout:
     """The state of one training rollout."""
 
     def __init__(self, args: HookSettings, rollout_id: int, data_source: Any):
@@ -127,7 +120,7 @@ class _Rollout:
             while len(self.kept) < self.target:
                 self._refill()
                 for task in await self._wait():
-                    await self._settle(self.pending.pop(task), task.result())
+                    await self._finish(task)
                 self._report()
             await self._end_the_rest()
         finally:
@@ -137,16 +130,19 @@ class _Rollout:
     def _refill(self) -> None:
         while len(self.kept) + len(self.pending) < self.target:
             wanted = self.args.over_sampling_batch_size or self.target
-            groups = self.data_source.get_samples(wanted)
-            if not groups:
-                raise RolloutError(
-                    "the data source has no more groups",
-                    remedy="add data, or fewer --num-rollout",
-                    where="--data-source-path",
-                )
-            for group in groups:
-                task = asyncio.create_task(run_group(self.execution, group, dict(self.params)))
+            for group in self._more(wanted):
+                task = asyncio.create_task(run_group(self.execution, group, dict(self.params), generate_group))
                 self.pending[task] = group
+
+    def _more(self, num_groups: int) -> list[Group]:
+        groups = self.data_source.get_samples(num_groups)
+        if not groups:
+            raise RolloutError(
+                "the data source has no more groups",
+                remedy="add data, or fewer --num-rollout",
+                where="--data-source-path",
+            )
+        return list(groups)
 
     async def _wait(self) -> list[asyncio.Task[Group]]:
         """The tasks of groups that are done now, in the order of their group index."""
@@ -155,13 +151,39 @@ class _Rollout:
         when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait(self.pending, timeout=left, return_when=when)
         if done:
-            return sorted(done, key=lambda task: _order(self.pending[task]))
-        raise RolloutError(
-            f"{len(self.kept)} of {self.target} groups stand after {self.args.rollout_timeout:.0f} s, "
-            f"{len(self.pending)} are under way, {self.counts['filtered']} were filtered out",
+            return sorted(done, key=lambda task: order_of(self.pending[task]))
+        raise self._late(len(self.kept), len(self.pending))
+
+    def _late(self, num_kept: int, num_pending: int) -> RolloutError:
+        return RolloutError(
+            f"{num_kept} of {self.target} groups stand after {self.args.rollout_timeout:.0f} s, "
+            f"{num_pending} are under way, {self.counts['filtered']} were filtered out",
             where="--rollout-timeout",
             remedy="see the engines' logs, and whether a custom generate function waits without a bound",
         )
+
+    async def _finish(self, task: asyncio.Task[Group]) -> None:
+        issued, error = self.pending.pop(task), task.exception()
+        if isinstance(error, (RewardError, RolloutError)):
+            self._drop_failed(issued, error)
+        else:
+            await self._settle(issued, task.result())
+
+    def _drop_failed(self, issued: Group, error: RewardError | RolloutError) -> None:
+        """Drop a group that has failed, with --skip-failed-groups.
+
+        Raises:
+            RewardError, RolloutError: `error`, without it, or where more groups have failed than a rollout has (at
+                least `MIN_FAILURES`), and more than were finished.
+        """
+        if not self.args.skip_failed_groups:
+            raise error
+        self.counts["failed"] += 1
+        if self.counts["failed"] > max(MIN_FAILURES, self.target, len(self.finished)):
+            raise error
+        if self.counts["failed"] <= MAX_FAILURES_SHOWN:
+            logger.warning("a group is dropped, which has failed: %s", error)
+        self.data_source.drop([issued], "failed")
 
     async def _settle(self, issued: Group, group: Group) -> None:
         """Keep one group, or give it back or drop it."""
@@ -178,10 +200,13 @@ class _Rollout:
         if verdict.keep or (verdict.keep_when_insufficient and not enough):
             self.kept.append(group)
             return
+        self._reject(group, verdict)
+        self._check_waste()
+
+    def _reject(self, group: Group, verdict: DynamicFilterOutput) -> None:
         self.counts["filtered"] += 1
         self.counts[f"filtered/{verdict.reason}"] += 1
         self.data_source.drop([group], f"filtered:{verdict.reason}")
-        self._check_waste()
 
     def _check_waste(self) -> None:
         wasted = self.counts["filtered"] + self.counts["aborted"]
@@ -216,8 +241,8 @@ class _Rollout:
             # Repeated, because a request may arrive at an engine after the abort.
             await abort_all(self.args.rollout_engine_urls, wire_of(self.args))
             done, _ = await asyncio.wait(self.pending, timeout=0.2)
-            for task in sorted(done, key=lambda task: _order(self.pending[task])):
-                await self._settle(self.pending.pop(task), task.result())
+            for task in sorted(done, key=lambda task: order_of(self.pending[task])):
+                await self._finish(task)
         if self.pending:
             await runtime.cancel_tasks(list(self.pending))
             for group in self.pending.values():
@@ -231,21 +256,22 @@ class _Rollout:
             self.target,
             num_pending=len(self.pending),
             num_filtered=self.counts["filtered"],
+            num_failed=self.counts["failed"],
             num_tokens=self.execution.num_tokens,
         )
 
     async def _output(self) -> RolloutFnTrainOutput:
-        args, groups = self.args, sorted(self.kept, key=_order)
+        args, groups = self.args, sorted(self.kept, key=order_of)
         if path := args.rollout_sample_filter_path:
             await Hook("--rollout-sample-filter-path", path).acall(args, groups)
         if path := args.rollout_all_samples_process_path:
-            everything = sorted(self.finished, key=_order)
+            everything = sorted(self.finished, key=order_of)
             await Hook("--rollout-all-samples-process-path", path).acall(args, everything, self.data_source)
         metrics = {f"rollout/num_groups_{k}": float(n) for k, n in self.counts.items()}
         metrics["rollout/num_tokens_generated"] = float(self.execution.num_tokens)
         return RolloutFnTrainOutput(groups, metrics)
 
 
-def _order(group: Group) -> tuple[int, int]:
+def order_of(group: Group) -> tuple[int, int]:
     first = next(flatten(group))
     return (first.group_index or 0, first.index or 0)

@@ -46,6 +46,22 @@ def forbid(machine: str) -> None:
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
+def line() -> bytes:
+    """A line of the standard input, of which nothing more is taken: the rest is the program's."""
+    found = b""
+    while not found.endswith(b"\n") and (byte := os.read(0, 1)):
+        found += byte
+    return found
+
+
+def read(size: int) -> bytes:
+    parts = []
+    while size and (part := os.read(0, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
 def main() -> None:
     settings = json.loads(sys.argv.pop())
     try:
@@ -55,7 +71,7 @@ def main() -> None:
             sys.exit(f"no sandbox: {error}")
     for name, most in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
-    code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
+    code = read(int(line()))
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
 
 

@@ -66,15 +66,21 @@ async def run_python(code: str, stdin: str = "", *, limits: Limits = Limits(), u
     Raises:
         ConfigError: there can be no sandbox on this host.
     """
+    means = None if unsafe and (await _available())[0] is None else await check_sandbox()
+    return await _in_sandbox(means or "none", code, stdin, limits)
+
+
+async def check_sandbox() -> str:
+    """What makes sandboxes on this host. Raises: ConfigError, nothing does."""
     means, reason = await _available()
-    if means is None and not unsafe:
+    if means is None:
         raise ConfigError(
             f"this host has no sandbox for the code of a model: {reason}",
             where="instep.sandbox",
             remedy="install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; a "
             "container with CAP_SYS_ADMIN); --unsafe-local-exec runs the code with all rights of yours",
         )
-    return await _in_sandbox(means or "none", code, stdin, limits)
+    return means
 
 
 _found: tuple[str | None, str] | None = None  # what makes sandboxes here, and why nothing does

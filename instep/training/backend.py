@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from instep.types import TokenBatch
 from instep.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from instep.training.saving import Saver
 
 
 @dataclass
@@ -29,6 +32,8 @@ class ParallelInfo:
     dp_size: int
     tp_size: int = 1
     pp_size: int = 1
+    cp_size: int = 1  # ranks that share the tokens of each micro-batch
+    micro_batch_multiple: int = 1  # of the number of micro-batches of a step
     is_last_stage: bool = True  # holds log-probs and losses
     is_output_rank: bool = True  # the one rank of this DP rank that hands results to the controller
     dp_group: Any = None
@@ -105,20 +110,34 @@ class Frozen(Protocol):
         """
         ...
 
+    def offload(self, *, weights: bool = True) -> None:
+        """Free the device's memory: gradients are dropped, and everything else goes to the host (`parking.py`).
+
+        Args:
+            weights: False begins to copy masters and moments away while the weights stay, until the call that takes
+                them, too.
+        """
+        ...
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        """Undo `offload`; without `optimizer` for the weights alone."""
+        ...
+
 
 class TrainBackend(Frozen, Protocol):
     """What a train backend offers to `training/worker.py`. All ranks call every method in the same order.
 
     Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; the worker relies on it to know
-    which samples a call is about. `hf` loops over them. Megatron's schedules (0.16: no pipelining, and 1F1B without
-    interleaving) take them from one iterator and run the forward passes of a stage in that order, whatever the order of
-    the backward passes; the loss belongs to the forward pass of the last stage, on each of its tensor-parallel ranks.
-    Activation recomputation repeats layers and the output layer, never the loss.
+    which samples a call is about. `hf` loops over them. Megatron's schedules (0.16: no pipelining, 1F1B with and
+    without interleaving) run the forward passes of a stage's last chunk in that order, whatever the order of the others
+    and of the backward passes; the loss belongs to the forward pass of the last stage, on each of its tensor- and
+    context-parallel ranks. Activation recomputation repeats layers and the output layer, never the loss.
 
     A critic has an output layer of one row, without bias, and gives `TokenOutputs.values` instead of log-probs.
     """
 
     parallel: ParallelInfo
+    saver: Saver  # which `save` uses
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
@@ -167,7 +186,7 @@ class TrainBackend(Frozen, Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write model and optimizer into the existing folder `path`, collectively."""
+        """Write model and optimizer into the existing folder `path`, collectively; `saver.finish` follows."""
         ...
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
@@ -177,12 +196,4 @@ class TrainBackend(Frozen, Protocol):
             optimizer: False leaves the optimizer's moments as they are.
             fresh_head: the output layer becomes zero, for a critic that begins with an actor's weights.
         """
-        ...
-
-    def offload(self) -> None:
-        """Move model and optimizer to host memory; no-op on a CPU."""
-        ...
-
-    def onload(self) -> None:
-        """Undo `offload`."""
         ...

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from instep.data.batch import is_older
+from instep.data.batch import is_older, marked_tokens
 from instep.data.sampling import truncated_by
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import Sample, TokenBatch
@@ -28,15 +28,10 @@ def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
     Returns:
         float32 `[num_response_tokens]` of 0 and 1.
     """
-    parts = []
-    for sample in samples:
-        marks = torch.zeros(sample.response_length)
-        if not truncated_by(sample):
-            for span in sample.weight_versions:
-                if not is_older(span.version, version):
-                    marks[span.start : span.end] = 1
-        parts.append(marks)
-    return torch.cat(parts)
+    return marked_tokens(
+        samples,
+        lambda s: [p for p in s.weight_versions if not is_older(p.version, version)] if not truncated_by(s) else [],
+    )
 
 
 class FreshGap:

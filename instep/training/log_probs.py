@@ -4,15 +4,79 @@ the values of a critic, whose output layer is one row.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_BLOCKS = 32  # of a chunk's rows, whose float32 copies exist one after another
+_FEW_LOGITS = 2**18  # are one block
+
+
+def _scores(logits: Tensor, targets: Tensor, scale: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """logsumexp, log-probs of targets and entropy, in one or two passes over the logits when it is compiled."""
+    z = logits.float() * scale
+    log_sum = torch.logsumexp(z, -1, keepdim=True)
+    target = logits.gather(1, targets[:, None]).float() * scale - log_sum
+    log_p = z - log_sum
+    entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_sum.new_empty(0)
+    return log_sum, target[:, 0].clone(), entropy  # a loss may change no view in place, and FSDP2 would lose its hooks
+
+
+def _grad_of_logits(
+    logits: Tensor,
+    log_sum: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    g: Tensor,
+    of_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """The gradient of logits, in their dtype, from those of log-probs (`g`) and of entropies, `[num_tokens, 1]`."""
+    log_p = logits.float() * scale - log_sum
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    per_nat = g if of_entropy is None else g + of_entropy * (log_p + entropy[:, None])
+    return ((g * hit - log_p.exp() * per_nat) * scale).to(logits.dtype)
+
+
+class _CompiledLogProbs(torch.autograd.Function):
+    """`_LogProbsAndEntropy` of a whole vocabulary, as compiled code that reads bfloat16 logits and keeps nothing else.
+
+    Its formulas are those of its slow twin.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, kept: int, with_entropy: bool
+                ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        scale = temperature.float().reciprocal()[:, None]
+        log_sum, target, entropy = _compiled(_scores)(logits[:, :kept], targets, scale, with_entropy)
+        ctx.save_for_backward(logits, log_sum, targets, scale, entropy)
+        ctx.set_materialize_grads(False)
+        ctx.kept, ctx.with_entropy = kept, with_entropy
+        return target, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, log_sum, targets, scale, entropy = ctx.saved_tensors
+        g = torch.zeros_like(log_sum) if grad_log_p is None else grad_log_p[:, None]
+        of_entropy = None if grad_entropy is None or not ctx.with_entropy else grad_entropy[:, None]
+        grad = _compiled(_grad_of_logits)(logits[:, : ctx.kept], log_sum, targets, scale, g, of_entropy, entropy)
+        if ctx.kept != logits.shape[1]:
+            grad = torch.nn.functional.pad(grad, (0, logits.shape[1] - ctx.kept))
+        return grad, None, None, None, None
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Log-probs and entropy with one `[T, V_local]` buffer, the log-softmax, kept for the backward pass.
+    """Log-probs and entropy that keep the logits as they are, and need float32 copies of a block of their rows alone.
 
     With z = logits / temperature, p = softmax(z), y the target: log p_y = z_y - logsumexp(z) and H = -sum p log p, so
     d log p_y / dz = 1_y - p and dH / dz = -p (log p + H). Every tensor-parallel rank runs the same loss on the same
@@ -24,64 +88,88 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 with_entropy: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
         scale = temperature.to(dtype).reciprocal()[:, None]
-        z = logits[:, :kept].to(dtype) * scale
-        if group is None:
-            log_p = torch.log_softmax(z, dim=-1)
-            target_log_p = log_p.gather(1, targets[:, None])[:, 0]
-            entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else target_log_p.new_empty(0)
-            local, here = targets, None
-        else:
-            local = targets - first
-            here = (local >= 0) & (local < kept)
-            local = local.where(here, 0)
-            log_p, target_log_p, entropy = _vocab_parallel(z, local, here, group, with_entropy)
-        ctx.save_for_backward(log_p, local, here, scale, entropy)
+        real, local = logits[:, :kept], targets - first
+        here = (local >= 0) & (local < kept)
+        local = local.where(here, 0)[:, None]
+        log_sum, log_p, entropy = _over_vocabulary(real, scale, local, here, group, with_entropy)
+        ctx.save_for_backward(logits, log_sum, local, here, scale, entropy)
         ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing in the backward pass
-        ctx.shape, ctx.dtype, ctx.with_entropy = logits.shape, logits.dtype, with_entropy
-        return target_log_p, entropy
+        ctx.kept, ctx.with_entropy = kept, with_entropy
+        return log_p, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        log_p, local, here, scale, entropy = ctx.saved_tensors
-        kept = log_p.shape[1]
-        grad = log_p.exp()
-        g = log_p.new_zeros(log_p.shape[0], 1) if grad_log_p is None else grad_log_p[:, None]
-        if ctx.with_entropy and grad_entropy is not None:
-            grad *= (log_p + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(g)
-        else:
-            grad *= -g
-        if kept:
-            hit = g if here is None else g * here[:, None]
-            grad.scatter_add_(1, local[:, None], hit.to(grad.dtype))
-        grad *= scale
-        if kept != ctx.shape[1]:
-            grad = torch.nn.functional.pad(grad, (0, ctx.shape[1] - kept))
-        return grad.to(ctx.dtype), None, None, None, None, None, None
+        logits, log_sum, local, here, scale, entropy = ctx.saved_tensors
+        g = torch.zeros_like(scale) if grad_log_p is None else grad_log_p[:, None]
+        grad = torch.empty_like(logits)
+        grad[:, ctx.kept :] = 0
+        for rows in _blocks(*logits.shape) if ctx.kept else ():
+            log_p = torch.mul(logits[rows, : ctx.kept], scale[rows]).sub_(log_sum[rows])
+            part = log_p.exp()
+            if ctx.with_entropy and grad_entropy is not None:
+                part *= log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(g[rows])
+            else:
+                part *= -g[rows]
+            part.scatter_add_(1, local[rows], (g * here[:, None])[rows].to(part.dtype))
+            grad[rows, : ctx.kept] = part.mul_(scale[rows])
+        return grad, None, None, None, None, None, None
 
 
-def _vocab_parallel(
-    z: Tensor, local: Tensor, here: Tensor, group: Any, with_entropy: bool
+def _blocks(num_rows: int, width: int) -> list[slice]:
+    """Rows that are computed together: at most one part of `_BLOCKS`, unless there are few."""
+    size = max(-(-num_rows // _BLOCKS), _FEW_LOGITS // width, 1)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def _over_vocabulary(
+    logits: Tensor, scale: Tensor, local: Tensor, here: Tensor, group: Any, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-softmax (in the memory of `z`), log-probs of targets and entropy.
+    """logsumexp `[num_tokens, 1]`, log-probs of targets and entropy of this rank's columns and those of other ranks.
 
-    It makes two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
+    Other ranks take two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
     """
-    num_tokens, kept = z.shape
-    top = z.amax(-1) if kept else z.new_full((num_tokens,), -torch.inf)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    z -= top[:, None]
-    exp = z.exp()
-    sums = z.new_zeros(3 if with_entropy else 2, num_tokens)
-    sums[0] = exp.sum(-1)
-    if kept:
-        sums[1] = z.gather(1, local[:, None])[:, 0] * here
-    if with_entropy:
-        sums[2] = exp.mul_(z).sum(-1)
-    dist.all_reduce(sums, group=group)
+    num_tokens, kept = logits.shape
+    top = logits.amax(-1, keepdim=True) * scale if kept else torch.full_like(scale, -torch.inf)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    sums = scale.new_zeros(3 if with_entropy else 2, num_tokens)
+    for rows in _blocks(num_tokens, kept) if kept else ():
+        z = torch.mul(logits[rows], scale[rows]).sub_(top[rows])
+        exp = z.exp()
+        sums[0, rows] = exp.sum(-1)
+        sums[1, rows] = z.gather(1, local[rows])[:, 0] * here[rows]
+        if with_entropy:
+            sums[2, rows] = exp.mul_(z).sum(-1)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
     log_sum = sums[0].log()
-    z -= log_sum[:, None]
-    entropy = log_sum - sums[2] / sums[0] if with_entropy else z.new_empty(0)
-    return z, sums[1] - log_sum, entropy
+    entropy = log_sum - sums[2] / sums[0] if with_entropy else log_sum.new_empty(0)
+    return top + log_sum[:, None], sums[1] - log_sum, entropy
+
+
+def in_chunks(
+    head: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    with_entropy: bool,
+    *,
+    num_logits: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` of as many rows at a time as make
+    `num_logits` logits; several chunks are computed again in the backward pass.
+
+    Logits, their gradients and float32 copies need at most 8 bytes for each of `num_logits`; a sixteenth is for copies.
+    """
+    size = max(1, num_logits * 15 // (16 * vocab_size))
+    chunks = list(zip(hidden.split(size), targets.split(size), temperature.split(size), strict=True))
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        parts = [checkpoint(head, *chunk, with_entropy, use_reentrant=False) for chunk in chunks]
+    else:
+        parts = [head(*chunk, with_entropy) for chunk in chunks]
+    entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
+    return torch.cat([part[0] for part in parts]), entropy
 
 
 def log_probs_and_entropy(
@@ -108,9 +196,11 @@ def log_probs_and_entropy(
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     first = 0 if size == 1 else dist.get_rank(tp_group) * logits.shape[1]
     kept = max(0, min(logits.shape[1], vocab_size - first))
-    log_probs, entropy = _LogProbsAndEntropy.apply(
-        logits, targets, temperature, kept, first, None if size == 1 else tp_group, with_entropy
-    )
+    if size == 1 and logits.is_cuda and logits.dtype is not torch.float64:
+        log_probs, entropy = _CompiledLogProbs.apply(logits, targets, temperature, kept, with_entropy)
+    else:
+        group = None if size == 1 else tp_group
+        log_probs, entropy = _LogProbsAndEntropy.apply(logits, targets, temperature, kept, first, group, with_entropy)
     return log_probs, entropy if with_entropy else None
 
 
@@ -120,4 +210,4 @@ def values(hidden: Tensor, weight: Tensor) -> Tensor:
     A bfloat16 result would have steps of 0.4 %, more than advantages can do with.
     """
     dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))[:, 0]
+    return hidden.to(dtype) @ weight[0].to(dtype)

@@ -167,7 +167,8 @@ def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str,
 
     A metric that is a mean over tokens is divided by the sum of the weights. The trainer-engine gap becomes the mean
     over the tokens that have engine log-probs; where no token has one, its metrics are left out ("not available") and
-    only `log_prob_gap_coverage` = 0 stays.
+    only `log_prob_gap_coverage` = 0 stays. The effective sample size (Kish: the squared sum of the importance weights
+    over the sum of their squares) is a share of these tokens, older ones among them.
     """
     out = {**sums, **maxes}
     if out.get("loss_weight", 0.0) > 0:
@@ -175,6 +176,9 @@ def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str,
     if "log_prob_gap_coverage" not in out:
         return out
     covered, total = out["log_prob_gap_coverage"], out["loss_weight"]
+    known, first, second = (out.pop(f"importance_{i}") for i in range(3))
+    if known > 0:
+        out["effective_sample_ratio"] = first**2 / (known * second)
     out["log_prob_gap_coverage"] = covered / total if total > 0 else 0.0
     for name in _GAP:
         value = out.pop(name)

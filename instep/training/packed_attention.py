@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,10 @@ def packed_attention(
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
-    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return _padded_attention(q, k, v, cu_seqlens, scale, shared, max_seqlen if window is None else window)
+    if not _is_fused(q):
+        seen = max_seqlen if window is None else window
+        cu_queries, copies = (cu_seqlens, None) if shared is None else (shared.cu_kept, shared.copies)
+        return _padded_attention(q, k, v, cu_seqlens, scale, cu_queries, copies, seen)
     gqa = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_HAS_GQA else {}
     cu_queries, max_queries = cu_seqlens, max_seqlen
     if shared is not None:  # the queries are the last tokens of their segments, as the kernel has it
@@ -54,17 +56,79 @@ def packed_attention(
     return varlen_attn(q, k, v, cu_queries, cu_seqlens, max_queries, max_seqlen, window_size=sides, scale=scale, **gqa)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Where the queries and the keys of each segment begin; the queries are the last tokens of what they see.
+
+    Attributes:
+        cu_queries, cu_keys: int32 `[num_segments + 1]` from 0 to the number of queries, and of keys.
+        max_queries, max_keys: the most of one segment.
+    """
+
+    cu_queries: Tensor
+    max_queries: int
+    cu_keys: Tensor
+    max_keys: int
+
+    @property
+    def of_kernel(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
+
+
+def attention_and_sums(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Causal attention within each segment, without a gradient, and what `attention_backward` wants of it.
+
+    On a GPU that is the logsumexp of each query's scores, of the kernel that is also behind `varlen_attn`.
+    """
+    if _is_fused(q):
+        where = dict(scale=scale, window_size_left=-1, window_size_right=0)
+        return torch.ops.aten._flash_attention_forward(q, k, v, *bounds.of_kernel, 0.0, True, False, **where)[:2]
+    return _padded(q, k, v, bounds, scale), q.new_empty(0)
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Bounds, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `q`, `k`, `v` from that of `out`; `out, sums` are `attention_and_sums` of the others."""
+    if _is_fused(q):
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        where = dict(scale=scale, window_size_left=-1, window_size_right=0)
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, sums, *bounds.of_kernel, 0.0, True, *no_dropout, **where
+        )
+    with torch.enable_grad():
+        inputs = q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+        again = _padded(*inputs, bounds, scale)
+    by_query, by_key, by_value = torch.autograd.grad(again, inputs, grad)
+    return by_query, by_key, by_value
+
+
+def _is_fused(q: Tensor) -> bool:
+    return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def rows(x: Tensor, indices: Tensor) -> Tensor:
     """`x[indices]` with a gradient that is deterministic and fast also where a row is taken several times."""
     return F.embedding(indices, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
+def _padded(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+    return _padded_attention(q, k, v, bounds.cu_keys, scale, bounds.cu_queries, None, bounds.max_keys)
+
+
 def _padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, shared: SharedPrefixes | None, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    cu_queries: Tensor,
+    copies: Tensor | None,
+    window: int,
 ) -> Tensor:
     """Attention over padded chunks of segments of similar length; causality hides the padding at their ends."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    cu_queries = cu_seqlens if shared is None else shared.cu_kept
     query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
     outs, places = [], []
     chunks = chunks_of(lengths.tolist())
@@ -80,7 +144,7 @@ def _padded_attention(
         width = int(num.max()) if short else longest
         at = torch.arange(longest, device=q.device)
         keys = start[:, None] + at.minimum(length[:, None] - 1)
-        keys = keys.flatten() if shared is None else shared.copies[keys.flatten()]
+        keys = keys.flatten() if copies is None else copies[keys.flatten()]
         place = query_starts[which].repeat_interleave(num) + within(num)  # of the chunk's queries in `q`
         slot = (torch.arange(len(chunk), device=q.device) * width + length - num - skipped).repeat_interleave(num)
         slot += within(num)  # and in [segments, width]

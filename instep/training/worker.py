@@ -5,34 +5,46 @@ The controller calls the same method on all ranks at once; tensors come in and g
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from instep.checkpoints.adapter import lora_of
-from instep.checkpoints.integrity import digests_of_rank
 from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
+from instep.training.choices import OwnChoices
 from instep.training.gap import COLUMN, FreshGap
 from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
+from instep.training.megatron.hooks import MegatronHooks
+from instep.training.postprocess import postprocessed
+from instep.training.profile import Profiled
+from instep.training.rendezvous import store
+from instep.training.selection import selection_of
 from instep.types import TokenBatch
+from instep.weights import single_copy
+from instep.weights.parking import give_back
 from instep.weights.source import WeightSource
-from instep.weights.way import OF_ADAPTERS, Order, way_named
+from instep.weights.way import OF_ADAPTERS, SINGLE_COPY, Order, way_named
 
 if TYPE_CHECKING:
+    from instep.arguments.args import Args
     from instep.arguments.settings import Settings
+    from instep.training.megatron.backend import MegatronBackend
 
 
-class Worker:
+class Worker(Profiled):
     """One rank of the actor, or of PPO's critic.
 
     Args:
@@ -48,9 +60,16 @@ class Worker:
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
+    def prepare(self, args: Settings) -> None:
+        """Import what the model needs, while engines start; it touches no GPU."""
+        if args.train_backend != "megatron":
+            importlib.import_module("instep.training.hf.backend")
+        elif args.device != "cpu":  # there its stand-ins for CUDA come first
+            importlib.import_module("megatron.core.optimizer")
+
     def setup(
         self,
-        args: Settings,
+        args: Args,
         rank: int,
         world_size: int,
         rendezvous: str,
@@ -70,6 +89,8 @@ class Worker:
             The place of this rank, without its process group.
         """
         self.args, self.role = args, role
+        self._hooks = MegatronHooks.from_args(args)  # all None with --train-backend hf
+        self._choices = OwnChoices(args, role)
         self._host = urlsplit(rendezvous).hostname or ""  # of rank 0, if ranks may be on several hosts
         torch.set_num_threads(num_threads)
         cuda = args.device == "cuda"
@@ -78,13 +99,15 @@ class Worker:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=_store(rendezvous, world_size, args.train_timeout),
+            store=store(rendezvous, world_size, args.train_timeout),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=args.train_timeout),
         )
         seed_all(args.seed, args.seed + rank)
         torch.use_deterministic_algorithms(args.deterministic_mode)
+        if args.no_torch_compile:
+            torch.compiler.set_stance("force_eager")
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
         return replace(self.backend.parallel, dp_group=None)
@@ -102,6 +125,7 @@ class Worker:
             "dtype": torch.bfloat16 if self.args.precision == "bf16" else torch.float32,
             "with_optimizer": with_optimizer,
             "role": self.role,
+            "selection": selection_of(self.args) if with_optimizer and self.role == "actor" else None,
         }
         if self.args.train_backend == "megatron":
             if self.device.type == "cpu":
@@ -110,7 +134,7 @@ class Worker:
                 cpu_platform.install()
             from instep.training.megatron.backend import MegatronBackend
 
-            return MegatronBackend(self.args, **options)
+            return MegatronBackend(self.args, **options, hooks=self._hooks)
         from instep.training.hf.backend import HfBackend
 
         trains_adapter = with_optimizer and self.role == "actor"  # a critic trains all of its weights
@@ -127,14 +151,34 @@ class Worker:
     def _frozen(self, path: Path) -> TrainBackend:
         model = self._build(with_optimizer=False, like=path if (path / "config.json").exists() else None)
         _load_weights(model, path)
+        if self.args.offload_train:
+            model.offload()
         return model
+
+    @contextlib.contextmanager
+    def _there(self, model: Frozen) -> Iterator[None]:
+        """Let a frozen model be on the device while it is used (--offload-train)."""
+        if self.args.offload_train:
+            model.onload()
+        yield
+        if self.args.offload_train:
+            model.offload()
+
+    def offload(self, weights: bool) -> None:
+        """Free the device's memory, see `TrainBackend.offload`; without --offload-train what no tensor holds."""
+        self.backend.offload(weights=weights) if self.args.offload_train else give_back(self.device)
+
+    def onload(self, optimizer: bool) -> None:
+        """Undo `offload`; see `TrainBackend.onload`."""
+        self.backend.onload(optimizer=optimizer)
 
     def refresh_reference(self, scratch: Path) -> None:
         """Make the reference a copy of the current actor (--ref-update-interval)."""
         assert self.reference is not None
         self.export_hf(scratch, adapter=self.reference.is_adapter)
         dist.barrier()
-        self.reference.load_hf(scratch)
+        with self._there(self.reference):
+            self.reference.load_hf(scratch)
 
     def remark(self) -> str:
         """See `TrainBackend.remark`."""
@@ -156,21 +200,25 @@ class Worker:
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
         columns: dict[str, torch.Tensor] = {}
         for name in (n for n in names if n in ("log_probs", "values")):
-            outputs = self.backend.forward_only(parts)
+            self._before_log_probs(self.backend, "")
+            outputs = self.backend.forward_only(self._choices.noting(parts))
             if outputs is not None:
                 columns[name] = torch.cat([getattr(o, name) for o in outputs]).cpu()
         for name, model in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
             if name in names:
                 if model is None:
-                    raise ConfigError(
-                        f"{name} are needed but their model is not loaded",
-                        where="worker",
-                        remedy="please report this with the command line",
-                    )
-                outputs = model.forward_only(parts)
+                    what = f"{name} are needed but their model is not loaded"
+                    raise ConfigError(what, where="worker", remedy="please report this with the command line")
+                with self._there(model):
+                    self._before_log_probs(model, name.removesuffix("log_probs"))
+                    outputs = model.forward_only([part.without_routes() for part in parts])
                 if outputs is not None:
                     columns[name] = torch.cat([o.log_probs for o in outputs]).cpu()
         return columns if self.backend.parallel.is_output_rank else None
+
+    def _before_log_probs(self, model: Frozen, prefix: str) -> None:
+        if self._hooks.log_probs is not None:
+            self._hooks.before_log_probs(cast("MegatronBackend", model).wrapped, prefix)
 
     def train(
         self,
@@ -179,21 +227,20 @@ class Worker:
         lrs: list[float],
         keep_log_probs: Collection[int] = (),
         gap_limit: float = math.inf,
+        rollout_id: int = 0,
     ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor], float | None] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
-            steps: step -> micro-batch -> indices into `batch`.
-            lrs: the learning rate of each step.
+            steps: step -> micro-batch -> indices into `batch`; lrs: the learning rate of each.
             keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
             gap_limit: the largest mean gap of fresh tokens (`gap.py`) with which anything is trained; measured over the
                 rollout if it was scored first, else over the first step.
 
         Returns:
             The metrics of each step; by index the log-probs `[response_length]` of the wanted samples of the first
-            step, from its forward pass, which is before the policy moves; and the mean gap of fresh tokens, None
-            where there is none to measure: above `gap_limit` nothing was trained. None except on the output rank of
-            this data-parallel rank.
+            step, from its forward pass, before the policy moves; and the mean gap of fresh tokens, None if there are
+            none: above `gap_limit` nothing was trained. None except on this data-parallel rank's output rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
@@ -202,6 +249,7 @@ class Worker:
         mean: float | None = None
         if gap is not None and scored is not None:
             gap.add(batch, scored)
+        batch = postprocessed(self.args, rollout_id, batch) if self.role == "actor" else batch
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
@@ -209,7 +257,11 @@ class Worker:
             loss_fn = self._loss_that_keeps(micro_batches, keep_log_probs, kept) if keeps else self.loss_fn
             if gap is not None and scored is None and n == 0:
                 loss_fn = gap.adding(loss_fn)
-            outputs = self.backend.forward_backward(parts, loss_fn, logits=logits)
+            if self._hooks.step is not None:
+                megatron = cast("MegatronBackend", self.backend)
+                megatron.ready()
+                self._hooks.before_step(rollout_id, n, megatron.wrapped, megatron.optimizer)
+            outputs = self.backend.forward_backward(self._choices.replayed(parts), loss_fn, logits=logits)
             if gap is not None and n == 0 and (mean := gap.mean()) > gap_limit:
                 break
             step = self.backend.optimizer_step(lr)
@@ -259,13 +311,15 @@ class Worker:
     def publish(self, way: str, order: Order) -> None:
         """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
         self.backend.publish(order.version)
-        way_named(way).send(self._source(way), replace(order, host=self._host), self._emit)
+        way_named(way).send(self._source(way), replace(order, host=self._host, device=str(self.device)), self._emit)
 
     def _source(self, way: str) -> WeightSource:
         return self.backend.weight_source(adapter=way in OF_ADAPTERS)
 
     def weight_digests(self, way: str) -> dict[str, str]:
         """The digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
+        if way == SINGLE_COPY:
+            return single_copy.WAY.digests(self._source(way))
         digest = way_named(way).digest
         return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
 
@@ -292,7 +346,7 @@ class Worker:
         """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`.
 
         Returns:
-            The digests of the files that this rank has written, by name; they are on the disk.
+            The digests of the files that this rank has written, by name; see `Saver.finish`.
         """
         rank = self.backend.parallel.rank
         try:
@@ -301,7 +355,7 @@ class Worker:
             raise _cannot_write(path, error) from error
         try:
             torch.save(random_state(), path / f"rng_{rank}.pt")
-            return digests_of_rank(path, rank)
+            return self.backend.saver.finish(path, self.backend.parallel, self.args.train_timeout)
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
             raise _cannot_write(path, error) from error
 
@@ -309,15 +363,27 @@ class Worker:
         """Read what `save` wrote; without `optimizer` the weights alone."""
         with trusting_no_code(path):
             self.backend.load(path, optimizer=optimizer)
-        rng = path / f"rng_{self.backend.parallel.rank}.pt"
-        if optimizer and rng.exists():
+        if optimizer and (rng := path / f"rng_{self.backend.parallel.rank}.pt").exists():
             set_random_state(rng)
 
     def memory(self) -> dict[str, float]:
-        """The most memory that was allocated on this rank's GPU, in bytes; empty on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        return {"perf/gpu_peak_bytes": float(torch.cuda.max_memory_allocated(self.device))}
+        """The memory of this rank and of its GPU in bytes, by name; the peak is that since the last call.
+
+        What is used on the GPU and not this rank's are the engines, and the CUDA contexts of all processes.
+        """
+        out = {"trainer_host_bytes": float(psutil.Process().memory_info().rss)}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            out |= {
+                "trainer_bytes": float(torch.cuda.memory_allocated(self.device)),
+                "trainer_reserved_bytes": float(reserved),
+                "trainer_peak_bytes": float(torch.cuda.max_memory_allocated(self.device)),
+                "others_bytes": float(total - free - reserved),
+                "free_bytes": float(free),
+            }
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return out
 
 
 def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> None:
@@ -326,24 +392,6 @@ def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> 
     else:
         with trusting_no_code(path):
             model.load(path, optimizer=False, fresh_head=fresh_head)
-
-
-def _store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
-    if not rendezvous.startswith("tcp://"):
-        store = dist.FileStore(rendezvous, world_size)
-        store.set_timeout(timedelta(seconds=timeout))
-        return store
-    host, _, rest = rendezvous.removeprefix("tcp://").rpartition(":")
-    port, _, fd = rest.partition("?fd=")
-    return dist.TCPStore(
-        host,
-        int(port),
-        world_size,
-        is_master=bool(fd),
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=int(fd) if fd else None,  # TCPStore itself would listen on all addresses of the host
-    )
 
 
 def _cannot_write(path: Path, error: Exception) -> CheckpointError:

@@ -7,7 +7,7 @@ from typing import cast
 
 from instep.checkpoints.adapter import export_adapter
 from instep.weights.disk import Disk, Recorded
-from instep.weights.manifest import TensorRecord
+from instep.weights.manifest import BucketManifest
 from instep.weights.source import AdapterSource, WeightSource
 from instep.weights.way import Order
 
@@ -15,10 +15,12 @@ from instep.weights.way import Order
 class LoraDisk(Disk):
     name = "lora_disk"
 
-    def send(self, source: WeightSource, order: Order, emit: Callable[[TensorRecord], None]) -> None:
-        """Write the adapter as the folder `order.folder`, and emit the record of each of its tensors."""
+    def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
+        """Write the adapter as the folder `order.folder`, and emit its manifest when it is complete."""
         config = {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}
-        export_adapter(Recorded(source, emit), config, order.folder)
+        recorded = Recorded(source)
+        export_adapter(recorded, config, order.folder)
+        recorded.tell(order, emit)
 
 
 WAY = LoraDisk()

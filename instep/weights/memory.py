@@ -1,15 +1,16 @@
-"""The memory of an engine that shares its weights, as the trainer maps it; the way `single-copy` writes into it.
+"""The memory in which engines share their weights, as the trainer maps it; the way `single-copy` writes into it.
 
-Each rank of the engine has a manifest, `memory-RANK.json` in a folder of the run: how its memory is opened, and in
-which slices of it each weight lies, under its Hugging Face name. A rank of TP has a slice of a weight; what is fused
-in the engine (q, k and v; gate and up) is several weights, each a slice.
+Each worker of an engine has a manifest, `memory-RANK.json` in a folder of its own or of the run: how its memory is
+opened, and in which slices of it each weight lies, under its Hugging Face name. A rank of TP has a slice of a weight;
+what is fused in the engine (q, k and v; gate and up) is several weights, each a slice.
 
-`_OPENERS` is all that knows of what kind a memory is: a file that both map, on a CPU. On a GPU it would be the CUDA
-IPC handle of a parameter.
+`_OPENERS` is all that knows of what kind a memory is: a file that all map, on a CPU; on a GPU the CUDA IPC handle of a
+parameter, which a rank of the trainer opens if it is on that GPU. It must not write into the memory of another one.
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import math
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 
 from instep.errors import SyncError
-from instep.weights.manifest import digest, dtype_name, tensor_bytes
-from instep.weights.place import NoPlace, open_bucket
+from instep.weights.manifest import digest, dtype_name
+from instep.weights.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
 from instep.weights.source import TensorSpec
 
 SAMPLE_KIND = "xxh3-128 of a sample"
@@ -40,51 +41,50 @@ class Slice:
     source_offset: int
     source_stride: tuple[int, ...]
 
-    @property
-    def in_order(self) -> bool:
-        """Whether its elements follow each other in the memory and in the whole weight."""
-        pairs = zip(self.view.shape, self.source_stride, self.view.stride(), strict=True)
-        return self.view.is_contiguous() and all(size == 1 or theirs == ours for size, theirs, ours in pairs)
-
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of the whole, contiguous weight."""
         return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
 
 
 class EngineMemory:
-    """The weights of one engine, as all of its ranks hold them.
+    """The weights of all engines that share them here, as far as this process may write them.
 
     Args:
-        ranks: the manifests, rank by rank.
-        lock: a file descriptor that keeps other trainers away until it is closed.
+        workers: the manifest of each worker of each engine.
+        locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
-        nonces: by which an engine's memory differs from that of one that was started anew.
+        nonces: of all workers; by it a worker's memory differs from that of one that was started anew.
+        slices: by nonce and name, of the workers whose memory is opened.
+        on_gpus: whether the memory is that of GPUs, of which each rank of the trainer writes its own.
+        crowded: whether a process may open the memory of several workers.
     """
 
-    def __init__(self, ranks: Sequence[Mapping[str, Any]], lock: int | None = None):
-        self.nonces = [str(rank["nonce"]) for rank in ranks]
-        self.dtype = str(ranks[0]["dtype"])
-        self.architecture = str(ranks[0]["architecture"])
-        self._lock = lock
+    def __init__(self, workers: Sequence[Mapping[str, Any]], locks: Sequence[int] = ()):
+        self.homes = {str(worker["nonce"]): _home(worker) for worker in workers}
+        self.nonces = list(self.homes)
+        self.crowded = len({_gpu(worker) for worker in workers}) < len(workers)
+        self.dtype, self.architecture = str(workers[0]["dtype"]), str(workers[0]["architecture"])
+        self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
+        self._locks, self._workers = list(locks), workers
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self.slices: list[dict[str, list[Slice]]] = []  # rank by rank, by name
-        for rank in ranks:
-            memories = [_OPENERS[memory["kind"]](memory) for memory in rank["memories"]]
-            self.shapes |= {name: tuple(t["shape"]) for name, t in rank["tensors"].items()}
-            self.dtypes |= {name: str(t["dtype"]) for name, t in rank["tensors"].items()}
-            slices = {}
-            for name, tensor in rank["tensors"].items():
+        self.slices: dict[str, dict[str, list[Slice]]] = {}
+        for worker in workers:
+            self.shapes |= {name: tuple(t["shape"]) for name, t in worker["tensors"].items()}
+            self.dtypes |= {name: str(t["dtype"]) for name, t in worker["tensors"].items()}
+            if not all(_reachable(memory) for memory in worker["memories"]):
+                continue
+            memories = [_OPENERS[memory["kind"]](memory) for memory in worker["memories"]]
+            slices = self.slices[str(worker["nonce"])] = {}
+            for name, tensor in worker["tensors"].items():
                 dtype = getattr(torch, tensor["dtype"])
                 slices[name] = [_slice(record, memories[record["memory"]], dtype, name) for record in tensor["slices"]]
-            self.slices.append(slices)
 
     def close(self) -> None:
         """Let another trainer attach."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Raise SyncError unless the engine has exactly the weights of the trainer; it names the tensor."""
@@ -102,39 +102,69 @@ class EngineMemory:
         return SyncError(what, where=f"the memory of the engine ({self.architecture}, {self.dtype})", remedy=AGAIN)
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """The view of a weight that lies in one piece in the memory of the only rank; None for any other.
+        """The view of a weight that lies in one piece in the only memory that is opened; None for any other."""
+        return self.box(name, self.shapes[name], (0,) * len(self.shapes[name])) if len(self.slices) == 1 else None
 
-        Slices that follow each other are one piece: Phi-3's fused q, k and v are loaded one by one.
+    def box(self, name: str, shape: Sequence[int], offset: Sequence[int], index: int = 0) -> torch.Tensor | None:
+        """The view of a box of a weight, if it lies in one piece in the memory of opened worker `index`; else None.
+
+        Slices whose rows follow each other are one piece: Phi-3's fused q, k and v are loaded one by one.
+
+        Args:
+            shape, offset: the elements `[offset[0] : offset[0] + shape[0], ...]` of the weight.
         """
-        if len(self.slices) != 1:
-            return None
-        parts = sorted(self.slices[0][name], key=lambda part: part.source_offset)
-        shape, first, end = self.shapes[name], parts[0].view, 0
+        stride = _contiguous(self.shapes[name])
+        parts = sorted(list(self.slices.values())[index].get(name, ()), key=lambda part: part.source_offset)
+        start, rows = sum(at * step for at, step in zip(offset, stride, strict=True)), 0
+        parts = [part for part in parts if part.view.numel()]
         for part in parts:
-            here = part.view.data_ptr() == first.data_ptr() + end * first.element_size()
-            if part.source_offset != end or not here or not part.in_order:
+            first = parts[0].view
+            alike = part.view.shape[1:] == torch.Size(shape[1:]) and part.view.stride() == first.stride()
+            steps = zip(part.view.shape, part.source_stride, stride, strict=True)
+            in_order = part.view.is_contiguous() and all(size == 1 or ours == step for size, ours, step in steps)
+            at = rows * stride[0] if stride else 0
+            here = first.data_ptr() + rows * (first.stride(0) if stride else 0) * first.element_size()
+            if not (alike and in_order) or part.source_offset != start + at or part.view.data_ptr() != here:
                 return None
-            end += part.view.numel()
-        return first.as_strided(shape, torch.empty(shape, device="meta").stride()) if end == math.prod(shape) else None
+            rows += part.view.shape[0] if stride else 1
+        if not parts or rows != (shape[0] if stride else 1):
+            return None
+        return parts[0].view.as_strided(tuple(shape), parts[0].view.stride())
 
     @torch.no_grad()
-    def write(self, name: str, whole: torch.Tensor) -> None:
-        """Write a weight into all of its slices."""
+    def write(self, name: str, whole: torch.Tensor, without: int | None = None) -> None:
+        """Write a weight into all of its slices that are opened here, except those of opened worker `without`."""
         whole = whole.detach().contiguous()
-        for rank in self.slices:
-            for part in rank.get(name, ()):
+        for index, worker in enumerate(self.slices.values()):
+            for part in worker.get(name, ()) if index != without else ():
                 part.view.copy_(part.of(whole))
 
-    def digests(self) -> list[dict[str, str]]:
-        """Rank by rank the digest of a sample of each weight, as the engine takes it from its parameters."""
-        return [
-            {name: digest(b"".join(_sample(part.view) for part in parts)) for name, parts in rank.items()}
-            for rank in self.slices
-        ]
+    def digest(self, name: str, whole: torch.Tensor) -> str:
+        """What `digests` has of a weight for all workers, one after another, if they hold `whole`."""
+        whole, found = whole.detach().contiguous(), []
+        for worker in self._workers:
+            slices = worker["tensors"].get(name, {"slices": []})["slices"]
+            begins = [whole.storage_offset() + record["source_offset"] for record in slices]
+            pairs = zip(slices, begins, strict=True)
+            parts = [whole.as_strided(record["shape"], record["source_stride"], begin) for record, begin in pairs]
+            found += list(sample_digests({name: parts}).values()) if parts else []
+        return "".join(found)
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """By nonce the digest of a sample of each weight, as that worker takes it from its parameters.
+
+        It waits until everything is written.
+        """
+        if self.on_gpus and self.slices:
+            torch.cuda.synchronize()
+        return {
+            nonce: sample_digests({name: [part.view for part in parts] for name, parts in worker.items()})
+            for nonce, worker in self.slices.items()
+        }
 
 
 def attach(folder: Path, *, lock: bool) -> EngineMemory:
-    """The memory of the engine that shares its weights in `folder`.
+    """The memory of the engines that share their weights in `folder`.
 
     Args:
         lock: keep other trainers away from it as long as this process lives, or until `EngineMemory.close`.
@@ -142,14 +172,27 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
     Raises:
         SyncError: no engine does, it cannot be opened, or another trainer is attached to it.
     """
-    held = _lock(folder / "memory-0.json") if lock else None  # an engine that is started anew has a new file
+    locks: list[int] = []
     try:
-        ranks = [json.loads((folder / "memory-0.json").read_text())]
-        ranks += [json.loads((folder / f"memory-{i}.json").read_text()) for i in range(1, ranks[0]["num_ranks"])]
-        return EngineMemory(ranks, held)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace) as error:
-        if held is not None:
-            os.close(held)
+        workers, ended = [], list[str]()
+        for place in _places(folder):
+            check_memory_folder(str(place))
+            first = json.loads((place / "memory-0.json").read_text())
+            if not lives(first["process"]):  # it is started anew, or it was killed and left its files
+                ended.append(str(place))
+                continue
+            if lock:
+                locks.append(_lock(place / "memory-0.json"))  # an engine that is started anew has a new file
+            workers += [first]
+            workers += [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
+        if not workers:
+            raise ValueError(f"the engine that shared it has ended: {ended[0]}")
+        return EngineMemory(workers, locks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace, SyncError) as error:
+        for fd in locks:
+            os.close(fd)
+        if isinstance(error, SyncError):
+            raise
         raise SyncError(
             f"the memory in which the engine shares its weights cannot be opened: {error!r}",
             where=str(folder),
@@ -157,24 +200,47 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
         ) from error
 
 
-def nonce(folder: Path) -> str:
-    """The nonce of the first rank's memory, for which nothing is opened; empty where there is none."""
-    try:
-        return str(json.loads((folder / "memory-0.json").read_text())["nonce"])
-    except (OSError, ValueError, KeyError):
-        return ""
+def _places(folder: Path) -> list[Path]:
+    """The folder of each engine: `folder` itself, or those in it."""
+    return sorted(path.parent for path in folder.glob(f"{SYNC}*/memory-0.json")) or [folder]
+
+
+def marks(folder: Path) -> list[tuple[str, int, int]]:
+    """What tells the manifests in `folder` from those of engines that were started anew; nothing is opened."""
+    found = []
+    for place in _places(folder):
+        for path in sorted(place.glob("memory-*.json")):
+            stat = path.stat()
+            found.append((str(path), stat.st_ino, stat.st_mtime_ns))
+    return found
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
     """The digest of a sample of a whole weight."""
-    return digest(_sample(tensor))
+    return sample_digests({"": [tensor]})[""]
 
 
-def _sample(tensor: torch.Tensor) -> memoryview:
-    """The bytes of about `SAMPLE_LENGTH` elements, spread over the tensor (as in `instep_vllm/memory.py`)."""
+def sample_digests(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
+    """By name the digest of a sample of each tensor (as in `instep_vllm/memory.py`); one copy to the host."""
+    few = {name: [_few(tensor) for tensor in found] for name, found in tensors.items()}
+    data, at, digests = memoryview(torch.cat([part for found in few.values() for part in found]).cpu().numpy()), 0, {}
+    for name, found in few.items():
+        length = sum(part.numel() for part in found)
+        digests[name] = digest(data[at : at + length])
+        at += length
+    return digests
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of about `SAMPLE_LENGTH` elements, spread over the tensor."""
     each = max(1, round(SAMPLE_LENGTH ** (1 / max(1, tensor.ndim))))
     few = tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
-    return tensor_bytes(few.cpu())
+    return few.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, name: str) -> Slice:
@@ -186,12 +252,9 @@ def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, 
     return Slice(flat.as_strided(shape, stride), record["source_offset"], tuple(record["source_stride"]))
 
 
-def _lock(path: Path) -> int | None:
-    """A file descriptor that holds the lock of `path`; None where there is no such file."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
+def _lock(path: Path) -> int:
+    """A file descriptor that holds the lock of `path`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -204,6 +267,23 @@ def _lock(path: Path) -> int | None:
     return fd
 
 
+def _home(worker: Mapping[str, Any]) -> str:
+    """Where a worker's memory is, for messages."""
+    return f"rank {worker['rank']} of an engine" + (f" on GPU {_gpu(worker)}" if _gpu(worker) else "")
+
+
+def _gpu(worker: Mapping[str, Any]) -> str:
+    """The UUID of a worker's GPU; "" on a CPU."""
+    return next((str(memory["uuid"]) for memory in worker["memories"] if memory["kind"] == "cuda"), "")
+
+
+def _reachable(memory: Mapping[str, Any]) -> bool:
+    """Whether this process may open a memory: a GPU has a number in each process, and one UUID in all of them."""
+    if memory["kind"] != "cuda":
+        return True
+    return torch.cuda.is_available() and str(torch.cuda.get_device_properties("cuda").uuid) == memory["uuid"]
+
+
 def _open_file(memory: Mapping[str, Any]) -> torch.Tensor:
     """The bytes of the file, mapped."""
     fd = open_bucket(memory["path"], os.O_RDWR)
@@ -213,4 +293,22 @@ def _open_file(memory: Mapping[str, Any]) -> torch.Tensor:
         os.close(fd)
 
 
-_OPENERS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {"file": _open_file}
+def _open_cuda(memory: Mapping[str, Any]) -> torch.Tensor:
+    """The bytes of a storage on this process's GPU, which another process has allocated."""
+    storage = torch.UntypedStorage._new_shared_cuda(
+        torch.cuda.current_device(),
+        base64.b64decode(memory["ipc_handle_b64"]),
+        memory["storage_size"],
+        memory["storage_offset"],
+        base64.b64decode(memory["ref_counter_handle_b64"]),
+        memory["ref_counter_offset"],
+        base64.b64decode(memory["event_handle_b64"]),
+        memory["event_sync_required"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+_OPENERS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
+    "file": _open_file,
+    "cuda": _open_cuda,
+}

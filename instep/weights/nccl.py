@@ -1,16 +1,18 @@
 """The way `nccl`: weights travel as a stream of buckets over a process group of trainer and engines.
 
-It is NCCL between GPUs and gloo between CPUs. The trainer's rank 0 gathers one tensor after another, packs them, and
-broadcasts a full bucket to all workers of all engines while it fills the next, so that it holds two buckets at most.
+It is NCCL between GPUs and gloo between CPUs. The trainer's rank 0 gathers one tensor after another, packs them into
+buckets, and broadcasts one bucket to all workers of all engines while it fills the next, so that it holds two at most.
 The group outlives its session as long as the same processes take part.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +25,7 @@ import torch.distributed as dist
 
 from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
-from instep.weights.source import WeightSource
+from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.stream import (
     ROW_BYTES,
     Group,
@@ -32,11 +34,13 @@ from instep.weights.stream import (
     StreamBroken,
     abort,
     checksum,
-    checksums,
+    new_bucket,
     raw_bytes,
     rows_of,
     send_bucket,
-    send_end,
+    send_header,
+    sums,
+    texts_of,
 )
 from instep.weights.way import Carriage, Order, Sent
 
@@ -49,7 +53,15 @@ class Broken(NamedTuple):
     reason: str
 
 
-Event = Invitation | TensorRecord | Broken
+class Delivered(NamedTuple):
+    """All has been sent: what, and the seconds of the sender: gathering and packing, waiting for the receivers to come,
+    and for buckets to be sent."""
+
+    tensors: tuple[TensorRecord, ...]
+    seconds: dict[str, float]
+
+
+Event = Invitation | list[TensorRecord] | Delivered | Broken
 
 
 @dataclass
@@ -71,6 +83,7 @@ def _store_at(host: str, timeout: timedelta) -> tuple[dist.Store, str]:
 
 class Nccl:
     digest_kind, digest = "multilinear-64", staticmethod(checksum)
+    name = "nccl"
 
     def __init__(self) -> None:
         self._open: _Open | None = None  # of the worker that sends
@@ -78,20 +91,20 @@ class Nccl:
     # ---- the worker --------------------------------------------------------------------------------------------------
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Event], None]) -> None:
-        """Send all weights; emits first where the receivers meet, and then a record of each tensor."""
+        """Send all weights; emits first where the receivers meet, and at the end a record of each tensor."""
         packer: _Packer | None = None
         broken = False
         for spec, tensor in source:
             if tensor is None or broken:
                 continue  # the other ranks gather on
             try:
-                packer = packer or _Packer(self._group(order, tensor.device, emit), order, emit)
-                packer.add(spec.name, tensor)
+                packer = packer or _Packer(self._group(order, tensor.device, emit), source, order)
+                packer.add(spec, tensor)
             except StreamBroken as error:
                 broken = self._give_up(error, emit)
         if packer is not None and not broken:
             try:
-                packer.end()
+                emit(packer.end())
             except StreamBroken as error:
                 self._give_up(error, emit)
 
@@ -128,92 +141,140 @@ class Nccl:
     # ---- the controller ----------------------------------------------------------------------------------------------
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the engines receive while the workers send; whoever fails ends the stream for all."""
+        """Let the engines receive while the workers send; whoever fails ends the stream for all.
+
+        A SyncError is from StreamBroken where the sender alone has seen its end.
+        """
         tensors: list[TensorRecord] = []
+        seconds: dict[str, float] = {}
         loads: list[Future[None]] = []
+        invited: list[Invitation] = []
         broken: list[str] = []
         ended = threading.Event()
 
         def end(invitation: Invitation) -> None:
             if not ended.is_set():
                 ended.set()
-                with suppress(RuntimeError, dist.DistError):  # the sender is gone, too
-                    abort(invitation, ABORT_SECONDS)
+                self._end(invitation)
+
+        def deliver(info: dict[str, Any], invitation: Invitation) -> None:
+            try:
+                carriage.deliver(info, lambda: end(invitation))
+            except BaseException:
+                end(invitation)  # else the sender would wait for engines that do not come
+                raise
 
         def on_event(event: Event) -> None:
             if isinstance(event, Invitation):
-                info = {"backend": "nccl", "invitation": asdict(event), "seconds": carriage.seconds_left()}
-                loads.append(pool.submit(carriage.deliver, info, lambda: end(event)))
+                invited.append(event)
+                info = {"backend": self.name, "invitation": asdict(event), "seconds": carriage.seconds_left()}
+                loads.append(pool.submit(deliver, info, event))
             elif isinstance(event, Broken):
                 broken.append(event.reason)
+            elif isinstance(event, Delivered):
+                tensors.extend(event.tensors)
+                seconds.update(event.seconds)
             else:
-                tensors.append(event)
+                tensors.extend(event)
 
         pool = ThreadPoolExecutor(1)
         try:
             carriage.publish(carriage.memory_folder, on_event, *carriage.receivers())
+            sent = time.monotonic()
             for future in loads:
                 future.result(timeout=carriage.seconds_left())
-        except TimeoutError:
-            carriage.seconds_left()  # none are left, which this tells
+        except BaseException as error:
+            for invitation in invited:
+                end(invitation)  # else the engines would wait for a sender that has gone
+            if isinstance(error, TimeoutError):
+                carriage.seconds_left()  # none are left, which this tells
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         if broken:
             raise SyncError(
                 f"the weights did not reach every engine: {broken[0]}",
-                where="--weight-sync nccl",
-                remedy="resume from the last checkpoint, and try --sync-way disk if it happens again",
-            )
-        return Sent(tuple(tensors), self.digest_kind)
+                where=f"--weight-sync {self.name}",
+                remedy="resume from the last checkpoint, and try --weight-sync disk if it happens again",
+            ) from StreamBroken(broken[0])
+        return Sent(tuple(tensors), self.digest_kind, {**seconds, "load": time.monotonic() - sent})
+
+    def _end(self, invitation: Invitation) -> None:
+        """End the stream for all that wait in it."""
+        with suppress(RuntimeError, dist.DistError):  # the sender is gone, too
+            abort(invitation, ABORT_SECONDS)
 
 
 WAY = Nccl()
 
 
 class _Packer:
-    """Packs tensors into buckets, and sends each that is full."""
+    """Packs tensors into buckets as planned, and sends each that is full."""
 
-    def __init__(self, group: Group, order: Order, emit: Callable[[Event], None]):
-        self._group, self._emit = group, emit
-        self._session = {"version": order.version, "nonce": order.nonce}
-        self._size, self._deadline = order.bucket_bytes, time.monotonic() + order.seconds
-        self._buffer: torch.Tensor | None = None
-        self._held: list[Packed] = []
-        self._end = 0
-        self._sending: tuple[Any, torch.Tensor] | None = None  # with the bucket, which must live as long
+    def __init__(self, group: Group, source: WeightSource, order: Order):
+        self._began, self._met, self._waited = time.monotonic(), 0.0, 0.0
+        self._group, self._deadline = group, time.monotonic() + order.seconds
+        self._plan = plan(source.specs, order.bucket_bytes)
+        self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # with the buckets, which must live as long
+        self._sums: list[torch.Tensor] = []
+        self._header = send_header(group, {"version": order.version, "nonce": order.nonce}, self._plan)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        data = raw_bytes(tensor)
-        room = rows_of(data.numel()) * ROW_BYTES
-        if self._buffer is None or self._end + room > self._buffer.numel():
-            self._flush()
-            size = max(self._size // ROW_BYTES * ROW_BYTES, room)
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-        place = self._buffer[self._end : self._end + room]
-        place[: data.numel()].copy_(data)
-        place[data.numel() :].zero_()
-        self._held.append(Packed(name, tuple(tensor.shape), dtype_name(tensor.dtype), self._end, data.numel(), ""))
-        self._end += room
+    def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        bucket = self._plan[self._number]
+        if self._held == 0:
+            self._finish(1)
+            self._memory, self._data, self._tail = new_bucket(bucket, self._group.device)
+        packed = bucket[self._held]
+        came = (spec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
+        assert came == (packed.name, packed.shape, packed.dtype), f"{came}, where {packed} was planned"
+        end = packed.offset + packed.nbytes
+        self._data[packed.offset : end].copy_(raw_bytes(tensor))
+        if (row_end := packed.offset + rows_of(packed.nbytes) * ROW_BYTES) > end:
+            self._data[end:row_end].zero_()
+        self._held += 1
+        if self._held == len(bucket):
+            self._tail.copy_(sums(self._data, [rows_of(t.nbytes) for t in bucket]))
+            self._sums.append(self._tail.clone())
+            self._sending.append((send_bucket(self._group, self._memory), self._memory))
+            self._number, self._held = self._number + 1, 0
 
-    def end(self) -> None:
-        self._flush()
-        self._wait()
-        send_end(self._group, self._deadline)
+    def end(self) -> Delivered:
+        self._finish(0)
+        digests = texts_of(torch.cat(self._sums))
+        records = [
+            TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, digest)
+            for t, digest in zip((t for bucket in self._plan for t in bucket), digests, strict=True)
+        ]
+        gather = time.monotonic() - self._began - self._met - self._waited
+        return Delivered(tuple(records), {"gather": gather, "meet": self._met, "send": self._waited})
 
-    def _wait(self) -> None:
-        if self._sending is not None:
-            self._group.finish(self._sending[0], self._deadline)
-            self._sending = None
-
-    def _flush(self) -> None:
-        if self._buffer is None:
+    def _finish(self, most: int) -> None:
+        """Wait until at most so many buckets are under way."""
+        if len(self._sending) <= most:
             return
-        data = self._buffer[: self._end]
-        sums = checksums(data, [rows_of(t.nbytes) for t in self._held])
-        tensors = [Packed(**{**asdict(t), "checksum": s}) for t, s in zip(self._held, sums, strict=True)]
-        for t in tensors:
-            self._emit(TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, t.checksum))
-        self._wait()
-        self._sending = (send_bucket(self._group, self._session, tensors, data, self._deadline), data)
-        self._buffer, self._held, self._end = None, [], 0
+        began = time.monotonic()
+        for work, _ in self._header:
+            self._group.finish(work, self._deadline)
+        self._header = []
+        met = time.monotonic()
+        while len(self._sending) > most:
+            self._group.finish(self._sending[0][0], self._deadline)
+            self._sending.popleft()
+        self._met += met - began
+        self._waited += time.monotonic() - met
+
+
+def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Packed]]:
+    """What lies where in which bucket, in the order of `specs`; a tensor larger than `bucket_bytes` has its own."""
+    buckets: list[list[Packed]] = []
+    end = 0
+    for spec in specs:
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        room = rows_of(nbytes) * ROW_BYTES
+        if not buckets or end + room > bucket_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append(Packed(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
+        end += room
+    return buckets

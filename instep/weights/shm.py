@@ -68,15 +68,18 @@ class Shm:
         """Deliver each bucket as soon as it is written, while the workers gather the next."""
         tensors: list[TensorRecord] = []
         loads: list[Future[None]] = []
+        paths: list[Path] = []
 
         def load(manifest: BucketManifest) -> None:
             try:
-                carriage.deliver({"backend": self.name, "manifest": manifest.to_json()})
+                if not any(earlier.done() and earlier.exception() for earlier in loads):  # then the session is over
+                    carriage.deliver({"backend": self.name, "manifest": manifest.to_json()})
             finally:
                 Path(manifest.path).unlink(missing_ok=True)
 
         def on_event(manifest: BucketManifest) -> None:
             tensors.extend(manifest.tensors)
+            paths.append(Path(manifest.path))
             loads.append(pool.submit(load, manifest))
 
         pool = ThreadPoolExecutor(1)  # buckets in order
@@ -89,6 +92,8 @@ class Shm:
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
+            for path in paths:  # of buckets that were not delivered
+                path.unlink(missing_ok=True)
         return Sent(tuple(tensors), self.digest_kind)
 
 

@@ -1,67 +1,91 @@
-"""The way `single-copy`: the trainer writes into the memory that the engine computes with; no byte travels.
+"""The way `single-copy`: the trainer writes into the memory that the engines compute with; no byte travels.
 
-The engine shares its weights when it starts (`memory.py`), and the first session of a trainer attaches to it. A source
+Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them. A source
 whose parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the
-engine are digests of samples, by which it knows that the memory is the same on both sides.
+engines are digests of samples, by which they know that the memory is the same on both sides. On a CPU rank 0 reads all
+of it, on GPUs each rank reads what is on its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
-from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, nonce, sample_digest
-from instep.weights.source import WeightSource
+from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, marks, sample_digest
+from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.way import Carriage, Order, Sent
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the trainer has written: the weights' records, and for each rank of the engine its memory and digests."""
+    """What a rank of the trainer has found in the memory after it has written.
 
-    tensors: tuple[TensorRecord, ...]
-    nonces: list[str]
-    digests: list[dict[str, str]]
+    Attributes:
+        digests: by the nonce of a worker's memory, and by name.
+        specs: all weights, and `homes`: by nonce where all memory is; of the rank that emits.
+    """
+
+    digests: dict[str, dict[str, str]]
+    specs: tuple[TensorSpec, ...] = ()
+    homes: dict[str, str] = field(default_factory=dict)
 
 
 class SingleCopy:
     digest_kind, digest = SAMPLE_KIND, staticmethod(sample_digest)
 
     def __init__(self) -> None:
-        self._memory: EngineMemory | None = None  # of this process's engine, while it is a worker
+        self._memory: EngineMemory | None = None  # of the engines, while this process is a worker
+        self._marks: list[tuple[str, int, int]] = []
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Written], None]) -> None:
-        """Write all weights into the engine's memory, and emit what it must find there.
+        """Write all weights into the engines' memory, and emit what they must find there.
 
         Raises:
-            SyncError: the engine shares no memory, or holds another model.
+            SyncError: an engine shares no memory, or holds another model.
         """
-        if self._memory is None or self._memory.nonces[0] != nonce(order.folder):
+        found = marks(order.folder)
+        if self._memory is None or self._marks != found:
+            if self._memory is not None:
+                self._memory.close()
             memory = attach(order.folder, lock=source.emits)
             try:
                 memory.check(source.specs)
             except SyncError:
                 memory.close()
                 raise
-            if self._memory is not None:
-                self._memory.close()
-            self._memory = memory
-        source.write_into(self._memory)
+            self._memory, self._marks = memory, found
+        memory = self._memory
+        source.write_into(memory)
         if source.emits:
-            digests = self._memory.digests()
-            together = {name: "".join(rank[name] for rank in digests if name in rank) for name in self._memory.shapes}
-            records = [TensorRecord(s.name, s.shape, dtype_name(s.dtype), 0, 0, together[s.name]) for s in source.specs]
-            emit(Written(tuple(records), self._memory.nonces, digests))
+            emit(Written(memory.digests(), tuple(source.specs), memory.homes))
+        elif memory.on_gpus:
+            emit(Written(memory.digests()))
+
+    def digests(self, source: WeightSource) -> dict[str, str]:
+        """The digests that `Sent` has if the engines hold these weights (collective); for a worker."""
+        memory = self._memory
+        digest = memory.digest if memory is not None else lambda name, tensor: sample_digest(tensor)
+        return {spec.name: digest(spec.name, tensor) for spec, tensor in source if tensor is not None}
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the trainer write, and the engine compare samples of what it computes with."""
+        """Let the trainer write, and each engine compare samples of what it computes with."""
         events: list[Written] = []
+        carriage.pause()  # the engine computes with what the trainer writes
         carriage.publish(carriage.memory_folder, events.append)
-        (written,) = events
-        carriage.deliver({"backend": "single-copy", "nonces": written.nonces, "digests": written.digests})
-        return Sent(written.tensors, self.digest_kind)
+        digests = {nonce: found for event in events for nonce, found in event.digests.items()}
+        (whole,) = (event for event in events if event.specs)
+        if missed := [home for nonce, home in whole.homes.items() if nonce not in digests]:
+            raise SyncError(
+                f"no rank of the trainer is on the GPU of {missed[0]}, so that none can write there",
+                where="--weight-sync single-copy",
+                remedy="place a rank on each GPU of the engine (--colocate, see `instep plan`), or --weight-sync shm",
+            )
+        together = {s.name: "".join(digests[nonce].get(s.name, "") for nonce in whole.homes) for s in whole.specs}
+        records = [TensorRecord(s.name, s.shape, dtype_name(s.dtype), 0, 0, together[s.name]) for s in whole.specs]
+        carriage.deliver({"backend": "single-copy", "digests": digests})
+        return Sent(tuple(records), self.digest_kind)
 
 
 WAY = SingleCopy()

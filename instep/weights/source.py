@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from instep.weights.memory import EngineMemory
@@ -34,11 +35,20 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
     def write_into(self, memory: EngineMemory) -> None:
-        """Write all weights into the memory of an engine (collective); where they can be, the trainer's parameters
+        """Write all weights into the memory of the engines (collective); where they can be, the trainer's parameters
         become views of it."""
         for spec, tensor in self:
-            if tensor is not None:
-                memory.write(spec.name, tensor)
+            self._write(memory, spec, tensor)
+
+    def _write(self, memory: EngineMemory, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
+        """Write one weight, which rank 0 has, into what each rank has opened (collective)."""
+        if memory.on_gpus and dist.get_world_size() > 1:
+            if tensor is None:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, 0)
+        if tensor is not None:
+            memory.write(spec.name, tensor)
 
 
 class AdapterSource(WeightSource, Protocol):

@@ -2,9 +2,11 @@
 
 instep-vllm has a copy of this file, which must not import instep: both ends speak the same protocol.
 
-A bucket is three broadcasts: the length of its header, the header (JSON), and the bytes, in which each tensor begins at
-a multiple of ROW_BYTES. A length of 0 ends the stream. A receiver that refuses something goes on reading until the end,
-so that all stay in step; `abort` ends a stream at once, for all that wait in it.
+First come two broadcasts, the length of a header and the header (JSON): the session, and which tensors each bucket
+holds. A bucket is one broadcast: its tensors, each from a multiple of ROW_BYTES on, and their checksums. So the next
+broadcast can be under way on both ends while a bucket is packed or loaded, and nothing waits for the host of a GPU but
+one comparison per bucket. A receiver that refuses something goes on reading until the end, so that all stay in step;
+`abort` ends a stream at once, for all that wait in it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -59,7 +62,16 @@ def _signed(number: int) -> int:
 
 
 def checksums(data: torch.Tensor, num_rows: list[int]) -> list[str]:
-    """The checksum of each tensor of a bucket, computed where the bucket is.
+    """`sums` as texts."""
+    return texts_of(sums(data, num_rows))
+
+
+def texts_of(numbers: torch.Tensor) -> list[str]:
+    return [f"{number & (1 << 64) - 1:016x}" for number in numbers.tolist()]
+
+
+def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
+    """The checksum of each tensor of a bucket, int64, computed where the bucket is; the host of a GPU does not wait.
 
     Each 32-bit word is multiplied with a 64-bit number of its own; a checksum is the sum modulo 2^64 (multilinear
     hashing, Lemire and Kaser 2014). It tells swapped, transposed, torn and stale bytes, but is no defence against
@@ -69,16 +81,17 @@ def checksums(data: torch.Tensor, num_rows: list[int]) -> list[str]:
         data: uint8 `[sum(num_rows) * ROW_BYTES]`.
         num_rows: of each tensor; what is left of its last row is zero.
     """
-    factors = _word_factors(data.device)
+    device, total = data.device, sum(num_rows)
+    factors = _word_factors(device)
     rows = data.view(torch.int32).view(-1, _WORDS)
-    sums = torch.cat([(part * factors).sum(1) for part in rows.split(1 << 12)])  # in parts, for the product is larger
-    most = max(num_rows)
-    powers = torch.full((most,), _signed(_ROW_FACTOR), dtype=torch.int64, device=data.device).cumprod(0)
-    places = torch.cat([torch.arange(n) for n in num_rows]).to(data.device)
-    totals = torch.cat([sums.new_zeros(1), (sums * powers[places]).cumsum(0)])
-    ends = torch.tensor([0, *num_rows], device=data.device).cumsum(0)
-    found = totals[ends].diff()
-    return [f"{number & (1 << 64) - 1:016x}" for number in found.tolist()]
+    of_rows = torch.cat([(part * factors).sum(1) for part in rows.split(1 << 13)])  # in parts: the product is larger
+    powers = torch.full((max(num_rows),), _signed(_ROW_FACTOR), dtype=torch.int64, device=device).cumprod(0)
+    counts = torch.tensor([0, *num_rows]).to(device, non_blocking=True)
+    ends = counts.cumsum(0)
+    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size told: a GPU need not be asked
+    places = torch.arange(total, device=device) - starts
+    totals = torch.cat([of_rows.new_zeros(1), (of_rows * powers[places]).cumsum(0)])
+    return totals[ends].diff()
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -129,7 +142,7 @@ def open_store(place: str, seconds: float) -> dist.Store:
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
 
 
-_left: list[tuple[Any, Any]] = []  # groups of gloo with a broadcast under way: their end would wait for it
+_left: list[tuple[Any, list[Any]]] = []  # groups of gloo with a broadcast under way: their end would wait for it
 
 
 class Group:
@@ -137,6 +150,10 @@ class Group:
 
     Args:
         rank: None: the next that is free.
+        alive: called now and then while this waits.
+
+    Raises:
+        StreamBroken: not all have joined within `seconds`, or another one has ended the stream.
     """
 
     def __init__(
@@ -149,48 +166,54 @@ class Group:
         alive: Callable[[], None] = lambda: None,
     ):
         self.name, self.device = invitation.group, device
-        self._pending: Any = None  # the last broadcast
+        self._pending: list[Any] = []  # broadcasts
         self._store, self._alive = dist.PrefixStore(invitation.group, store), alive
-        if rank is None and (rank := self._store.add("joined", 1)) >= invitation.size:
-            raise StreamBroken(f"more than {invitation.size - 1} receivers have joined")
-        timeout = timedelta(seconds=seconds)
+        num_receivers, timeout, deadline = invitation.size - 1, timedelta(seconds=seconds), time.monotonic() + seconds
         try:
+            if rank is None:
+                if (rank := self._store.add("joined", 1)) > num_receivers:
+                    raise StreamBroken(f"more than {num_receivers} receivers have joined")
+                if rank == num_receivers:
+                    self._store.set("all", "1")
+            self._wait(lambda: self._store.check(["all"]), deadline, "not all have joined in time")
             if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group: Any = dist.ProcessGroupNCCL(self._store, rank, invitation.size, options)
+                self._group: Any = _nccl(self._store, rank, invitation.size, timeout, device)
             else:
                 self._group = dist.ProcessGroupGloo(self._store, rank, invitation.size, timeout)
         except RuntimeError as error:
             raise StreamBroken(f"not all have joined: {error}") from error
 
     def begin(self, tensor: torch.Tensor) -> Any:
-        """Begin to send `tensor` from rank 0, or to receive it."""
+        """Begin to send `tensor` from rank 0, or to receive it, after all that was begun before."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
-            self._pending = self._group.broadcast([tensor], options)
-            return self._pending
+            work = self._group.broadcast([tensor], options)
         except RuntimeError as error:
             raise StreamBroken(f"a peer is gone: {error}") from error
+        self._pending = [*(w for w in self._pending if not w.is_completed()), work]
+        return work
 
     def finish(self, work: Any, deadline: float) -> None:
         """Wait for what was begun. Raises StreamBroken at `deadline` (of `time.monotonic`) at the latest."""
-        look = time.monotonic() + LOOK_SECONDS
         try:
-            while not work.is_completed():
-                now = time.monotonic()
-                if now > deadline:
-                    raise StreamBroken("a peer did not take part in time")
-                if now > look:
-                    self._alive()
-                    if self._store.check(["aborted"]):
-                        raise StreamBroken("it was ended, as another peer has failed")
-                    look = now + LOOK_SECONDS
-                time.sleep(0.0001)
+            self._wait(work.is_completed, deadline, "a peer did not take part in time")
             work.wait()
         except RuntimeError as error:
             raise StreamBroken(f"a peer is gone: {error}") from error
+
+    def _wait(self, done: Callable[[], bool], deadline: float, late: str) -> None:
+        look = time.monotonic() + LOOK_SECONDS
+        while not done():
+            now = time.monotonic()
+            if now > deadline:
+                raise StreamBroken(late)
+            if now > look:
+                self._alive()
+                if self._store.check(["aborted"]):
+                    raise StreamBroken("it was ended, as another peer has failed")
+                look = now + LOOK_SECONDS
+            time.sleep(0.0001)
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:
         self.finish(self.begin(tensor), deadline)
@@ -199,9 +222,31 @@ class Group:
     def close(self) -> None:
         """Leave the group; broadcasts that others wait in fail."""
         self._group.abort()
-        _left[:] = [(group, work) for group, work in _left if not work.is_completed()]
-        if self._pending is not None and not self._pending.is_completed():
+        _left[:] = [(group, works) for group, works in _left if not all(w.is_completed() for w in works)]
+        if not all(work.is_completed() for work in self._pending):
             _left.append((self._group, self._pending))
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    """A group over NCCL with its communicator. All members have come, so that its set-up does not wait for one.
+
+    By itself torch would end the process of a member in whose group another one fails or dies.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    with torch.cuda.device(device):
+        group.eager_connect_single_device(device)
+    return group
 
 
 def abort(invitation: Invitation, seconds: float) -> None:
@@ -214,69 +259,92 @@ def abort(invitation: Invitation, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, checksum."""
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes; checksum if it is known."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
     nbytes: int
-    checksum: str
+    checksum: str = ""
 
 
-def send_bucket(
-    group: Group, session: dict[str, str], tensors: list[Packed], data: torch.Tensor, deadline: float
-) -> Any:
-    """Begin to send one bucket; what it returns is to be finished (`Group.finish`) before the next is sent.
+def bytes_of(bucket: list[Packed]) -> int:
+    """The bytes of the tensors of a bucket, in whole rows."""
+    return bucket[-1].offset + rows_of(bucket[-1].nbytes) * ROW_BYTES
 
-    Args:
-        session: the version and the nonce.
+
+def new_bucket(bucket: list[Packed], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory of a bucket: all that travels, the part of its tensors, both uint8, and of their checksums, int64."""
+    end = bytes_of(bucket)
+    memory = torch.empty(end + 8 * len(bucket), dtype=torch.uint8, device=device)
+    return memory, memory[:end], memory[end:].view(torch.int64)
+
+
+def send_header(group: Group, session: dict[str, str], buckets: list[list[Packed]]) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to tell the receivers what comes; `session`: the version and the nonce.
+
+    Returns:
+        What is to be finished (`Group.finish`), with the memory that must live until then.
     """
-    header = json.dumps({**session, "num_bytes": data.numel(), "tensors": [asdict(t) for t in tensors]}).encode()
-    group.broadcast(torch.tensor([len(header)], device=group.device), deadline)
-    group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device), deadline)
-    return group.begin(data)
+    header = json.dumps({**session, "buckets": [[vars(t) for t in bucket] for bucket in buckets]}).encode()
+    length = torch.tensor([len(header)]).to(group.device)
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device)
+    return [(group.begin(tensor), tensor) for tensor in (length, text)]
 
 
-def send_end(group: Group, deadline: float) -> None:
-    group.broadcast(torch.tensor([0], device=group.device), deadline)
+def send_bucket(group: Group, memory: torch.Tensor) -> Any:
+    """Begin to send; `memory` must live until what this returns is finished (`Group.finish`)."""
+    return group.begin(memory)
 
 
 def receive(
     group: Group, session: dict[str, str], load: Callable[[dict[str, torch.Tensor]], None], deadline: float
 ) -> None:
-    """Receive a stream, and load one bucket after another.
+    """Receive a stream, and load one bucket while the next arrives.
 
     Args:
-        session: the version and the nonce of every bucket.
+        session: the version and the nonce of the stream.
+        load: may keep the tensors, whose memory is not used again.
 
     Raises:
         StreamBroken: it did not come to its end.
         Exception: what `load` raised, or StreamMismatch; nothing has been loaded since.
     """
+    length = int(group.broadcast(torch.zeros(1, dtype=torch.int64, device=group.device), deadline))
+    text = group.broadcast(torch.empty(length, dtype=torch.uint8, device=group.device), deadline)
+    header = json.loads(text.cpu().numpy().tobytes())
+    buckets = [[Packed(**{**t, "shape": tuple(t["shape"])}) for t in bucket] for bucket in header["buckets"]]
     failure: Exception | None = None
-    while True:
-        length = int(group.broadcast(torch.zeros(1, dtype=torch.int64, device=group.device), deadline))
-        if length == 0:
-            break
-        text = group.broadcast(torch.empty(length, dtype=torch.uint8, device=group.device), deadline)
-        header = json.loads(bytes(text.tolist()))
-        data = torch.empty(header["num_bytes"], dtype=torch.uint8, device=group.device)
-        group.broadcast(data, deadline)
+    begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # the bucket that is wanted, and the next
+    for number, bucket in enumerate(buckets):
+        for ahead in buckets[number + len(begun) : number + 2]:
+            memory, data, sums = new_bucket(ahead, group.device)
+            begun.append((group.begin(memory), data, sums))
+        work, data, sums = begun.pop(0)
+        group.finish(work, deadline)
         if failure is None:
             try:
-                load(_checked(header, session, data))
+                tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, texts_of(sums), strict=True)]
+                load(checked({**header, "tensors": tensors}, session, data))
             except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                 failure = error
     if failure is not None:
         raise failure
 
 
-def _checked(header: dict[str, Any], session: dict[str, str], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, which are views of `data`."""
+def checked(header: dict[str, Any], session: dict[str, str], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, which are views of `data`; `header`: its session, and its `tensors` (`Packed`)."""
     packed = [Packed(**{**t, "shape": tuple(t["shape"])}) for t in header["tensors"]]
     if (got := {name: header[name] for name in session}) != session:
         raise StreamMismatch(f"a bucket of {got}, in a session of {session}", packed[0].name)
+    end = 0
+    for t in packed:
+        if t.offset != end:
+            raise StreamMismatch(f"{t.name} lies at {t.offset} of its bucket, not at {end}", t.name)
+        end += rows_of(t.nbytes) * ROW_BYTES
+    if end != data.numel():
+        raise StreamMismatch(f"a bucket of {data.numel()} bytes, whose tensors take {end}", packed[0].name)
     found = checksums(data, [rows_of(t.nbytes) for t in packed])
     tensors: dict[str, torch.Tensor] = {}
     for t, sum_ in zip(packed, found, strict=True):

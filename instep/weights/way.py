@@ -7,10 +7,10 @@ in every worker and whose `drive` runs in the controller, within a session (`con
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trainer writes into
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # tells an engine where to share its weights
+ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE: tells an engine to touch no GPU before the file is there
 AUTO = "auto"  # the value of --weight-sync that stands for a way
-WAYS = ("shm", SINGLE_COPY, "disk", "nccl", "lora")
-LATER = ("ipc", "restart")  # known, not there yet
-ON_ONE_HOST = frozenset({"shm", SINGLE_COPY, "lora"})  # these need trainer and engines on one host
+WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", "lora", "restart")
+ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY, "lora"})  # these need trainer and engines on one host
 OF_ADAPTERS = frozenset({"lora", "lora_disk"})  # these carry an adapter alone; the engines have its base
+Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
+BROKEN = "the stream of weights broke"  # as an engine says it, instep-vllm, too: another's death may have done it
+RESTART = "restart"  # engines are started anew on a checkpoint, and need not be able to load one while they run
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Order:
         seconds: how long the session may still take.
         audience: which processes receive; num_receivers: how many of their workers.
         host: the address of the sender that other hosts reach; "": all are on one host.
+        device: that of the worker, as torch names it.
     """
 
     version: str
@@ -51,14 +55,16 @@ class Order:
     audience: str = ""
     num_receivers: int = 0
     host: str = ""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What has been sent: one record per tensor, with a digest of `digest_kind`."""
+    """What has been sent: one record per tensor, with a digest of `digest_kind`; and the seconds of its parts."""
 
     tensors: tuple[TensorRecord, ...]
     digest_kind: str
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -84,10 +90,19 @@ class Carriage(Protocol):
     ) -> None:
         """Let every worker `send` into `folder`; `on_event` gets what they emit on the way."""
 
+    def pause(self) -> None:
+        """Let the engines generate nothing until the end of the session; `deliver` does so first, where it was not."""
+
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
         """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`.
 
         `failed` is called as soon as one of them does not.
+        """
+
+    def start_anew(self, checkpoint: Path) -> list[str]:
+        """End the engines of the session and start them anew on `checkpoint`; returns the URLs of those that are ready.
+
+        Raises SyncError if this run has not started them; EngineGone if none is ready within its time.
         """
 
     def seconds_left(self) -> float:
@@ -112,16 +127,26 @@ class Way(Protocol):
         """Drive the session: the controller's side, which publishes and delivers to the engines what is emitted."""
 
 
-def auto_way(one_host: bool) -> tuple[str, str]:
-    """What `--weight-sync auto` means, and why; `one_host`: trainer, engines and controller share a host."""
+def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
+    """What `--weight-sync auto` means, and why.
+
+    Args:
+        one_host: trainer, engines and controller share a host.
+        sharing: "shared" where each GPU of the engines has a rank of the trainer, "apart" where none has; None: there
+            are no GPUs, or it is not known.
+    """
+    if one_host and sharing == "shared":
+        return "ipc", "trainer and engines are on the same GPUs"
+    if sharing == "apart":
+        return "nccl", "trainer and engines have GPUs of their own"
     if one_host:
         return "shm", "trainer and engines share this host's memory"
     return "disk", "an engine is on another host than the trainer's rank 0 or this process"
 
 
 def golden(way: str) -> str:
-    """The slow way that `way` is compared with."""
-    return "lora_disk" if way in OF_ADAPTERS else GOLDEN
+    """The slow way that `way` is compared with; engines of the way `restart` may know no other one."""
+    return "lora_disk" if way in OF_ADAPTERS else RESTART if way == RESTART else GOLDEN
 
 
 def way_named(name: str) -> Way:

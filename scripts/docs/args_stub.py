@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instep.arguments import flag as kinds
 from instep.arguments.all_flags import own_flags
-from instep.arguments.args import RUNTIME_ATTRIBUTES, Runtime
+from instep.arguments.args import RUNTIME_ATTRIBUTES, SLIME_NAMES, Runtime
 from instep.arguments.flag import Flag
 from instep.arguments.validate import RESOLVERS
 
@@ -21,7 +21,8 @@ REQUIRED = {
 }
 # Attributes that neither a flag nor a resolver sets.
 FURTHER = {
-    "command": 'Literal["train", "sft", "dpo", "serve", "plan"]',
+    "command": 'Literal["train", "train-async", "sft", "dpo", "serve", "plan"]',
+    "extra_flags": "list[str]",
     "eval_datasets": "list[EvalDataset]",
     "megatron_config": "dict[str, dict[str, Any]]",
     "megatron_overrides": "dict[str, Any]",
@@ -57,13 +58,15 @@ def stub() -> str:
     for resolver in RESOLVERS:
         name, given = resolver.__name__, resolver.__annotations__["return"]
         fields[name] = given.removesuffix(" | None") if name in REQUIRED else given
-    runtime = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
+    own = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
+    runtime = {name: own[name] for name in RUNTIME_ATTRIBUTES}
+    runtime |= {slime: runtime[name] for slime, name in SLIME_NAMES.items()}
     return (
         _HEADER
         + "class Settings:\n"
         + "".join(_declaration(name, given) for name, given in sorted(fields.items()))
         + "\nclass HookSettings(Settings):\n"
-        + "".join(_declaration(name, given) for name, given in runtime.items() if name in RUNTIME_ATTRIBUTES)
+        + "".join(_declaration(name, given) for name, given in runtime.items())
     )
 
 

@@ -21,17 +21,17 @@ def flags_markdown() -> str:
     """docs/arguments.md."""
     own = list(dict.fromkeys(own_flags().values()))
     megatron = list(dict.fromkeys(passed_through().values()))
-    count = {s: sum(f.status == s for f in own) for s in ("acts", "later", "refused")}
+    count = {s: sum(f.status == s for f in own) for s in ("acts", "accepted", "later", "refused")}
     lines = [
         "# Flags of `instep train`, `instep sft` and `instep dpo`",
         "",
         "Made by `python scripts/docs/arguments.py > docs/arguments.md`; do not edit.",
         "",
-        f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['later']} come "
-        f"later, {count['refused']} are refused. Then {len(megatron)} more of Megatron. A flag that does not act is an "
-        "error that says why, unless its value asks for what instep does anyway. *From* tells whose flag it is: "
-        + ", ".join(_WHOSE.values())
-        + "; otherwise instep's own.",
+        f"{len(own)} flags of instep, slime, vime and their neighbours: {count['acts']} act, {count['accepted']} are "
+        f"accepted, {count['later']} come later, {count['refused']} are refused. Then {len(megatron)} more of "
+        "Megatron. An *accepted* flag is read as another one, or changes nothing; a line says so. One that comes "
+        "later or is refused is an error that says why, unless its value asks for what instep does anyway. *From* "
+        "tells whose flag it is: " + ", ".join(_WHOSE.values()) + "; otherwise instep's own.",
         "",
     ]
     for group in GROUPS:
@@ -43,7 +43,7 @@ def flags_markdown() -> str:
             lines += [_row(_names(f), _value(f), default_text(f), f.help, _origin(f)) for f in acting] + [""]
         if others:
             lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), _status(f), f.note, f.instead, _origin(f)) for f in others] + [""]
+            lines += [_row(_names(f), _status(f), f.note, f.read_as or f.instead, _origin(f)) for f in others] + [""]
     lines += [
         "## vLLM and its router",
         "",
@@ -56,7 +56,7 @@ def flags_markdown() -> str:
         "| flag | value | Megatron's default | status | why | instead |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_row(_names(f), _value(f), default_text(f), _status(f), f.note, f.instead) for f in megatron]
+    lines += [_row(_names(f), _value(f), default_text(f), _status(f), f.note, f.read_as or f.instead) for f in megatron]
     return "\n".join(lines) + "\n"
 
 

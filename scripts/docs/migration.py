@@ -12,23 +12,7 @@ from collections.abc import Iterator
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Flag
 from instep.arguments.other_names import OPENRLHF, TRL, TRL_DPO, VERL, Row
-
-# What hooks of slime import, and where it is here; vime's modules have the same names below `vime`.
-IMPORTS = {
-    "slime.utils.types": "instep.types.Sample",
-    "slime.rollout.base_types": "instep.types.RolloutFnTrainOutput instep.types.RolloutFnEvalOutput",
-    "slime.utils.http_utils": "instep.rollout.http.post instep.rollout.http.get",
-    "slime.utils.misc": "instep.hooks.load_function",
-    "slime.rollout.sglang_rollout (vime.rollout.vllm_rollout)": "instep.rollout.vllm_rollout.generate_rollout "
-    "instep.rollout.vllm_rollout.generate instep.rollout.vllm_rollout.get_model_url",
-    "slime.rollout.filter_hub.base_types": "instep.rollout.filters.DynamicFilterOutput",
-    "slime.rollout.filter_hub.dynamic_sampling_filters": "instep.rollout.filters.check_reward_nonzero_std "
-    "instep.rollout.filters.check_reward_nonzero_std_with_fallback",
-    "slime.rollout.data_source": "instep.data.source.RolloutDataSourceWithBuffer",
-    "slime.backends.megatron_utils.cp_utils": "instep.training.slime_api.all_gather_with_cp "
-    "instep.training.slime_api.slice_log_prob_with_cp",
-    "slime.backends.megatron_utils.loss": "instep.training.slime_api.get_log_probs_and_entropy",
-}
+from instep.arguments.slime_hooks import MODULES
 
 
 def markdown() -> str:
@@ -38,8 +22,9 @@ def markdown() -> str:
         "",
         "Made by `python scripts/docs/migration.py > docs/migration.md`; do not edit.",
         "",
-        "*acts*: give the flag. *later*: the flag is known and refused today, with the reason. *refused*: it will not "
-        "act. *none*: there is no flag; the note says what there is instead.",
+        "*acts*: give the flag. *accepted*: it is read as another flag, or changes nothing; a line says so. "
+        "*later*: the flag is known and refused today, with the reason. *refused*: it will not act. "
+        "*none*: there is no flag; the note says what there is instead.",
         "",
         *_slime_and_vime(),
         *_hooks(),
@@ -51,7 +36,8 @@ def markdown() -> str:
         "",
         *_table(TRL_DPO),
         "",
-        "TRL's reward function gets lists of completions; here `async def reward(args, sample)` gets one sample "
+        "A reward function of TRL's, which has a parameter `completions`, is called as TRL calls it "
+        "([rewards.md](rewards.md#functions-in-trls-form)); `async def reward(args, sample)` gets one sample "
         "(`sample.prompt`, `sample.response`, `sample.label`, `sample.metadata`), or a group with `--group-rm`.",
         "",
         "## verl 0.9",
@@ -86,8 +72,12 @@ def _slime_and_vime() -> Iterator[str]:
     yield ""
     yield "| flag | status | why | instead |"
     yield "|---|---|---|---|"
-    for status in ("later", "refused"):
-        yield from (_cells(f"`{f.name}`", f.status, f.note, f.instead) for f in _by_note(other) if f.status == status)
+    for status in ("accepted", "later", "refused"):
+        yield from (
+            _cells(f"`{f.name}`", f.status, f.note, f.read_as or f.instead)
+            for f in _by_note(other)
+            if f.status == status
+        )
     yield ""
 
 
@@ -100,13 +90,17 @@ def _hooks() -> Iterator[str]:
         "`weight_versions` are spans of tokens). The generate function of vime's usage guide, and hooks of the "
         "shapes of slime's examples (several turns with a tool and `sample.append_response_tokens(args, tokens=..., "
         "log_probs=..., trainable=..., meta_info=...)`, rewards, filters, segments of one execution, whole rollouts "
-        "over the default one, corrections, reducers, losses) run in instep's tests with other import paths and, "
-        "where they ask the engine themselves, another request: slime's examples post to SGLang's `/generate` at "
-        "`args.sglang_router_ip`; here it is vLLM's `/inference/v1/generate` at `args.vllm_router_ip` and "
-        "`args.vllm_router_port`, with `token_ids` and `sampling_params`, and the answer has `choices[0]` with "
-        "`token_ids`, `logprobs` and `finish_reason`. `await instep.rollout.vllm_rollout.generate(args, sample, "
-        "sampling_params)` appends one turn without a request of your own. In place of "
-        "`GenerateState(args).tokenizer` there is `instep.rollout.tokens.tokenizer_of(args)`."
+        "over the default one, corrections, reducers, losses) run in instep's tests with other import paths and "
+        "nothing else: `args.sglang_router_ip`, `args.sglang_router_port` and `args.sglang_model_routers` are the "
+        "run's own, and its engines, the embedded one and vLLM with the plugin, answer SGLang's `/generate` "
+        "([engines.md](engines.md#sglangs-generate)), so that the generate function of slime's usage guide runs as "
+        "it stands there. `await instep.rollout.vllm_rollout.generate(args, sample, sampling_params)` appends one "
+        "turn without a request of your own. In place of `GenerateState(args).tokenizer` there is "
+        "`instep.rollout.tokens.tokenizer_of(args)`. A reward function gets what it gets in slime: one sample, with "
+        "`--group-rm` a list, and the siblings of a fan-out as a list if its second parameter is named `samples` or "
+        "is a list by its annotation (one that takes a `Sample` is called once for each). slime's `train_async.py` "
+        "with `generate_rollout_fully_async` is `instep train-async --max-staleness N`, without a rollout function "
+        "([async.md](async.md))."
     )
     yield ""
     yield (
@@ -118,10 +112,8 @@ def _hooks() -> Iterator[str]:
     yield ""
     yield "| slime | here |"
     yield "|---|---|"
-    for theirs, paths in IMPORTS.items():
-        module = paths.split()[0].rpartition(".")[0]
-        names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in paths.split())
-        yield _cells(f"`{theirs}`", f"`{module}`: {names}")
+    for theirs, (module, names) in MODULES.items():
+        yield _cells(f"`{theirs}`", f"`{module}`: " + ", ".join(f"`{name}`" for name in names.split()))
     yield ""
 
 

@@ -1,18 +1,25 @@
 """What the tests of the `hf` backend share: a tiny checkpoint, batches, a loss, and steps of training."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from instep.training.backend import LossOutput
 from instep.training.hf.backend import HfBackend
+from instep.training.selection import Selection
 from instep.types import TokenBatch
 
 ARGS = SimpleNamespace(
     weight_sync="auto",
+    async_save=False,
+    optimizer="adam",
+    optimizer_cpu_offload=False,
+    tensor_model_parallel_size=1,
     adam_beta1=0.9,
     adam_beta2=0.98,
     adam_eps=1e-8,
@@ -27,14 +34,14 @@ LRS = [1e-3, 2e-3, 5e-4]
 VOCAB = 61
 
 
-def make_checkpoint(folder: Path, *, tied: bool) -> Path:
+def make_checkpoint(folder: Path, *, tied: bool, kind: type[PretrainedConfig] = Qwen3Config, **kw: Any) -> Path:
     torch.manual_seed(3)
-    config = Qwen3Config(
+    sizes = dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
-        architectures=["Qwen3ForCausalLM"],
+        pad_token_id=None, architectures=[kind.__name__.replace("Config", "ForCausalLM")],
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(kind(**{**sizes, **kw}))
     for p in model.parameters():  # biases and norms that are not at their neutral value
         if p.ndim == 1:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
@@ -84,11 +91,16 @@ def loss_fn(batch, outputs) -> LossOutput:
     return LossOutput(loss, sums={"loss": loss.detach()})
 
 
-def oracle_training(path: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, gradient norm) of each step by plain transformers and torch, and the weights by their names there."""
+def oracle_training(path: Path, frozen: str = "(?!)") -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, gradient norm) of each step by plain transformers and torch, and the weights by their names there.
+
+    Weights with `frozen` in their names are not trained.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim == 1]
+    for name, p in model.named_parameters():
+        p.requires_grad_(re.search(frozen, name) is None)
+    decay = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
+    rest = [p for p in model.parameters() if p.ndim == 1 and p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98),
                                   eps=1e-8, weight_decay=0.1)  # fmt: skip
     out = []
@@ -107,11 +119,10 @@ def oracle_training(path: Path) -> tuple[list[tuple[float, float]], dict[str, to
     return out, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def make_backend(path: Path, load: bool = True, **kw) -> HfBackend:
+def make_backend(path: Path, load: bool = True, selection: Selection | None = None, **kw) -> HfBackend:
     args = SimpleNamespace(**{**vars(ARGS), **kw})
-    backend = HfBackend(
-        args, hf_config=AutoConfig.from_pretrained(path), device=torch.device("cpu"), dtype=torch.float32
-    )
+    config = AutoConfig.from_pretrained(path)
+    backend = HfBackend(args, hf_config=config, device=torch.device("cpu"), dtype=torch.float32, selection=selection)
     if load:
         backend.load_hf(path)
     return backend
@@ -123,7 +134,7 @@ def train(backend: HfBackend, steps: range) -> list[tuple[float, float]]:
     for step in steps:
         parts = micro_batches(make_batch(step), backend.parallel.dp_rank, backend.parallel.dp_size)
         loss = sum(r.sums["loss"] for r in backend.forward_backward(parts, loss_fn))
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=backend.parallel.dp_group)
         out.append((float(loss), backend.optimizer_step(LRS[step]).grad_norm))
     return out
 

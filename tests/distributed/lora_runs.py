@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from instep.checkpoints.adapter import Lora
 from instep.training.hf.backend import HfBackend
 from instep.training.hf.lora import adapter_weights
+from instep.training.hf.shards import whole, write
 from tests.distributed.hf_runs import ARGS, loss_fn, make_batch, micro_batches
 
 LORA = Lora(4, 12, None)
@@ -32,8 +32,7 @@ def move(backend: HfBackend) -> None:
     for i, (name, weight) in enumerate(adapter_weights(backend.policy.model).items()):
         if ".lora_B." in name:
             full = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i)) / 5
-            local = full.chunk(backend.parallel.world_size)[backend.parallel.rank]
-            (weight.to_local() if isinstance(weight, DTensor) else weight).copy_(local)
+            write(weight, full)
 
 
 def adapter_of(backend: HfBackend) -> dict[str, torch.Tensor]:
@@ -44,6 +43,7 @@ def adapter_of(backend: HfBackend) -> dict[str, torch.Tensor]:
 def gradients(backend: HfBackend) -> dict[str, torch.Tensor]:
     """The gradients of the whole adapter after one `forward_backward` of all samples, by the weights' names."""
     batch = make_batch(0)
-    backend.forward_backward(micro_batches(batch, backend.parallel.rank, backend.parallel.world_size), loss_fn)
-    grads = {name: weight.grad for name, weight in adapter_weights(backend.policy.model).items()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    backend.forward_backward(micro_batches(batch, backend.parallel.dp_rank, backend.parallel.dp_size), loss_fn)
+    if backend.policy.parallel is not None:
+        backend.policy.parallel.sum_gradients()
+    return {name: whole(weight.grad) for name, weight in adapter_weights(backend.policy.model).items()}

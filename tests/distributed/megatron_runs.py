@@ -17,66 +17,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig
 
 from instep.errors import InstepError
 from instep.training.backend import LossOutput, TokenOutputs
 from instep.types import TokenBatch
-
-CUDA = torch.cuda.is_available()
-SIZES = [n for n in (2, 1) if not CUDA or n <= torch.cuda.device_count()]
-
-# eps is large, because Adam blows rounding noise of vanishing gradients up to full steps
-HEAD_LOGITS = 2**28  # the default
-LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-4, 1.0
-NUMBERS = dict(
-    vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-6,
-)  # fmt: skip
-LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=32)  # fmt: skip
-MODELS: dict[str, PretrainedConfig] = {
-    "untied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=False),
-    "tied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**NUMBERS, tie_word_embeddings=True),
-    "llama": LlamaConfig(**NUMBERS, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
-}
-# name: (ranks, model, arguments)
-LAYOUTS = {
-    "one": (1, "untied", {}),
-    "one-no-clip": (1, "untied", dict(clip_grad=0.0)),
-    "one-tied": (1, "tied", {}),
-    "one-qwen2": (1, "qwen2", {}),
-    "one-llama": (1, "llama", {}),
-    "one-recompute": (
-        1, "untied", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    ),
-    "one-chunked": (1, "untied", dict(head_logits=300)),
-    "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
-    "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
-    "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
-    "tp2-qwen2": (2, "qwen2", dict(tensor_model_parallel_size=2)),
-    "tp2-sp": (2, "untied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "tp2-sp-tied": (2, "tied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "dp2": (2, "untied", {}),
-    "dp2-dist-opt": (2, "untied", dict(use_distributed_optimizer=True)),
-    "pp2": (2, "untied", dict(pipeline_model_parallel_size=2)),
-    "pp2-tied": (2, "tied", dict(pipeline_model_parallel_size=2)),
-}  # fmt: skip
-# saved by -> loaded by
-RESUMES = [
-    ("tp2", "one"), ("dp2-dist-opt", "one"), ("dp2-dist-opt", "pp2"), ("pp2", "dp2-dist-opt"),
-    ("dp2-dist-opt", "tp2"), ("dp2", "dp2"), ("dp2-dist-opt", "dp2-dist-opt"), ("pp2-tied", "one-tied"),
-]  # fmt: skip
+from tests.distributed.megatron_layouts import (
+    BETAS,
+    BIAS_RATES,
+    CLIP,
+    CUDA,
+    EPS,
+    HEAD_LOGITS,
+    LAYOUTS,
+    LR,
+    RESUMES,
+    WEIGHT_DECAY,
+)
 
 
 def make_args(**changes) -> SimpleNamespace:
     base = dict(
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False,
+        num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=None,
+        decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None,
+        expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+        moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_router_dtype=None, moe_grouped_gemm=False,
         use_distributed_optimizer=False, recompute_granularity=None, recompute_method=None,
         recompute_num_layers=None, lr=LR, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
         adam_eps=EPS, clip_grad=CLIP, seed=1, no_save_optim=False, megatron_overrides={}, num_layers=None,
-        hidden_size=None, deterministic_mode=False,
+        async_save=False, ckpt_format="torch_dist",
+        extra_flags=(), hidden_size=None, deterministic_mode=False, optimizer_cpu_offload=False,
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 
@@ -105,48 +76,6 @@ def weighted_loss(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
     w = batch.token_columns["loss_weights"]
     loss = -(w * outputs.log_probs).sum() - 0.3 * (w.abs() * outputs.entropy).sum()
     return LossOutput(loss, {"tokens": torch.tensor(float(w.numel()))}, {"top": outputs.log_probs.detach().max()})
-
-
-# The oracle
-
-
-def oracle_outputs(model: torch.nn.Module, batch: TokenBatch) -> TokenOutputs:
-    """Sample by sample, no packing, plain log-softmax."""
-    log_probs, entropies = [], []
-    for tokens, n, t in zip(
-        batch.tokens.split(batch.total_lengths.tolist()), batch.response_lengths, batch.sample_columns["temperature"],
-        strict=True,
-    ):  # fmt: skip
-        logits = model(tokens[None]).logits[0, -n - 1 : -1] / t
-        log_p = torch.log_softmax(logits, -1)
-        log_probs.append(log_p.gather(1, tokens[-n:, None])[:, 0])
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return TokenOutputs(torch.cat(log_probs), torch.cat(entropies))
-
-
-def oracle(folder: Path, clip: float = CLIP) -> dict:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    with torch.no_grad():
-        scores = [oracle_outputs(model, b) for b in micro_batches(0)]
-    losses, norms, weights = [], [], []
-    for step in range(5):
-        loss = sum(weighted_loss(b, oracle_outputs(model, b)).loss for b in micro_batches(step))
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(params, clip)))
-        for group in optimizer.param_groups:
-            group["lr"] = LR / (step + 1)
-        optimizer.step()
-        losses.append(float(loss))
-        weights.append({k: v.clone() for k, v in model.state_dict().items()})
-    names = {n for n, _ in model.named_parameters()}  # tied weights once
-    return dict(scores=scores, losses=losses, norms=norms, weights=[{n: w[n] for n in names} for w in weights])
 
 
 # What runs in the processes
@@ -196,6 +125,7 @@ def make_backend(root: Path, layout: str, *, dtype=torch.float32, with_optimizer
     if fresh:
         parallel_state.destroy_model_parallel()
     _, model, changes = LAYOUTS[layout]
+    changes = {"moe_router_bias_update_rate": BIAS_RATES.get(model, 0.0), **changes}
     config = AutoConfig.from_pretrained(root / model)
     backend = MegatronBackend(
         make_args(**changes | more), hf_config=config, device=device(), dtype=dtype,
@@ -212,8 +142,8 @@ def run_layout(root: Path, name: str) -> dict:
     backend.load_hf(hf)
     p = backend.parallel
     share = 4 // p.dp_size
-    head, num_tokens = backend.model._head, []  # of each call
-    backend.model._head = lambda hidden, *more: num_tokens.append(len(hidden)) or head(hidden, *more)
+    head, num_tokens = backend.chunks[-1]._head, []  # of each call
+    backend.chunks[-1]._head = lambda hidden, *more: num_tokens.append(len(hidden)) or head(hidden, *more)
     scores = backend.forward_only(micro_batches(0)[p.dp_rank * share : (p.dp_rank + 1) * share], entropy=True)
     result = dict(parallel=(p.dp_rank, p.is_last_stage, p.is_output_rank), scores=scores, exported=export(backend))
     result["head_tokens"] = list(num_tokens)
@@ -282,6 +212,16 @@ def run_bf16(root: Path) -> dict:
     return dict(losses=losses, norms=norms, straight=straight, resumed=(train(resumed, range(3, 5)), export(resumed)))
 
 
+def run_bf16_bias(root: Path) -> tuple[list[torch.Tensor], str]:
+    """The biases of experts before and after a step in bfloat16, as they are exported; what the backend remarks."""
+    backend, hf = make_backend(root, "one-deepseek", dtype=torch.bfloat16)
+    backend.load_hf(hf)
+    before = export(backend)
+    train(backend, range(1))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    return [weights[name] for weights in (before, export(backend))], backend.remark()
+
+
 def run_faults(root: Path) -> dict:
     """What upstream does without our patches, in the process that has the stand-ins."""
     from instep.training.megatron import cpu_platform
@@ -298,12 +238,14 @@ def run_faults(root: Path) -> dict:
 
 def bare_faults(_: int, root: Path) -> None:
     """What upstream does without any of our patches, in a process of its own."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from instep.training.megatron import cpu_platform, upstream_fixes
 
     faults: dict = {"te_general_gemm": "te_general_gemm" in vars(moe_utils)}
+    faults["latent attention"] = multi_latent_attention.HAVE_TE
     upstream_fixes.apply()
     faults["te_general_gemm fixed"] = moe_utils.te_general_gemm
     config = SimpleNamespace(
@@ -332,23 +274,26 @@ def refusal(call) -> InstepError:
     raise AssertionError("not refused")
 
 
-def processes(rank: int, size: int, port: int, root: Path) -> None:
+def processes(rank: int, size: int, port: int, root: Path, names: list[str], resumes: list[tuple[str, str]]) -> None:
+    """What one of `size` processes does: the layouts `names`, then what goes on under another one; writes a file."""
     torch.set_num_threads(1)
     backend, address = ("nccl" if CUDA else "gloo"), f"tcp://127.0.0.1:{port}"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     if CUDA:
         torch.cuda.set_device(rank)
+        torch.compiler.set_stance("force_eager")  # each layout would be compiled; tests/gpu/test_compiled.py compares
     else:
         from instep.training.megatron import cpu_platform
 
         cpu_platform.install()  # before the first import of megatron.core
-    results: dict = {name: run_layout(root, name) for name, (ranks, *_) in LAYOUTS.items() if ranks == size}
-    results |= {
-        (a, b): run_resume(root, a, b)
-        for a, b in RESUMES
-        if LAYOUTS[b][0] == size and (root / f"checkpoint-{a}" / "metadata.json").exists()
-    }
-    if size == 1:
-        results |= {"edges": run_edges(root), "bf16": run_bf16(root), "faults": {} if CUDA else run_faults(root)}
+    results: dict = {name: run_layout(root, name) for name in names}
+    results |= {(a, b): run_resume(root, a, b) for a, b in resumes}
+    if size == 1 and "one" in names:
+        results |= {
+            "edges": run_edges(root),
+            "bf16": run_bf16(root),
+            "bf16 bias": run_bf16_bias(root),
+            "faults": {} if CUDA else run_faults(root),
+        }
     torch.save(results, root / f"results-{size}-{rank}.pt")
     dist.destroy_process_group()

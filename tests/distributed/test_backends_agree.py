@@ -18,6 +18,7 @@ from instep.controller.round import TrainingRound
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
+from tests.families import make_family
 
 NUM_STEPS = 5
 LAYOUTS = {
@@ -26,6 +27,14 @@ LAYOUTS = {
     "megatron": ("megatron", 1, []),
     "megatron TP2": ("megatron", 2, ["--tensor-model-parallel-size", "2"]),
     "megatron DP2": ("megatron", 2, []),
+    "megatron CP2": ("megatron", 2, ["--context-parallel-size", "2"]),
+    "megatron DP2 x CP2": ("megatron", 4, ["--context-parallel-size", "2", "--use-distributed-optimizer"]),
+    "megatron PP2, virtual stages": (
+        "megatron",
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "megatron EP2": ("megatron", 2, ["--expert-model-parallel-size", "2"]),
 }
 
 
@@ -56,6 +65,10 @@ LOSSES = {
     "custom": "--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --entropy-coef 0.01 "
     "--rollout-temperature 0.9".split(),
 }
+# A conversion of the user's halves the rewards, and has a field of weights of 2, by which the loss multiplies again.
+CONVERTED = ["--custom-convert-samples-to-train-data-path", "tests.loss_hooks.convert_with_weights"]
+CONVERTED += [word.replace("ppo_loss", "weighted_loss") for word in LOSSES["custom"]]
+CONVERTED += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"]
 
 
 def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
@@ -75,7 +88,8 @@ def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
         "9",
     ]
     arguments += ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "40", "--lr", "1e-4"]
-    arguments += ["--global-batch-size", "16", "--micro-batch-size", "4", "--train-backend", backend]
+    arguments += ["--global-batch-size", "16", "--train-backend", backend]
+    arguments += [] if "--use-dynamic-batch-size" in flags else ["--micro-batch-size", "4"]
     arguments += flags
     arguments += ["--weight-decay", "0.05", "--lr-decay-style", "constant", "--device", "cpu"]
     arguments += ["--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)]
@@ -117,12 +131,35 @@ def golden(request, tmp_path_factory):
     return root, request.param, run_layout("hf", root)
 
 
-@pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "hf"])
+SLOW = ("megatron CP2", "megatron DP2 x CP2")
+OF_OTHER_MODELS = ("megatron PP2, virtual stages", "megatron EP2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
+        for n in LAYOUTS
+        if n not in ("hf", *OF_OTHER_MODELS)
+    ],
+)
 def test_same_numbers_in_every_layout(golden, name):
     root, tied, (metrics, log_probs, weights) = golden
     if not tied and name not in ("megatron", "megatron TP2"):
         pytest.skip("untied embeddings differ only in Megatron's output layer")
     assert weight_difference(run_layout(name, root), (metrics, log_probs, weights)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_OTHER_MODELS)
+def test_same_numbers_with_deeper_models_and_experts(name, tmp_path):
+    if name == "megatron EP2":
+        make_family("qwen3_moe", tmp_path / "hf")
+    else:
+        make_checkpoint(tmp_path / "hf", layers=4)
+    make_prompts(tmp_path / "train.jsonl", 16)
+    golden = run_layout("hf", tmp_path, num_steps=3)
+    assert weight_difference(run_layout(name, tmp_path, num_steps=3), golden) < 1e-5
 
 
 def weight_difference(ours, golden):
@@ -151,6 +188,8 @@ def test_losses_over_whole_samples_agree_in_every_layout(loss, tmp_path):
     golden = run_layout("hf", tmp_path, LOSSES[loss], num_steps=2)
     for name in ("hf FSDP2 x2", "megatron DP2"):
         assert weight_difference(run_layout(name, tmp_path, LOSSES[loss], num_steps=2), golden) < 1e-5
+    if loss == "custom":
+        assert weight_difference(run_layout("megatron DP2", tmp_path, CONVERTED, num_steps=2), golden) < 1e-5
     first = golden[0][0]
     assert first["grad_norm"] > 0.01
     reached = {"gspo": ["pg_clipfrac", "opsm_clipfrac"], "sequence weights": ["tis_clipfrac", "rs_clipfrac"]}

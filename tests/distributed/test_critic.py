@@ -27,6 +27,7 @@ LAYOUTS = {
     "megatron TP2 SP": ("megatron", 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "megatron DP2": ("megatron", 2, ["--use-distributed-optimizer"]),
     "megatron PP2": ("megatron", 2, ["--pipeline-model-parallel-size", "2"]),
+    "megatron CP2": ("megatron", 2, ["--context-parallel-size", "2"]),
 }
 
 
@@ -169,7 +170,8 @@ def golden(tmp_path_factory):
 
 
 FAST = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("megatron PP2", "megatron") else name for name in LAYOUTS
+    pytest.param(name, marks=pytest.mark.slow if name in ("megatron PP2", "megatron CP2", "megatron") else ())
+    for name in LAYOUTS
 ]
 
 

@@ -41,8 +41,8 @@ def checkpoint(tmp_path_factory) -> Path:
 # ---- gradients and steps ---------------------------------------------------------------------------------------------
 
 
-def _gradients_rank(path):
-    backend = make_lora_backend(path)
+def _gradients_rank(path, tp):
+    backend = make_lora_backend(path, tensor_model_parallel_size=tp)
     move(backend)
     return gradients(backend), weights_of(backend), adapter_of(backend), sum(1 for _ in backend.optimizer.state)
 
@@ -58,9 +58,10 @@ def merged_gradients(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, 
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(run_ranks, checkpoint, world_size):
-    found, weights, adapter, num_states = run_ranks(_gradients_rank, world_size, checkpoint)[0]
+@pytest.mark.parametrize("world_size, tp, key_heads", [(1, 1, 2), (2, 1, 2), (2, 2, 2), (2, 2, 1)])
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(run_ranks, tmp_path, world_size, tp, key_heads):
+    checkpoint = make_checkpoint(tmp_path, tied=True, num_key_value_heads=key_heads)
+    found, weights, adapter, num_states = run_ranks(_gradients_rank, world_size, checkpoint, tp)[0]
     full = merged_gradients(checkpoint, weights)
     assert len(found) == 2 * 3 * len(LINEAR) == num_states  # an optimizer state for A and B of each layer, no other
     for name, gradient in found.items():

@@ -56,6 +56,8 @@ def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
         flags += ["--vllm-gpu-memory-utilization", "0.1", "--device", "cuda", "--precision", "fp32"]
     if not torch.cuda.is_available() or not trainer:
         return [*flags, "--rollout-num-gpus", str(num_engines)]
+    # Engines that sleep measure what they free, and other tests use the card at the same time.
+    flags += ["--no-offload-train", "--no-offload-rollout"]
     return [*flags, "--colocate", "--actor-num-gpus-per-node", str(num_engines)]
 
 

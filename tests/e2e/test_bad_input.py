@@ -138,8 +138,8 @@ FLAGS = {
     "--n-samples-per-prompt 1": "group of one|--n-samples-per-prompt|at least 2",
     "--global-batch-size 5": "16 samples|5 does not divide|use 4 or 8",
     "--rollout-batchsize 4": "unknown flag|did you mean --rollout-batch-size?",
-    "--sglang-mem-fraction-static 0.8": "not SGLang|--vllm-gpu-memory-utilization",
-    "--offload": "offloading comes later|--offload",
+    "--sglang-tp-size 2": "not SGLang|--rollout-num-gpus-per-engine",
+    "--release-train": "live as long as the run|--release-train|--offload-train",
     "--advantage-estimator ppo --value-clip 0": "above 0|--value-clip",
     "--advantage-estimator ppo --num-critic-only-steps 3": "the run has 2|--num-critic-only-steps|at most 2",
     "--advantage-estimator ppo --megatron-config-path {bad}/roles.yaml": "roles.yaml|overrides.lrr|did you mean lr?",
@@ -163,9 +163,9 @@ SFT = {
 
 def refused(words: list[str], expected: str, capsys, monkeypatch, exit_code: int = 2) -> str:
     """Run a command that must end with one error before anything is started; what it printed."""
-    from instep import sft, train
+    from instep import sft, train_sync
 
-    monkeypatch.setattr(train, "train", started)
+    monkeypatch.setattr(train_sync, "train", started)
     monkeypatch.setattr(sft, "sft", started)
     assert main(words) == exit_code
     out, error = capsys.readouterr()

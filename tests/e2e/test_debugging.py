@@ -161,7 +161,7 @@ def test_sigusr1_writes_stacks_and_queues_and_the_run_goes_on(tiny, tmp_path):
         "Stacks of actor rank 0",
     }
     assert re.search(r"ledger: .*'num_issued': \d+.*'num_outstanding': \d+", text)
-    assert "train.py" in text and "worker_main.py" in text and "/is_paused" in text
+    assert "train_sync.py" in text and "worker_main.py" in text and "/is_paused" in text
     assert f"running as pid {process.pid}" in doctor.stdout
 
 

@@ -1,5 +1,6 @@
 """Who of the engines serves: those that die, come back, never start; beside a router of somebody else's."""
 
+import contextlib
 import json
 import sys
 import threading
@@ -29,7 +30,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.well, self.hangs, self.version, self.workers = True, False, None, []
-        self.mode = "processed_logprobs"
+        self.mode, self.num_api_servers = "processed_logprobs", 1
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -50,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
         while path == "/is_paused" and self.server.hangs:
             time.sleep(0.05)
         code = 404 if path == "/version" and version is None else 200 if self.server.well else 503
-        config = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": self.server.mode}}
+        parallel = {"data_parallel_size": 2, "_api_process_count": self.server.num_api_servers}
+        config = {"parallel_config": parallel, "model_config": {"logprobs_mode": self.server.mode}}
         config["weight_transfer_config"] = {"backend": "instep_shm"}
         answer = {"urls": self.server.workers, "version": version, "vllm_config": config}
         text = json.dumps(answer | {"data": [{"owned_by": "vllm" if version else "instep"}]}).encode()
@@ -108,6 +110,10 @@ def test_a_vllm_of_somebody_else_says_what_it_is(tiny, tmp_path):
         engine.mode = "raw_logprobs"
         with pytest.raises(ConfigError, match="engine 0 answers with raw_logprobs"):
             fleet_of(tiny, tmp_path, [engine]).wait_ready(10)
+        engine.mode, engine.num_api_servers = "processed_logprobs", 2  # vLLM's default with two replicas
+        with pytest.raises(ConfigError, match="engine 0 has 2 API servers: each control call reaches one") as caught:
+            fleet_of(tiny, tmp_path, [engine]).wait_ready(10)
+        assert caught.value.remedy == "start it with --api-server-count 1"
 
 
 def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
@@ -198,6 +204,49 @@ def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
             gate.set()
             with pytest.raises(EngineError, match="no regular engine of model actor is left"):
                 wait_until(fleet.check)
+        finally:
+            end(fleet)
+
+
+@pytest.mark.parametrize("code, state", [(SERVE, "ready"), (SLEEP, "starting")])
+def test_the_gpu_of_an_engine_is_given_on_when_it_is_ready_or_gone(tiny, tmp_path, code, state):
+    """One that hangs gives its own at once; and when the run ends none is started."""
+    room, left, restarted = threading.Event(), [], []
+
+    @contextlib.contextmanager
+    def room_to_start(closed):
+        while not room.is_set() and not closed.is_set():
+            time.sleep(0.02)
+        try:
+            yield
+        finally:
+            left.append((fleet._states[first.url], first.process.alive()))
+
+    def restart(index):
+        restarted.append(index)
+        words = [sys.executable, "-c", code, str(urlsplit(first.url).port)]
+        first.process = SupervisedProcess("engine 0", words, tmp_path / "anew.log")
+
+    with Server() as router:
+        options = {"restart": restart, "room_to_start": room_to_start}
+        fleet = of_processes(tiny, tmp_path, [SERVE] * 3, router.server_port, **options)
+        try:
+            fleet._args = fleet._args.replace(engine_start_timeout=10.0 if code == SERVE else 1.0)
+            fleet.wait_ready(30)
+            fleet.admit(fleet.engines)
+            first, _, third = fleet.engines
+            fleet._notice(first, "hangs", True)
+            wait_until(lambda: not first.process.alive())
+            time.sleep(0.2)
+            assert not restarted and not left, "it has no room yet"
+            room.set()
+            wait_until(lambda: left)
+            assert left == [(state, code == SERVE)] and restarted == [0]
+            room.clear()
+            fleet._notice(third, "hangs", True)
+            fleet.close()
+            wait_until(lambda: "restart engine 2" not in [thread.name for thread in threading.enumerate()])
+            assert restarted == [0]
         finally:
             end(fleet)
 

@@ -111,12 +111,27 @@ def test_requests_of_every_route_and_name_reach_the_adapter(stack, sync, tiny):
         answer = engine.post(path, {"model": args.hf_checkpoint, "prompt": prompt, **common}, timeout=60)
         return answer["choices"][0]["logprobs"]["token_logprobs"]
 
+    greedy(paths[0])  # before the first session, or after one: no adapter is needed for an answer
+
+    def chat() -> list[float]:
+        """By the name that agents know: the folder of --hf-checkpoint."""
+        messages = [{"role": "user", "content": "1+2=?"}]
+        body = {
+            "model": args.hf_checkpoint,
+            "messages": messages,
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "logprobs": True,
+        }
+        answer = engine.post("/v1/chat/completions", body, timeout=60)
+        return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
+
     sync.run([engine])
-    before = [greedy(path) for path in paths]
+    before, said = [greedy(path) for path in paths], chat()
     train_once(actor.workers, 1e-2)
     sync.run([engine])
     after = [greedy(path) for path in paths]
-    assert before[0] != after[0]
+    assert before[0] != after[0] and said != chat()
     for found in (before, after):
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5, atol=1e-5)
 
@@ -137,14 +152,14 @@ def with_names_swapped(manifest):
 
 def with_bytes(manifest, change):
     """The manifest of a bucket in which `change` has edited a tensor, with the digest of what it holds now."""
-    from instep.weights.manifest import tensor_digest
+    from instep.weights.manifest import tensor_bytes, tensor_digest
 
     (record,) = records(manifest, B.format("q"))
     path, place = Path(manifest["path"]), slice(record["offset"], record["offset"] + record["nbytes"])
     data = bytearray(path.read_bytes())
-    tensor = torch.frombuffer(data[place], dtype=torch.float32).view(record["shape"]).clone()
+    tensor = torch.frombuffer(data[place], dtype=getattr(torch, record["dtype"])).view(record["shape"]).clone()
     tensor = change(tensor).contiguous()
-    data[place] = tensor.numpy().tobytes()
+    data[place] = tensor_bytes(tensor)
     path.write_bytes(data)
     own = {**record, "digest": tensor_digest(tensor), "shape": list(tensor.shape)}
     return {**manifest, "tensors": [own if t["name"] == own["name"] else t for t in manifest["tensors"]]}
@@ -254,6 +269,21 @@ def test_the_exported_adapter_is_what_the_engine_holds(stack, sync, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, args.hf_checkpoint)
     assert result.num_tensors == 28
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_on_a_quantized_base(small, tmp_path):
+    """vLLM keeps the base in int8, the trainer in bf16: the gap is that of the rounding, and the sync says how much."""
+    words = ["--hf-checkpoint", str(small / "hf"), "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-3"]
+    words += ["--vllm-quantization", "int8_per_channel_weight_only", "--precision", "bf16", "--num-rollout", "3"]
+    done = run(grpo_arguments(small, tmp_path / "run", *words, *on_vllm()), timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 3 and all(0 < row["sync/probe_max_abs_diff"] <= row["sync/probe_tolerance"] for row in steps)
+    assert 0 < max(row["train/log_prob_gap_max"] for row in steps) < 0.5
+    assert "Online quantization" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
 
 
 @pytest.mark.vllm

@@ -232,6 +232,16 @@ def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
     assert len(metrics(tmp_path, "train/loss")) == 2
 
 
+def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
+    """They meet at a port of rank 0's host, and the group serves every sync."""
+    flags = ["--cluster", "ray", "--ray-address", cluster[0], "--weight-sync", "nccl", "--num-gpus-per-node", "1"]
+    done = run(grpo_arguments(tiny, tmp_path, *flags, "--rollout-num-gpus", "2"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics(tmp_path, "sync/version") == [2, 3] and max(metrics(tmp_path, "sync/probe_max_abs_diff")) <= 1e-4
+    assert min(metrics(tmp_path, "sync/send_seconds")) > 0
+    assert {p.name for p in (tmp_path / "logs").iterdir()} >= {"actor-rank0.log", "engine-0.log", "engine-1.log"}
+
+
 def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
     process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)

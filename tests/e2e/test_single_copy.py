@@ -225,11 +225,13 @@ def test_an_engine_that_is_started_anew_shares_new_memory(shared: Pair, sync: We
     shared.step()
     sync.run([shared.engine])
     scores, weights = shared.scores(), shared.actor.weight_digests("disk", 60)
+    old = shared.memory().nonces
     shared.engine.process.kill()
     with pytest.raises(EngineGone):
         sync.run([shared.engine])
     assert shared.actor.weight_digests("disk", 60) == weights  # the file stays mapped
-    old = shared.memory().nonces
+    with pytest.raises(SyncError, match="has ended"):
+        shared.memory()
     shared.engine.process = shared.start(int(shared.engine.url.rpartition(":")[2])).process
     shared.engine.wait_ready(240)
     assert shared.memory().nonces != old
@@ -238,12 +240,16 @@ def test_an_engine_that_is_started_anew_shares_new_memory(shared: Pair, sync: We
     assert shared.actor.weight_digests("disk", 60) == weights
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision,num_ranks", [("fp32", 1), ("bf16", 1), ("fp32", 2), ("bf16", 2)])
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_shards_of_two_workers_follow_the_trainer(tmp_path: Path, precision: str) -> None:
-    """With TP the trainer keeps its own parameters, and writes each weight's slices into both ranks' memory."""
-    for pair in pairs(tmp_path, "vllm", precision, 1, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"):
+def test_the_shards_of_two_workers_follow_the_trainer(tmp_path: Path, precision: str, num_ranks: int) -> None:
+    """One rank of the trainer writes each weight's slices into both workers' memory; of two with TP each views its own.
+
+    The views are shown by a third process, which changes a row of each worker's part of a query projection.
+    """
+    more = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--tensor-model-parallel-size"]
+    for pair in pairs(tmp_path, "vllm", precision, num_ranks, *more, str(num_ranks)):
         for sync in synced(pair):
             for number in range(2):
                 sync.hold([pair.engine])
@@ -254,3 +260,14 @@ def test_the_shards_of_two_workers_follow_the_trainer(tmp_path: Path, precision:
                 assert (scores - twin).abs().max() <= (1e-5 * twin.abs().max() if precision == "fp32" else 5e-2)
                 assert len(pair.memory().slices) == 2 and pair.memory().whole(NORM) is None
             sync.run([pair.engine], "disk")  # every byte
+            session = sync._session([pair.engine])
+            before = sync.proof._trainer_scores(session)
+            for worker in pair.memory().slices.values():
+                worker["model.layers.0.self_attn.q_proj.weight"][0].view[0].fill_(1.0)
+            pair.engine.reset_cache(timeout=60)
+            ours, theirs = sync.proof._trainer_scores(session), sync.proof.engine_scores(pair.engine, session)
+            moved, gap = (max(abs(a - b) for a, b in zip(ours, other, strict=True)) for other in (before, theirs))
+            if num_ranks == 1:
+                assert moved == 0
+            else:
+                assert moved > 1e-2 and gap <= (1e-4 if precision == "fp32" else 5e-2)

@@ -1,4 +1,4 @@
-"""The way `nccl` (gloo on a CPU) with real workers and engines: proven, and not held up by an engine that dies."""
+"""The ways `nccl` (gloo on a CPU) and `ipc`, with real workers and engines: proven, and no death holds them up."""
 
 import time
 
@@ -10,7 +10,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.sync.session import EngineGone
+from instep.controller.sync.session import EngineGone, _Carriage
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.training import lr_schedule
@@ -19,27 +19,34 @@ from tests.e2e.test_engines import nothing_lost, two_engines
 
 
 class Stack:
-    """Two ranks that share the weights, and two embedded engines whose own checkpoint is stale."""
+    """Two ranks that share the weights, and two engines whose own checkpoint is stale."""
 
-    def __init__(self, tiny, folder):
+    def __init__(self, model, folder, way, backend="embedded"):
         from tests.assets import make_checkpoint
 
-        more = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--weight-sync", "nccl"]
-        args = parse(grpo_arguments(tiny, folder, *more)[1:], "train")
-        args = args.replace(
-            device="cpu", precision="fp32", rollout_backend="embedded", update_weight_buffer_size=100_000
-        )
+        more = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--weight-sync", way]
+        more += on_vllm(2) if backend == "vllm" else []
+        args = parse(grpo_arguments(model, folder, *more)[1:], "train")
+        args = args.replace(device="cpu", precision="fp32", rollout_backend=backend, update_weight_buffer_size=100_000)
         self.workers = WorkerGroup("actor", 2, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-        stale = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7)))
-        plan = plan_engines(stale)
-        self.engines = [start_engine(stale, spec, num_threads=1, log_dir=folder / "logs") for spec in plan]
+        head_dim = 32 if backend == "vllm" else 16
+        stale = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7, head_dim=head_dim)))
+        self.stale, self.plan, self.logs = stale, plan_engines(stale), folder / "logs"
+        self.engines = [start_engine(stale, spec, num_threads=1, log_dir=self.logs) for spec in self.plan]
         setup = [(args, rank, 2, str(folder / "rendezvous"), 1) for rank in range(2)]
         layout = self.workers.call("setup", per_rank=setup, timeout=120)
         self.actor = RoleTrainer(args, self.workers, layout, lr_schedule.from_args(args, 1))
-        self.actor.load_weights(tiny / "hf")
+        self.actor.load_weights(model / "hf")
         for engine in self.engines:
-            engine.wait_ready(120)
-        self.syncs = WeightSync(args, self.actor, "nccl", sync_folder(args), vocab_size=50, max_len=128)
+            engine.wait_ready(300)
+        self.syncs = WeightSync(args, self.actor, way, sync_folder(args), vocab_size=50, max_len=128)
+
+    def restart(self, index):
+        engine = self.engines[index]
+        engine.stop()
+        port = int(engine.url.rpartition(":")[2])
+        engine.process = start_engine(self.stale, self.plan[index], num_threads=1, log_dir=self.logs, port=port).process
+        engine.wait_ready(120)
 
     def close(self):
         self.syncs.close()
@@ -48,9 +55,16 @@ class Stack:
             engine.stop()
 
 
-@pytest.fixture
-def stack(tiny, tmp_path):
-    stack = Stack(tiny, tmp_path)
+@pytest.fixture(params=["nccl", "ipc"])
+def stack(request, tiny, tmp_path):
+    stack = Stack(tiny, tmp_path, request.param)
+    yield stack
+    stack.close()
+
+
+@pytest.fixture(params=["nccl", "ipc"])
+def stack_of_vllm(request, small, tmp_path):
+    stack = Stack(small, tmp_path, request.param, "vllm")
     yield stack
     stack.close()
 
@@ -61,26 +75,53 @@ def test_a_stream_is_proven_and_outlives_an_engine_that_dies_in_it(stack, monkey
     second = stack.syncs.run(stack.engines)
     assert second.num_bytes == first.num_bytes and second.seconds < first.seconds
 
+    third = run_while_one_dies(stack, monkeypatch)
+    assert third.num_tensors == first.num_tensors
+    monkeypatch.setattr(Engine, "update", lambda self, info, *, timeout: psutil.Process(self.process.pid).kill())
+    with pytest.raises(EngineGone, match="no engine is left"):
+        stack.syncs.run(stack.engines[1:])
+
+
+def run_while_one_dies(stack, monkeypatch):
+    """The first engine dies in the stream, of which the second one hears: it receives once more."""
     original = Engine.update
 
     def update(self, info, *, timeout):
-        if self is stack.engines[1]:
+        if self is stack.engines[0]:
             psutil.Process(self.process.pid).kill()
         return original(self, info, timeout=timeout)
 
     monkeypatch.setattr(Engine, "update", update)
     started = time.monotonic()
-    third = stack.syncs.run(stack.engines)
-    assert time.monotonic() - started < 20 and third.engines == stack.engines[:1]
-    assert third.probe_max_abs_diff <= 1e-5 and third.num_tensors == first.num_tensors
-    monkeypatch.setattr(Engine, "update", lambda self, info, *, timeout: psutil.Process(self.process.pid).kill())
-    with pytest.raises(EngineGone, match="no engine is left"):
-        stack.syncs.run(stack.engines[:1])
+    result = stack.syncs.run(stack.engines)
+    assert time.monotonic() - started < 20 and result.engines == stack.engines[1:]
+    assert result.probe_max_abs_diff <= 1e-5
+    return result
+
+
+@pytest.mark.slow
+def test_an_engine_of_somebody_elses_that_was_started_anew_gets_a_new_stream(stack, monkeypatch):
+    """Nothing but its address is known of it, so that the sender goes on with the stream that it has."""
+    monkeypatch.setattr(_Carriage, "receivers", lambda self: ("the same", 2))
+    stack.syncs.run(stack.engines)
+    weights = stack.engines[1].weight_digests(timeout=30)
+    stack.restart(1)
+    result = stack.syncs.run(stack.engines)
+    assert result.engines == stack.engines and result.probe_max_abs_diff <= 1e-5
+    assert stack.engines[1].weight_digests(timeout=30) == weights
 
 
 @pytest.mark.vllm
-def test_runs_on_vllm(small, tmp_path):
-    done = run([*two_engines(small, tmp_path, "vllm", *on_vllm(2)), "--weight-sync", "nccl"], 400)
+@pytest.mark.slow
+def test_a_stream_outlives_a_vllm_that_dies_in_it(stack_of_vllm, monkeypatch):
+    assert stack_of_vllm.syncs.run(stack_of_vllm.engines).engines == stack_of_vllm.engines
+    run_while_one_dies(stack_of_vllm, monkeypatch)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
+def test_runs_on_vllm(small, tmp_path, way):
+    done = run([*two_engines(small, tmp_path, "vllm", *on_vllm(2)), "--weight-sync", way], 400)
     assert done.returncode == 0, done.stderr[-4000:]
     steps = nothing_lost(tmp_path)
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5

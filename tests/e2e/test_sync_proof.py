@@ -21,6 +21,7 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
 from instep.engines.engine import Engine
 from instep.errors import SyncError
+from instep.rollout import admission
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments, sync_folder
@@ -58,6 +59,33 @@ def sync(stack, tmp_path):
     syncs.close()
 
 
+@pytest.mark.parametrize("mode, is_open", [("keep", True), ("abort", False), ("wait", False)])
+def test_with_keep_alone_requests_are_admitted_before_the_proof(stack, sync, monkeypatch, mode, is_open):
+    """And where the proof fails, the run ends: who trains waits for it."""
+    _, _, engine = stack
+    seen, prove = [], sync.proof.prove
+    sync._args = sync._args.replace(pause_mode=mode)
+
+    def watched(*args):
+        seen.append(not admission._closed)
+        return prove(*args)
+
+    monkeypatch.setattr(sync.proof, "prove", watched)
+    result = sync.run([engine])
+    assert seen == [is_open] and not admission._closed
+    assert 0 < result.seconds_of["paused"] < result.seconds - result.seconds_of["proof"]
+    metrics = result.metrics()
+    assert metrics["sync/pause_seconds"] < metrics["sync/session_seconds"] + metrics["sync/proof_seconds"]
+
+    def wrong(*args):
+        raise SyncError("the probe differs")
+
+    monkeypatch.setattr(sync.proof, "prove", wrong)
+    with pytest.raises(SyncError, match="the probe differs"):
+        sync.run([engine])
+    assert admission._closed is not is_open
+
+
 def train_once(workers, lr):
     """One optimizer step on a made-up sample, so that all weights change a little."""
     done = Sample.Status.COMPLETED
@@ -65,7 +93,7 @@ def train_once(workers, lr):
     batch = build_batch([[sample]])
     batch.token_columns["advantages"] = torch.ones(24)
     batch.token_columns["loss_weights"] = torch.full((24,), 1 / 24)
-    metrics = workers.call("train", batch, [[[0]]], [lr], timeout=60)[0][0][0]
+    metrics = workers.call("train", batch, [[[0]]], [lr], timeout=180)[0][0][0]  # on a GPU, with its compiling
     assert metrics["grad_norm"] > 0 and not metrics["skipped_steps"]
 
 

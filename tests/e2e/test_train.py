@@ -114,14 +114,24 @@ def test_the_exported_checkpoint_is_the_trained_policy(finished, tiny):
 
 
 def test_num_rollout_0_evaluates_whatever_the_interval_is(finished, tiny, tmp_path):
-    """The checkpoint covers 2 rollouts, which are no multiple of 3."""
-    more = ["--eval-prompt-data", "held-out", str(tiny / "eval.jsonl"), "--eval-interval", "3"]
+    """The checkpoint covers 2 rollouts, which are no multiple of 3. Two sets are evaluated, each in its own way."""
+    held_out = {"name": "held-out", "path": str(tiny / "eval.jsonl")}
+    drawn = {
+        "name": "drawn",
+        "path": f"{tiny / 'eval.jsonl'}@[0:4]",
+        "n_samples_per_eval_prompt": 4,
+        "rm_type": "random",
+    }
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [held_out, drawn]}}))
+    more = ["--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "3", "--log-passrate"]
     more += ["--skip-eval-before-train", "--load", str(finished / "ckpt"), "--global-batch-size", "8"]
-    done = run(grpo_arguments(tiny, tmp_path, *more, "--num-rollout", "0"))
+    done = run(grpo_arguments(tiny, tmp_path / "run", *more, "--num-rollout", "0"))
     assert done.returncode == 0, done.stderr[-3000:]
-    before, summary = (json.loads((d / "summary.json").read_text()) for d in (finished, tmp_path))
+    before, summary = (json.loads((d / "summary.json").read_text()) for d in (finished, tmp_path / "run"))
     assert summary["evaluations"][-1]["rollout_id"] == 2 and summary["num_rollouts"] == 0
-    [row] = [r for r in rows(tmp_path / "metrics.jsonl") if "eval/held-out/reward_mean" in r]
+    [row] = [r for r in rows(tmp_path / "run/metrics.jsonl") if "eval/held-out/reward_mean" in r]
+    rates = [row[f"eval/drawn/pass@{k}"] for k in (1, 2, 4)]
+    assert rates[0] == row["eval/drawn/reward_mean"] and rates == sorted(rates) and "eval/held-out/pass@1" not in row
     assert summary["eval_reward_after"] == row["eval/held-out/reward_mean"] and row["step"] == 2
     assert len(summary["evaluations"]) == len(before["evaluations"])  # the save came before the last of these
 
@@ -146,7 +156,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, backend):
         assert got["rollout/reward_mean"] == want["rollout/reward_mean"]
         assert got["rollout/response_length_mean"] == want["rollout/response_length_mean"]
         assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
-        assert got["sync/version"] == want["sync/version"] + (got["step"] == 2)  # a resume proves its weights anew
+        assert got["sync/version"] == want["sync/version"]  # the weights of a checkpoint keep the number of theirs
     from safetensors.torch import load_file
 
     ours, theirs = (load_file(d / "hf" / "model.safetensors") for d in (parts, whole))

@@ -173,12 +173,13 @@ class Engine:
 
 
 @contextlib.contextmanager
-def run_engine(kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path, *options: str) -> Iterator[Engine]:
+def run_engine(
+    kind: str, path: Path, hf: Qwen3ForCausalLM, log: Path, *options: str, module: str = "instep.engines.vllm_main"
+) -> Iterator[Engine]:
     port = free_port()
+    command = [module if word == "instep.engines.vllm_main" else word for word in engine_command(kind, path, port)]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*engine_command(kind, path, port), *options], stdout=output, stderr=output, env=engine_environment(kind)
-        )
+        process = subprocess.Popen([*command, *options], stdout=output, stderr=output, env=engine_environment(kind))
     engine = Engine(kind, f"http://127.0.0.1:{port}", path, hf, process)
     try:
         deadline = time.monotonic() + 240  # vLLM imports for half a minute, on a busy machine for two

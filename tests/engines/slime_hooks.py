@@ -13,6 +13,8 @@ from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import generate_rollout as default_rollout
 from instep.types import RolloutFnTrainOutput, Sample
 
+seen = []
+
 
 async def ask(args, ids, max_tokens):
     """One turn: ids, log-probs, text, and what slime calls meta_info."""
@@ -89,3 +91,63 @@ def generate_rollout(args, rollout_id, data_source, evaluation=False):
     """A whole rollout over the default one, as in slime's multi_agent and delta examples."""
     output = default_rollout(args, rollout_id, data_source, evaluation=evaluation)
     return output if evaluation else RolloutFnTrainOutput(samples=output.samples, metrics={"mine": 1.0})
+
+
+def process_all_samples(args, all_samples, data_source):
+    """slime hands over the bound `get_samples`; here it is the data source, which may be called likewise."""
+    extra = data_source(1)
+    data_source.drop(extra, "looked at")
+    seen.append((sorted(group[0].group_index for group in all_samples), extra[0][0].group_index))
+
+
+TOKENIZER = None
+
+
+async def guides_generate(args, sample: Sample, sampling_params) -> Sample:
+    """The example of slime's usage guide ("Custom Rollout Function"), word for word."""
+    from transformers import AutoTokenizer
+
+    global TOKENIZER
+    if TOKENIZER is None:
+        TOKENIZER = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+
+    # send request to router
+    output = await post(
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+        {
+            "text": sample.prompt,
+            "sampling_params": sampling_params,
+        },
+    )
+
+    prompt_tokens_ids = TOKENIZER(sample.prompt, add_special_tokens=False)["input_ids"]
+    response_token_ids = TOKENIZER(output["text"], add_special_tokens=False)["input_ids"]
+
+    # set sample
+    sample.tokens = prompt_tokens_ids + response_token_ids
+    sample.response_length = len(response_token_ids)
+    sample.truncated = output["meta_info"]["finish_reason"]["type"] == "length"
+    sample.response = output["text"]
+    sample.aborted = output["meta_info"]["finish_reason"]["type"] == "abort"
+
+    return sample
+
+
+async def slimes_generate(args, sample: Sample, sampling_params) -> Sample:
+    """The request of slime's own generate function, and what it does with the answer."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = tokenizer_of(args).encode(sample.prompt, add_special_tokens=False)
+    sampling_params["max_new_tokens"] -= sample.response_length
+    payload = {"sampling_params": sampling_params, "return_logprob": True, "input_ids": prompt_ids}
+    sample.tokens = sample.tokens or prompt_ids
+    output = await post(url, payload, headers=None)
+    items = output["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in items],
+        log_probs=[item[0] for item in items],
+        trainable=True,
+        meta_info=output["meta_info"],
+        text=output["text"],
+    )
+    return sample

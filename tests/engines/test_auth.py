@@ -31,7 +31,9 @@ CONTROL = (
     "GET /is_paused POST /wake_up POST /collective_rpc POST /v1/load_lora_adapter POST /start_profile GET /metrics "
     "GET /server_info GET /docs GET /openapi.json"
 ).split()
-GENERATION = "POST /inference/v1/generate POST /v1/completions POST /v1/chat/completions GET /v1/models".split()
+GENERATION = (
+    "POST /inference/v1/generate POST /generate POST /v1/completions POST /v1/chat/completions GET /v1/models"
+).split()
 
 
 def statuses(engine: Engine, routes: list[str], **headers: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections.abc import Callable
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from instep.engines.engine import Engine
-from instep.errors import RolloutError
+from instep.errors import EngineError, RolloutError
 from instep.rollout import runtime
+from instep.rollout.execute import new_execution, run_group, train_sampling_params
+from instep.rollout.room import Room
+from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import generate_rollout
-from instep.types import Sample, VersionSpan
+from instep.types import Group, Sample, VersionSpan
 from tests.engines.rollouts import calls, check_log_probs, eos, rollout, source_of
 
 ME = __name__
@@ -177,3 +181,62 @@ def test_an_abort_by_somebody_else_is_continued(
     samples = [s for group in output.samples for s in group]
     assert all(s.response_length == 300 or s.tokens[-1] == eos(tiny_model) for s in samples)
     check_log_probs(tiny_model, samples)
+
+
+@pytest.mark.parametrize("flags", [(), ("--rollout-temperature", "0.7", "--rollout-stop", "a", "+")])
+def test_oracle_a_group_at_once_is_what_its_samples_are_one_by_one(
+    make_args: Callable[..., Any], server: Engine, flags: tuple[str, ...]
+) -> None:
+    args = make_args("--rollout-max-response-len", "40", "--n-samples-per-prompt", "5", *flags)
+    group, params = source_of(args).get_samples(1)[0], train_sampling_params(args)
+
+    async def both() -> list[list[dict[str, Any]]]:
+        alone, together = new_execution(args, 0), new_execution(args, 0)
+        rows = [await run_group(alone, copy.deepcopy(group), params)]
+        rows.append(await run_group(together, copy.deepcopy(group), params, generate_group))
+        assert together.lengths == alone.lengths and together.num_tokens == alone.num_tokens > 0
+        assert together.room.num_inside == alone.room.num_inside == 0
+        seeded, direct = {**params, "seed": rows[0][0].sampling_params["seed"]}, copy.deepcopy(group)
+        await generate_group(args, direct, seeded)
+        assert [s.tokens for s in direct] == [s.tokens for s in rows[0]]  # it has not left them to the other way
+        return [[sample.to_dict() for sample in row] for row in rows]
+
+    alone, together = runtime.run(both(), timeout=60)
+    assert alone == together and len({str(row["tokens"]) for row in alone}) > 1
+
+
+def test_a_group_that_fails_at_once_leaves_the_room(make_args: Callable[..., Any]) -> None:
+    args = make_args("--n-samples-per-prompt", "3")
+    group = source_of(args).get_samples(1)[0]
+
+    async def fails(*_: Any) -> None:
+        raise EngineError("no answer")
+
+    async def main() -> int:
+        execution = new_execution(args, 0)
+        with pytest.raises(EngineError):
+            await run_group(execution, group, train_sampling_params(args), fails)
+        return execution.room.num_inside
+
+    assert runtime.run(main(), timeout=60) == 0
+
+
+def test_groups_for_whose_room_others_wait_are_no_single_requests(
+    make_args: Callable[..., Any], server: Engine
+) -> None:
+    """Also the first ones, which come in before the others have asked."""
+    args = make_args("--n-samples-per-prompt", "3", "--rollout-max-response-len", "8")
+    groups, asked = source_of(args).get_samples(4), list[int | None]()
+
+    async def noted(args: Any, group: Group, params: dict[str, Any], evaluation: bool) -> None:
+        asked.append(group[0].group_index)
+        await generate_group(args, group, params, evaluation)
+
+    async def main() -> None:
+        execution = new_execution(args, 0)
+        execution.room = Room(6)
+        params = train_sampling_params(args)
+        await asyncio.gather(*(run_group(execution, group, params, noted) for group in groups))
+
+    runtime.run(main(), timeout=60)
+    assert not {groups[0][0].group_index, groups[1][0].group_index}.intersection(asked)

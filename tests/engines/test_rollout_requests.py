@@ -53,7 +53,7 @@ def test_a_group_in_one_request_gets_what_its_samples_get_alone(
         [s.tokens for s in g] for g in together
     ]
     assert len(calls) == 20 and requests == [5] * 8
-    one_by_one = rollout(make_args(*more, kind="vllm")).samples  # whose wire format makes a request for each
+    one_by_one = rollout(make_args(*more, "--no-fast-log-probs", kind="vllm")).samples  # a request for each
     assert requests[8:] == [1] * 20
     for ours, theirs in zip(together, one_by_one, strict=True):
         assert [s.tokens for s in ours] == [s.tokens for s in theirs]
@@ -70,6 +70,14 @@ def test_a_group_in_one_request_gets_what_its_samples_get_alone(
 def generate_one(args: Any, prompt: Any, **params: Any) -> Sample:
     sample = Sample(group_index=0, index=0, prompt=prompt)
     return runtime.run(generate(args, sample, {"max_new_tokens": 60, "seed": 1, **params}), timeout=30)
+
+
+def test_an_engine_that_returns_no_experts_cannot_be_replayed(make_args: Callable[..., Any]) -> None:
+    parsed, runtime_values = make_args().__reduce__()[1]
+    args = parsed.replace(use_rollout_routing_replay=True).view(runtime_values)
+    with pytest.raises(EngineError, match="no routed experts") as error:
+        generate_one(args, "1+1=")
+    assert "--enable-return-routed-experts" in error.value.remedy
 
 
 def test_stop_strings_are_cut_from_the_text_only(make_args: Callable[..., Any]) -> None:

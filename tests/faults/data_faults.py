@@ -35,14 +35,14 @@ def disk_full_at_save(place: Place) -> None:
     sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
     marking = """
         import instep.checkpoints.folders as module, shutil
-        save = module.save_checkpoint
-        def save_checkpoint(*args):
+        save = module.begin_checkpoint
+        def begin_checkpoint(*args):
             if FILL:
                 with open(f"{args[0]}/../filler", "wb") as file:
                     file.write(bytes(max(0, shutil.disk_usage(args[0]).free - ROOM)))
             mark()
             return save(*args)
-        module.save_checkpoint = save_checkpoint
+        module.begin_checkpoint = begin_checkpoint
         """
     total = sum(sizes.values())
     with small_disk(place.folder / "disk", 2 * total) as limit:

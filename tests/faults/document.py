@@ -1,6 +1,7 @@
 """`python -m tests.faults.document` runs the suite and writes docs/faults.md with what it measured.
 
-With names of scenarios it runs only those, and prints their rows. A scenario that fails is tried once more, alone.
+With names of scenarios it runs only those, prints their rows, and puts them into the place of the former ones. A
+scenario that fails is tried once more, alone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ HEAD = """\
 
 What happens when something goes wrong, made and measured by `python -m tests.faults.document`. It runs the fault
 suite (`tests/faults/`, a part of it in `make test`): each fault is made in a real run of a tiny model on a CPU (GRPO,
-4 prompts, 4 responses of at most 16 tokens each), with all its processes, two runs at a time on one machine. Every
-timeout has its default where the row names no flag. A run recovers, or it ends with one error that says what
-happened, where, and what to do; no process of it is left and no complete checkpoint is lost. The suite requires the
-end within 10 s of a fault that comes while the command runs (where the row names no other bound). One that was there
-before counts from the command's start, most of which is Python's imports beside another run, and has 40 s. An error
-has three parts (what, where, remedy); the table shows the first. Engines are embedded ones where it does not say
-vLLM.
+4 prompts, 4 responses of at most 16 tokens each), with all its processes, two runs at a time on one machine. A fault
+that has changed or is new is measured by itself, so that the rows are of several days and versions, and the machine
+had other work at some of them. Every timeout has its default where the row names no flag. A run recovers, or it ends
+with one error that says what happened, where, and what to do; no process of it is left and no complete checkpoint is
+lost. The suite requires the end within 10 s of a fault that comes while the command runs (where the row names no
+other bound). One that was there before counts from the command's start, most of which is Python's imports beside
+another run, and has 40 s. An error has three parts (what, where, remedy); the table shows the first. Engines are
+embedded ones where it does not say vLLM.
 
 "Seconds" are counted from the fault until the command has ended with all its processes; a recovered one until the next
 training step is done, or the command has ended.
@@ -49,8 +51,13 @@ stacks of all ranks are in the error.
 """
 
 
-def document(faults: dict[str, tuple[str, str]], results: dict[str, Result]) -> str:
-    return HEAD + "".join(row(*faults[name], results[name]) for name in faults) + FOOT
+def document(faults: dict[str, tuple[str, str]], rows: dict[str, str]) -> str:
+    return HEAD + "".join(rows[what] for what, _ in faults.values()) + FOOT
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The rows of the table by their faults."""
+    return {line.split(" | ")[0].removeprefix("| "): line + "\n" for line in text.splitlines() if line[:2] == "| "}
 
 
 def row(what: str, outcome: str, result: Result) -> str:
@@ -94,12 +101,12 @@ def main() -> None:
     print(f"all of it took {time.monotonic() - started:.0f} s", file=sys.stderr)
     failed = [f"{name}: {error!r}" for name, error in outcomes.items() if isinstance(error, Exception)]
     results = {fault: x for found in outcomes.values() if isinstance(found, dict) for fault, x in found.items()}
+    new = {FAULTS[fault][0]: row(*FAULTS[fault], result) for fault, result in results.items()}
     if sys.argv[1:]:
-        print("".join(row(*FAULTS[fault], result) for fault, result in results.items()))
+        print("".join(new.values()))
     if failed:
         sys.exit("\n\n".join([*failed, f"{len(failed)} scenarios failed, {PATH} is as it was"]))
-    if not sys.argv[1:]:
-        PATH.write_text(document(FAULTS, results))
+    PATH.write_text(document(FAULTS, new if not sys.argv[1:] else rows_of(PATH.read_text()) | new))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from tests.faults import data_faults
 from tests.faults import damage_faults
 from tests.faults import input_faults
 from tests.faults import request_faults
+from tests.faults import sync_faults
 from tests.faults import ray_faults
 from tests.faults.registry import FAULTS, SCENARIOS, SLOW, VLLM
 
@@ -22,5 +23,6 @@ __all__ = [
     "process_faults",
     "ray_faults",
     "request_faults",
+    "sync_faults",
     "vllm_faults",
 ]

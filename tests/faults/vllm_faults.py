@@ -48,14 +48,21 @@ def vllm_core_stopped(place: Place) -> None:
         run.error("vllm_core_stopped", "EngineError: engine 0 waits for its process", "which is stopped", "kill -CONT")
 
 
-# In vLLM's core, once the test has made the file: a thread that takes the interpreter's lock and never gives it back.
+# In vLLM's core, once the test has made the file: when it next schedules a rollout's requests (not the two of a sync's
+# proof, which has bounds of its own), it takes the interpreter's lock and never gives it back.
 HANG_LATER = """
     import threading
     def wait():
         while not os.path.exists(os.environ["FAULT_MARK"] + "-now"):
             time.sleep(0.05)
         if open("/proc/self/comm").read().startswith("VLLM::Engine"):
-            hang()
+            from vllm.v1.core.sched.scheduler import Scheduler
+            schedule = Scheduler.schedule
+            def late(self, *args, **kwargs):
+                if len(self.running) + len(self.waiting) > 3:
+                    hang()
+                return schedule(self, *args, **kwargs)
+            Scheduler.schedule = late
     os.register_at_fork(after_in_child=lambda: threading.Thread(target=wait, daemon=True).start())
     threading.Thread(target=wait, daemon=True).start()
     """

@@ -239,6 +239,7 @@ def arguments(name, **more):
         "grpo_std_normalization": True,
         "normalize_advantages": False,
         "custom_reward_post_process_path": None,
+        "custom_convert_samples_to_train_data_path": None,
         "custom_advantage_function_path": None,
         "overlong_buffer_len": None,
         "overlong_penalty_factor": 1.0,

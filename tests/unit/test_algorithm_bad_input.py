@@ -25,6 +25,7 @@ def arguments(name, **more):
         command="train", advantage_estimator=name, overlong_buffer_len=None,
         kl_coef=0.0 if name == "max_rl" else 0.1, kl_loss_type="k1",
         gamma=1.0, lambd=1.0, custom_advantage_function_path=None, custom_reward_post_process_path=None,
+        custom_convert_samples_to_train_data_path=None,
         normalize_advantages=False, rewards_normalization=True, grpo_std_normalization=True, use_opd=False,
     )  # fmt: skip
     return SimpleNamespace(**base | more)

@@ -145,6 +145,14 @@ def test_oracle_loss_weights(per_token: bool):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
+def test_loss_weights_are_rounded_once(per_token: bool):
+    """In float32 they are those of float64, rounded, to the bit."""
+    exact = loss_weights(torch.tensor(MASK).double(), LENGTHS, STEPS, IDS, per_token=per_token)
+    got = loss_weights(torch.tensor(MASK).float(), LENGTHS, STEPS, IDS, per_token=per_token)
+    assert got.dtype == torch.float32 and torch.equal(got, exact.float())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
 def test_loss_weights_do_not_depend_on_the_order(per_token: bool):
     mask = torch.tensor(MASK).double()
     weights = loss_weights(mask, LENGTHS, STEPS, IDS, per_token=per_token)

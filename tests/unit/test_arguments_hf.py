@@ -7,8 +7,9 @@ import pytest
 
 from instep.arguments import parse
 from instep.arguments.all_flags import find
-from instep.arguments.megatron import PARALLEL, SHAPE
+from instep.arguments.megatron import SHAPE
 from instep.arguments.model import MODEL
+from instep.arguments.parallel import PARALLEL
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
 
@@ -49,17 +50,60 @@ SHAPES = {
     "--accumulate-allreduce-grads-in-fp32": ACTS,
     "--no-check-for-nan-in-loss-and-grad": ACTS,
     "--tensor-model-parallel-size 1": ACTS,
-    "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2": "shards with FSDP2 only",
-    "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2": "shards with FSDP2 only",
+    "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2": ACTS,
+    "--sequence-parallel --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2": NOTED,
+    "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2": "has no pipelines",
+    "--context-parallel-size 2 --actor-num-gpus-per-node 2": "has no context parallelism",
+    "--num-virtual-stages-per-pipeline-rank 2": "has no pipelines",
+    "--num-layers-per-virtual-pipeline-stage 1": "has no pipelines",
+    "--decoder-first-pipeline-num-layers 1": "has no pipelines",
+    "--decoder-last-pipeline-num-layers 1": "has no pipelines",
+    "--expert-model-parallel-size 2": "has no expert parallelism",
+    "--expert-tensor-parallel-size 2": "has no expert parallelism",
+    "--moe-aux-loss-coeff 0.1": "only megatron-core has it",
+    "--moe-z-loss-coeff 0.1": "only megatron-core has it",
+    "--moe-router-dtype fp32": "only megatron-core has it",
+    "--moe-grouped-gemm": "only megatron-core has it",
+    "--use-routing-replay": "only megatron-core has it",
+    "--use-rollout-routing-replay": "only megatron-core has it",
+    "--num-experts 8": NOTED,
+    "--moe-router-topk 2": NOTED,
+    "--moe-ffn-hidden-size 8": NOTED,
+    "--multi-latent-attention": NOTED,
+    "--q-lora-rank 8": NOTED,
+    "--kv-lora-rank 8": NOTED,
+    "--qk-head-dim 8": NOTED,
+    "--qk-pos-emb-head-dim 8": NOTED,
+    "--v-head-dim 8": NOTED,
+    "--rotary-scaling-factor 1": ACTS,
+    "--rotary-scaling-factor 40": "is 40.0, but config.json says 1.0",
+    "--mscale 1": NOTED,
+    "--mscale-all-dim 1": NOTED,
+    "--moe-layer-freq [0]*1+[1]*3": NOTED,
+    "--moe-layer-freq 1e3": "is neither a number nor a list",
+    "--moe-shared-expert-intermediate-size 8": NOTED,
+    "--moe-router-pre-softmax": NOTED,
+    "--moe-router-score-function sigmoid": NOTED,
+    "--moe-router-enable-expert-bias": NOTED,
+    "--moe-router-num-groups 2": NOTED,
+    "--moe-router-group-topk 1": NOTED,
+    "--moe-router-topk-scaling-factor 2.5": NOTED,
+    "--moe-router-load-balancing-type seq_aux_loss": ACTS,
+    "--moe-router-bias-update-rate 0.001": "only megatron-core has it",
     "--sequence-parallel": NOTED,
     "--use-distributed-optimizer": "FSDP2 spreads the optimizer anyway",
     "--recompute-granularity full": ACTS,
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": ACTS,
-    "--recompute-granularity selective": "hf recomputes whole layers",
+    "--recompute-granularity selective": ACTS,
     "--recompute-method block --recompute-granularity full": "layer by layer",
     "--recompute-num-layers 2 --recompute-granularity full": "layer by layer",
     "--ckpt-format torch_dist": ACTS,
-    "--attention-softmax-in-fp32": "only megatron-core has it",
+    "--custom-model-provider-path json.loads": "is called by Megatron's ranks alone",
+    "--custom-megatron-init-path json.loads": "is called by Megatron's ranks alone",
+    "--custom-megatron-before-log-prob-hook-path json.loads": "is called by Megatron's ranks alone",
+    "--custom-megatron-before-train-step-hook-path json.loads": "is called by Megatron's ranks alone",
+    "--attention-softmax-in-fp32": NOTED,
+    "--overlap-grad-reduce": "only megatron-core has it",
 }
 
 
@@ -80,7 +124,8 @@ def test_no_flag_of_megatron_is_left_out_above():
 
 OF_BOTH = """
 --hf-checkpoint --trust-remote-code --load --save --save-interval --ref-load --ckpt-step --save-hf --no-save-optim
---no-load-optim --finetune --ref-ckpt-step --start-rollout-id --ckpt-format
+--no-load-optim --finetune --ref-ckpt-step --start-rollout-id --async-save --ckpt-format --only-train-params-name-list
+--freeze-params-name-list
 """
 
 
@@ -116,14 +161,16 @@ def test_the_shape_is_compared_with_config_json(backend: str, more: dict, words:
 
 
 NEUTRAL = """
---context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --attention-backend flash
---update-weights-interval 1 --update-weight-mode full --transformer-impl local
+--attention-backend flash --cp-comm-type p2p --moe-token-dispatcher-type alltoall
+--update-weight-mode full --transformer-impl local
 """
 NOT_NEUTRAL = [
-    ("--context-parallel-size 2", "later: context parallelism comes later"),
-    ("--expert-model-parallel-size 8", "later: mixture-of-experts models come later"),
+    ("--context-parallel-size 2 --train-backend hf", "the hf backend has no context parallelism"),
+    ("--cp-comm-type a2a", "refused: context-parallel ranks gather keys and values"),
+    ("--moe-token-dispatcher-type flex", "refused: experts have no capacity"),
+    ("--moe-permute-fusion", "later: experts are computed one after another"),
     ("--attention-backend fused", "refused: instep chooses the attention kernel by device"),
-    ("--update-weight-mode delta", "later: other ways of a weight sync come later"),
+    ("--update-weight-mode delta", "later: --weight-sync says how weights travel"),
     ("--transformer-impl transformer_engine", "refused: needs Transformer Engine"),
 ]
 

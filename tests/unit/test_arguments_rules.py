@@ -33,9 +33,13 @@ CONTRADICTIONS = [
     ("--global-batch-size 16 --num-steps-per-rollout 4", "", "16 x 4 steps = 64, but 4 prompts x 8 samples = 32"),
     ("--micro-batch-size 3", "", "use 30 or 33"),
     ("--actor-num-gpus-per-node 3", "--actor-num-gpus-per-node", "3 data-parallel ranks"),
-    ("--use-dynamic-batch-size", "", "needs --max-tokens-per-gpu"),
+    ("--use-dynamic-batch-size --device cpu", "", "needs --max-tokens-per-gpu"),
     ("--max-tokens-per-gpu 100", "", "has no effect without --use-dynamic-batch-size"),
+    ("--balance-by-flops --device cpu", "", "has no effect without --use-dynamic-batch-size"),
     ("--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2", "", "has no effect with"),
+    ("--freeze-params-name-list a --only-train-params-name-list b", "", "contradicts --only-train-params-name-list"),
+    ("--freeze-params-name-list a --train-backend hf --lora-rank 8", "", "an adapter is all that is trained"),
+    ("--freeze-params-name-list (", "", "is no regular expression"),
     ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "", "the KL counts twice"),
     ("--kl-loss-coef 0.1", "", "has no effect without --use-kl-loss"),
     ("--use-unbiased-kl", "", "has no effect without --use-kl-loss"),
@@ -69,6 +73,8 @@ CONTRADICTIONS = [
     ("--loss-type sft_loss", "", "run `instep sft`"),
     ("--save-interval 2", "", "no folder to save to"),
     ("--no-save-optim", "", "has no effect without --save"),
+    ("--save out --ckpt-format torch --train-backend hf", "", "is a format of Megatron's"),
+    ("--save out --ckpt-format torch --async-save", "", "is written while the run waits"),
     ("--ckpt-step 2", "", "give --load"),
     ("--ref-ckpt-step 2", "", "give --ref-load"),
     ("--finetune", "", "give --load"),
@@ -89,9 +95,21 @@ CONTRADICTIONS = [
     ("--save data.jsonl/x", "", "cannot write to"),
     ("--ref-load nowhere", "", "no folder nowhere"),
     ("--tensor-model-parallel-size 2", "", "does not divide 1 trainer ranks"),
-    ("--train-backend hf --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "shards with FSDP2 only"),
+    ("--train-backend hf --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "has no pipelines"),
+    ("--num-virtual-stages-per-pipeline-rank 2", "", "needs a pipeline"),
+    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", "the same thing twice"),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2 "
+        "--global-batch-size 1",
+        "",
+        "use --global-batch-size 2 or more",
+    ),
+    ("--expert-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "the model has no experts"),
+    ("--context-parallel-size 2 --tensor-model-parallel-size 2", "", "TP 2 x PP 1 x CP 2 = 4 does not divide"),
     ("--train-backend hf --overlap-grad-reduce", "", "only megatron-core has it"),
     ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
+    ("--optimizer adamw_8bit", "", "keeps moments in fp32"),
+    ("--train-backend hf --tensor-model-parallel-size 3 --actor-num-gpus-per-node 3", "", "the model's 4 heads"),
     ("--recompute-granularity full --recompute-method block", "", "needs a number of layers"),
     ("--recompute-method uniform", "", "which is not asked for"),
     ("--recompute-granularity selective --recompute-num-layers 1", "", "not to selective"),
@@ -154,6 +172,8 @@ def test_contradictions(extra, without, what):
         "--rm-type dapo --reward-key acc",
         "--rollout-stop-token-ids 299",
         "--attention-softmax-in-fp32 --make-vocab-size-divisible-by 1 --ckpt-format torch_dist",
+        "--ckpt-format torch --ref-load model",
+        "--ckpt-format torch --save out",
     ],
 )
 def test_what_goes_together_passes(extra):
@@ -326,3 +346,42 @@ def test_ranks_and_cores_are_compared_again_where_auto_means_the_cpu(monkeypatch
     args = parse(argv("--actor-num-gpus-per-node 8"))
     with pytest.raises(ConfigError, match="8 trainer ranks on 2 CPU cores"):
         device.resolve_on_machine(args, with_engines=False)
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--expert-model-parallel-size 8 --actor-num-gpus-per-node 8", "does not divide the model's 4 experts"),
+        ("--expert-model-parallel-size 4 --actor-num-gpus-per-node 2", "EP 4 x ETP 1 x PP 1 = 4 does not divide 2"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", "needs sequence parallelism"),
+        ("--num-experts 8", "is 8, but config.json says 4"),
+        ("--moe-router-topk 3", "is 3, but config.json says 2"),
+        ("--moe-ffn-hidden-size 8", "is 8, but config.json says 32"),
+        (
+            "--use-routing-replay --recompute-granularity selective --recompute-modules moe",
+            "may meet the experts of another micro-batch",
+        ),
+        ("--use-rollout-routing-replay --rollout-backend vllm --device cpu", "does not note the experts on a CPU"),
+        (
+            "--use-rollout-routing-replay --rollout-backend vllm --device cuda --prefill-num-servers 1 "
+            "--rollout-num-gpus 2",
+            "do not know the experts that prefill engines chose",
+        ),
+        (
+            "--use-rollout-routing-replay --rollout-backend vllm --device cuda --vllm-pipeline-parallel-size 2 "
+            "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+            "vLLM's pipelines do not return the experts",
+        ),
+        ("--use-routing-replay --use-rollout-logprobs", "no pass computes old log-probs"),
+    ],
+)
+def test_layouts_of_a_model_with_experts(words: str, what: str):
+    Path("model/config.json").write_text(json.dumps({**CONFIG, **EXPERTS}))
+    text = refusal("--train-backend megatron " + words)
+    assert what in text and "things are wrong" not in text
+    good = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --num-experts 4 "
+    args = parse(argv(good + "--expert-tensor-parallel-size 1 --actor-num-gpus-per-node 4 --moe-ffn-hidden-size 32"))
+    assert args.dp_size == 2 and args.train_backend == "megatron"

@@ -208,7 +208,7 @@ def test_megatron_table_is_the_whole_command_line():
     assert by_name["--recompute-granularity"].choices == ("full", "selective")
     assert by_name["--no-rope-fusion"].constant is False
     assert by_name["--tokenizer-type"].status == "refused"
-    assert by_name["--num-experts"].status == "later"
+    assert by_name["--moe-permute-fusion"].status == "later"
 
 
 def test_flags_that_pass_through_are_fields_of_megatron_core():
@@ -222,7 +222,7 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
         tree = ast.parse((Path(spec.origin).parent / f"{name}.py").read_text())
         fields |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.simple}
     acting = {flag.attribute for flag in passed_through().values() if flag.status == "acts"}
-    assert len(acting) > 30
+    assert len(acting) > 12
     assert acting <= fields
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +104,42 @@ def test_rewards_that_are_dicts_and_masked_unknown_log_probs():
     with pytest.raises(RewardError, match="acc") as error:
         build_batch([[sample]], reward_key="score")
     assert "'score'" in error.value.remedy
+
+
+def slow_columns(samples: list[Sample]) -> dict[str, list[float]]:
+    """Token by token what the columns hold."""
+    out: dict[str, list[float]] = {"tokens": [], "loss_mask": [], "rollout_log_probs": []}
+    for s in samples:
+        known = s.rollout_log_probs
+        for t in range(s.response_length):
+            out["loss_mask"].append(0.0 if s.remove_sample else 1.0 if s.loss_mask is None else float(s.loss_mask[t]))
+            value = math.nan if known is None else 0.0 if known[t] is None else known[t]
+            out["rollout_log_probs"].append(float(np.float32(value)))
+        out["tokens"] += map(int, s.tokens)
+    return out
+
+
+def test_oracle_columns_of_samples_of_every_kind():
+    """Lists, arrays and numbers of numpy's, tensors, masks of bools, log-probs that are unknown or too large."""
+    rng = random.Random(0)
+    samples = [make_sample(i // 4, i, rng.randint(1, 9), rng.randint(2, 9), log_probs=i % 5 > 0) for i in range(40)]
+    for s in samples:
+        s.loss_mask = rng.choice([None, [1] * s.response_length, [rng.randint(0, 1) for _ in range(s.response_length)]])
+        s.remove_sample = rng.random() < 0.1
+    samples[1].loss_mask, samples[1].rollout_log_probs = np.array([0, 1]), np.array([-0.1, -0.3])
+    samples[1].tokens, samples[1].response_length = np.array([4, 2, 3]), 2
+    samples[2].tokens = list(np.array(samples[2].tokens))
+    samples[3].tokens = torch.tensor(samples[3].tokens)
+    samples[4].loss_mask = [True] * samples[4].response_length
+    for i, value in ((6, None), (7, math.nan), (8, -math.inf)):
+        samples[i].loss_mask, samples[i].remove_sample = [0] + [1] * (samples[i].response_length - 1), False
+        samples[i].rollout_log_probs[0] = value
+    samples[9].rollout_log_probs[1] = -1e300  # finite, but not in float32
+    batch, want = build_batch([samples[i : i + 4] for i in range(0, 40, 4)]), slow_columns(samples)
+    assert batch.tokens.tolist() == want["tokens"]
+    assert batch.token_columns["loss_mask"].tolist() == want["loss_mask"]
+    got = batch.token_columns["rollout_log_probs"].numpy()
+    np.testing.assert_array_equal(got, np.array(want["rollout_log_probs"], np.float32))
 
 
 @pytest.mark.parametrize("groups", [[], [[]], [make_sample(0, 0, 1, 1)], [[{"tokens": [1]}]]])

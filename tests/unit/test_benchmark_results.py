@@ -62,7 +62,7 @@ def test_the_docs_quote_them():
     assert RESULT["device"] in docs and RESULT["date"] in docs
 
 
-@pytest.mark.parametrize("path", ["docs/benchmarks.md", "docs/algorithms.md", "docs/engines.md"])
+@pytest.mark.parametrize("path", ["docs/benchmarks.md", "docs/algorithms.md", "docs/engines.md", "docs/weight-sync.md"])
 def test_tables_of_results_are_up_to_date(path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     document = importlib.import_module("document")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.chat import tokenize_conversation
+from instep.data.chat import conversation_samples, tokenize_conversation
 from instep.errors import ConfigError, DataError
 from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
 
@@ -77,19 +77,53 @@ def test_step_loss_mask_zeroes_a_turn(tokenizer: PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize("template", [QWEN3], indirect=True)
-def test_qwen3_drops_old_reasoning_and_trains_the_turns_as_rendered(tokenizer: PreTrainedTokenizerFast, template: str):
+def test_reasoning_that_is_dropped_later_is_trained_in_its_own_sample(
+    tokenizer: PreTrainedTokenizerFast, template: str
+):
     talk = [dict(m) for m in TALK]
     talk[1]["content"] = "<think>\nold\n</think>\n\nIt is 2."
     talk[3]["content"] = "<think>\nnew\n</think>\n\nIt is 4."
-    ids, mask = tokenize_conversation(talk, tokenizer, loss_mask_type="qwen3")
-    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "<think>\nnew\n</think>\n\nIt is 4.<|im_end|>"]
-    assert "old" not in tokenizer.decode(ids)
-    before = prompt_ids(tokenizer, talk[:3])
-    assert ids[: len(before)] == before and mask[len(before)] == 1
-    ids, mask = tokenize_conversation(TALK, tokenizer, template_kwargs={"enable_thinking": False})
-    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "It is 4.<|im_end|>"]
+    samples = conversation_samples(talk, tokenizer, loss_mask_type="qwen3")
+    assert samples == conversation_samples(talk, tokenizer)
+    assert [trained(tokenizer, ids, mask) for ids, mask in samples] == [
+        ["<think>\nold\n</think>\n\nIt is 2.<|im_end|>"],
+        ["<think>\nnew\n</think>\n\nIt is 4.<|im_end|>"],
+    ]
+    for (ids, mask), turn in zip(samples, (1, 3), strict=True):
+        before = prompt_ids(tokenizer, talk[:turn])
+        assert ids[: len(before)] == before and mask.index(1) == len(before)
+    assert "old" not in tokenizer.decode(samples[1][0])
+    samples = conversation_samples(TALK, tokenizer, template_kwargs={"enable_thinking": False})
+    assert [trained(tokenizer, *sample) for sample in samples] == [["It is 2.<|im_end|>"], ["It is 4.<|im_end|>"]]
     before = prompt_ids(tokenizer, TALK[:3], enable_thinking=False)
-    assert ids[: len(before)] == before and mask[len(before)] == 1
+    assert samples[1][0][: len(before)] == before
+    with pytest.raises(DataError, match="becomes 2 samples") as error:
+        tokenize_conversation(talk, tokenizer)
+    assert "--loss-mask-type qwen3_5" in error.value.remedy
+
+
+@pytest.mark.parametrize("template", [QWEN3], indirect=True)
+def test_loss_mask_types(tokenizer: PreTrainedTokenizerFast, template: str):
+    """As rendered at last; and the last message as it stands in the data, which this template would not drop."""
+    talk = [dict(m) for m in TALK]
+    talk[1]["content"] = "<think>\nold\n</think>\n\nIt is 2."
+    talk[3]["content"] = "  <think> new </think>It is 4."
+    [(ids, mask)] = conversation_samples(talk, tokenizer, loss_mask_type="qwen3_5")
+    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>", "<think>\nnew\n</think>\n\nIt is 4.<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False).rstrip()
+    [(ids, mask)] = conversation_samples(talk, tokenizer, loss_mask_type="distill_qwen")
+    assert trained(tokenizer, ids, mask) == ["  <think> new </think>It is 4.<|im_end|>"]
+    before = prompt_ids(tokenizer, talk[:3])
+    assert ids[: len(before)] == before and mask.index(1) == len(before)
+    tokenizer.chat_template = QWEN3.replace("{% if enable_thinking is", "<think>\n{% if enable_thinking is")
+    for begins in ("<think>\n", "<think>", ""):
+        opened = [*talk[:3], {"role": "assistant", "content": f"{begins}new</think>It is 4.<|im_end|>"}]
+        [sample] = conversation_samples(opened, tokenizer, loss_mask_type="distill_qwen")
+        assert trained(tokenizer, *sample) == ["new</think>It is 4.<|im_end|>"]
+    with pytest.raises(DataError, match="no assistant turn to train on"):
+        conversation_samples(talk[:3], tokenizer, loss_mask_type="distill_qwen")
+    with pytest.raises(DataError, match="tool calls"):
+        conversation_samples([USER, {**talk[3], "tool_calls": [1]}], tokenizer, loss_mask_type="distill_qwen")
 
 
 @pytest.mark.parametrize("template", [QWEN3], indirect=True)
@@ -102,19 +136,25 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(tokenizer: PreTrainedTo
         {"role": "user", "content": "thanks"},
         {"role": "assistant", "content": "bye"},
     ]
-    ids, mask = tokenize_conversation(talk, tokenizer)
-    assert trained(tokenizer, ids, mask) == [
+    one, other = (trained(tokenizer, *sample) for sample in conversation_samples(talk, tokenizer))
+    thought = "<think>\n\n</think>\n\n"  # shown after the last words of the user
+    assert one == [f"{thought}\n<tool_call>add</tool_call><|im_end|>", f"{thought}2<|im_end|>"]
+    assert other == [f"{thought}bye<|im_end|>"]
+    [sample] = conversation_samples(talk, tokenizer, loss_mask_type="qwen3_5")
+    assert trained(tokenizer, *sample) == [
         "\n<tool_call>add</tool_call><|im_end|>",
         "2<|im_end|>",
-        "<think>\n\n</think>\n\nbye<|im_end|>",
+        f"{thought}bye<|im_end|>",
     ]
 
 
 def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = "{% for m in messages|reverse %}{{ m.content|length }}{% endfor %}"
     try:
-        with pytest.raises(DataError, match="hides where message 1"):
+        with pytest.raises(DataError, match="writes message 1 .assistant. otherwise"):
             tokenize_conversation(TALK, tokenizer)
+        with pytest.raises(DataError, match="hides where message 1"):
+            tokenize_conversation(TALK, tokenizer, loss_mask_type="qwen3_5")
         tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
         with pytest.raises(DataError, match="no trainable token"):
             tokenize_conversation([USER, {"role": "assistant", "content": "a"}], tokenizer)
@@ -122,3 +162,18 @@ def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerF
         tokenizer.chat_template = QWEN2
     with pytest.raises(ConfigError, match="llama9"):
         tokenize_conversation(TALK, tokenizer, loss_mask_type="llama9")
+
+
+def test_a_conversation_that_begins_with_the_assistant(tokenizer: PreTrainedTokenizerFast):
+    """No engine is asked for its first message, whose header and system prompt are not the model's."""
+    talk = [{"role": "assistant", "content": "hi"}, USER, {"role": "assistant", "content": "2"}]
+    with pytest.raises(DataError, match="begins with a message of the assistant"):
+        conversation_samples(talk, tokenizer)
+    [(ids, mask)] = conversation_samples([{**talk[0], "step_loss_mask": 0}, *talk[1:]], tokenizer)
+    assert trained(tokenizer, ids, mask) == ["2<|im_end|>"]
+
+
+def test_reasoning_beside_the_content_is_not_left_out_in_silence(tokenizer: PreTrainedTokenizerFast):
+    talk = [USER, {"role": "assistant", "content": "2", "reasoning_content": "1+1"}]
+    with pytest.raises(DataError, match="has its reasoning beside its content"):
+        conversation_samples(talk, tokenizer, loss_mask_type="distill_qwen")

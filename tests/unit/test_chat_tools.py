@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.chat import tokenize_conversation
+from instep.data.chat import conversation_samples
 from instep.errors import DataError
 from tests.chat import make_tokenizer
 from tests.unit.test_chat import trained
 
 # As Hermes and Qwen2.5: the answers of tools are a user's turn.
 HERMES = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant"
+    "{% if m.content %}{{ '\n' + m.content }}{% endif %}"
     "{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n"
     "{% elif m.role == 'tool' %}"
@@ -60,14 +61,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
-def masked(tokenizer: PreTrainedTokenizerFast, template: str, talk: list[dict[str, Any]]) -> list[str]:
+def masked(tokenizer: PreTrainedTokenizerFast, template: str, talk: list[dict[str, Any]]) -> list[Any]:
     tokenizer.chat_template = template
-    return trained(tokenizer, *tokenize_conversation(talk, tokenizer))
+    """The trained texts of all samples; only where there are several, of each."""
+    texts = [trained(tokenizer, *sample) for sample in conversation_samples(talk, tokenizer)]
+    return texts[0] if len(texts) == 1 else texts
 
 
 @pytest.mark.parametrize("further", [[], FURTHER])
 def test_hermes(tokenizer: PreTrainedTokenizerFast, further: list[dict[str, Any]]):
-    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     both = [*TALK[:2], ANSWER, ANSWER, TALK[3], *further]
     assert masked(tokenizer, HERMES, both) == [call, "4711<|im_end|>", *["bye<|im_end|>"] * bool(further)]
 
@@ -75,19 +78,23 @@ def test_hermes(tokenizer: PreTrainedTokenizerFast, further: list[dict[str, Any]
 def test_mistral(tokenizer: PreTrainedTokenizerFast):
     call = ' [{"name": "add", "arguments": {"a": 1}}]<|im_end|>'
     assert masked(tokenizer, MISTRAL, TALK) == ["[TOOL_CALLS]" + call, " 4711<|im_end|>"]
-    # The tools move to the last user message, so that earlier turns are found by a mark; a turn with calls is not.
+    # The tools move to the last user message: no later text begins with an earlier one.
+    texts = masked(tokenizer, MISTRAL, [*TALK, *FURTHER])
+    assert texts == [["[TOOL_CALLS]" + call, " 4711<|im_end|>"], [" bye<|im_end|>"]]
     with pytest.raises(DataError, match=r"hides where message 1 \(assistant\)"):
-        masked(tokenizer, MISTRAL, [*TALK, *FURTHER])
+        conversation_samples([*TALK, *FURTHER], tokenizer, loss_mask_type="qwen3_5")
     only_later = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:], *FURTHER]
-    assert masked(tokenizer, MISTRAL, only_later) == ["4711<|im_end|>", " bye<|im_end|>"]
+    [sample] = conversation_samples(only_later, tokenizer, loss_mask_type="qwen3_5")
+    assert trained(tokenizer, *sample) == ["4711<|im_end|>", " bye<|im_end|>"]
 
 
-def test_an_answer_inside_the_turn_of_the_model_is_refused(tokenizer: PreTrainedTokenizerFast):
+def test_an_answer_inside_the_turn_of_the_model_is_never_trained(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = INSIDE
     text = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert "<call>add</call><result>4711</result><|im_end|>" in text
+    assert masked(tokenizer, INSIDE, TALK) == [["<call>add</call><|im_end|>"], ["4711<|im_end|>"]]
     with pytest.raises(DataError, match=r"hides where message 1 \(assistant\)") as error:
-        masked(tokenizer, INSIDE, TALK)
+        conversation_samples(TALK, tokenizer, loss_mask_type="qwen3_5")
     assert "step_loss_mask 0" in error.value.remedy
     later = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
     assert masked(tokenizer, INSIDE, later) == ["4711<|im_end|>"]

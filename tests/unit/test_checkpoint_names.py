@@ -51,7 +51,7 @@ def test_fused_experts_are_kept_fused_where_the_checkpoint_has_them_so():
 
 
 def load(folder: Path) -> None:
-    load_hf(Policy(AutoConfig.from_pretrained(folder), torch.float32, recompute=False).model, folder)
+    load_hf(Policy(AutoConfig.from_pretrained(folder), torch.float32).model, folder)
 
 
 def test_a_checkpoint_that_does_not_fit_names_its_own_tensor(tmp_path: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from instep.checkpoints.plain import METADATA, random_state, set_random_state, trusting_no_code
+from instep.checkpoints.plain import METADATA, load_data, random_state, set_random_state, trusting_no_code
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import CheckpointError
 from tests.assets import make_checkpoint
@@ -110,6 +112,21 @@ def test_an_honest_checkpoint_is_read(tmp_path):
     with trusting_no_code(tmp_path / "c"):
         dcp.load(out, checkpoint_id=tmp_path / "c")
     assert torch.equal(out["model"]["w"], state["model"]["w"]) and out["step"] == 3
+
+
+def test_what_is_no_data_is_left_out_and_never_called(tmp_path, trace):
+    """As Megatron's arguments, which name classes of whoever wrote them."""
+    state = {"step": 3, "args": argparse.Namespace(hook=find_spec), "w": torch.randn(2)}
+    torch.save(state, tmp_path / "a.pt")
+    read = load_data(tmp_path / "a.pt")
+    assert read["step"] == 3 and torch.equal(read["w"], state["w"]) and type(read["args"]).__name__ == "Unknown"
+    torch.save({"evil": Evil(trace)}, tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match=r"b\.pt cannot be read"):
+        load_data(tmp_path / "b.pt")
+    (tmp_path / "c.pt").write_bytes(b"no file of torch's")
+    with pytest.raises(CheckpointError, match=r"c\.pt cannot be read"):
+        load_data(tmp_path / "c.pt")
+    assert not trace.exists()
 
 
 def test_random_states_are_plain_and_exact(tmp_path):

@@ -62,17 +62,18 @@ def test_a_log_function_of_the_user_may_take_the_place_of_the_metrics():
         "command": "train",
         "advantage_estimator": "grpo",
         "custom_rm_path": None,
+        "log_passrate": True,
         "expected": 3,
     }
     plain = argparse.Namespace(custom_rollout_log_function_path=None, **settings)
     args = argparse.Namespace(custom_rollout_log_function_path=f"{__name__}.own_log", **settings)
     expected = metrics_of_rollout(plain, 3, output, 2.5)
-    assert expected["rollout/reward_mean"] == 4.5 and expected["mine"] == 7.0
+    assert expected["rollout/reward_mean"] == 4.5 and expected["mine"] == 7.0 and expected["rollout/pass@1"] == 1.0
     assert metrics_of_rollout(args, 3, output, 2.5) == {}
     assert metrics_of_rollout(args, 9, output, 2.5) == expected  # it said no
     plain.command = "sft"
     of_sft = metrics_of_rollout(plain, 3, output, 2.5)
-    assert "rollout/response_length_mean" in of_sft and not any("reward" in name for name in of_sft)
+    assert "rollout/response_length_mean" in of_sft and not any("reward" in n or "pass@" in n for n in of_sft)
 
 
 def test_the_first_rollout_of_a_session():

@@ -25,7 +25,8 @@ def arguments(**more):
     base = dict(
         command="train", advantage_estimator="ppo",
         overlong_buffer_len=None, kl_coef=0.0, kl_loss_type="k1", gamma=0.9, lambd=0.8,
-        custom_advantage_function_path=None, custom_reward_post_process_path=None, normalize_advantages=False,
+        custom_advantage_function_path=None, custom_reward_post_process_path=None,
+        custom_convert_samples_to_train_data_path=None, rollout_data_postprocess_path=None, normalize_advantages=False,
         rewards_normalization=True, grpo_std_normalization=True, loss_type="policy_loss", use_kl_loss=False,
         use_rollout_logprobs=False, use_opd=False, ref_served_model=None,
     )  # fmt: skip

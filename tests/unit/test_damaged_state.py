@@ -25,6 +25,7 @@ ARGS = Args(
     deterministic_mode=False,
     ckpt_step=None,
     finetune=False,
+    no_load_optim=True,
     start_rollout_id=None,
     load=None,
     run_dir="nowhere",

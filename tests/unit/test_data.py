@@ -56,7 +56,7 @@ def test_jsonl(tmp_path: Path):
         ("question 1", "1", {"i": 1}),
         ("question 0", "0", {"i": 0}),
     ]
-    assert data[2].where.endswith("a.jsonl, line 4") and data.num_too_long == 0 and data.bad_rows == []
+    assert data[2].where.endswith("a.jsonl, line 4") and data.num_too_long == 0 and data.bad_rows.num == 0
     assert check_file(path, LABELLED) == 3
 
 
@@ -164,7 +164,7 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Any, what: str):
             read(path, LABELLED)
         assert what in error.value.what and error.value.where == f"{path}, line 3" and error.value.remedy
     data = load_dataset(path, LABELLED, skip_bad_rows=True)
-    assert len(data) == 3 and [e.where for e in data.bad_rows] == [f"{path}, line 3"]
+    assert len(data) == 3 and [e.where for e in data.bad_rows.errors] == [f"{path}, line 3"]
     assert check_file(path, LABELLED, skip_bad_rows=True) == 3
     only = write(tmp_path / "b.jsonl", [row])
     with pytest.raises(DataError, match="none of the 1 rows"):
@@ -226,6 +226,8 @@ def test_checking_a_file_imports_neither_torch_nor_transformers(tmp_path: Path):
 def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
     args = {
         "prompt_data": path,
+        "prompt_data_weights": None,
+        "data_cache_path": None,
         "input_key": "prompt",
         "label_key": "label",
         "metadata_key": "metadata",

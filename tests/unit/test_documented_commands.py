@@ -15,6 +15,7 @@ from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
+from instep.plan.command import own_options
 from tests.command_line import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,15 @@ DOCUMENTS = [
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # Documents that name flags which do not act, or those of vLLM and its router as they are there.
-OF_OTHERS = ("arguments.md", "migration.md", "engines_flags.md", "algorithms.md", "engines_topologies.md", "faults.md")
+OF_OTHERS = (
+    "arguments.md",
+    "migration.md",
+    "engines_flags.md",
+    "algorithms.md",
+    "engines_topologies.md",
+    "faults.md",
+    "checkpoints.md",
+)
 
 
 def commands(text: str) -> list[list[str]]:
@@ -36,7 +45,11 @@ def commands(text: str) -> list[list[str]]:
 
 
 FOUND = [(path.name, words) for path in DOCUMENTS for words in commands(path.read_text(encoding="utf-8"))]
-FOUND += [("help", words) for command in ("train", "sft", "dpo", "serve") for words in commands(format_help(command))]
+FOUND += [
+    ("help", words)
+    for command in ("train", "train-async", "sft", "dpo", "serve")
+    for words in commands(format_help(command))
+]
 
 
 def test_there_are_commands_to_try():
@@ -52,6 +65,7 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     for flag, value in zip(words, words[1:], strict=False):
         make(flag, value)
+    words = own_options(words)[1] if command == "plan" else words
     assert scan(words, command).problems == []
     if not whole or "--vllm-config" in words or "ray" in words or "/shared/runs/one" in words:
         return  # the rest of the command, its file or its cluster is not there
@@ -85,4 +99,8 @@ def test_every_flag_that_the_documents_name_acts():
             if flag is None:  # of pip, docker, Ray, Slurm, ...; not a misspelt one
                 assert not difflib.get_close_matches(name, own_flags(), cutoff=0.9), (path.name, name)
             else:
-                assert any(acts_in(c, flag) for c in ("train", "sft", "dpo", "serve")), (path.name, name, flag.note)
+                assert any(acts_in(c, flag) for c in ("train", "train-async", "sft", "dpo", "serve")), (
+                    path.name,
+                    name,
+                    flag.note,
+                )

@@ -160,8 +160,8 @@ def test_later_words_replace_earlier_ones():
     assert base["block_size"] == ["--block-size", "16"]
 
 
-def test_sglang_flags_are_refused_with_their_equivalents():
-    instead = {flag.name: flag.instead for flag in SGLANG.flags}
+def test_sglang_flags_are_read_as_their_equivalents_or_refused_with_them():
+    instead = {flag.name: flag.read_as or flag.instead for flag in SGLANG.flags}
     for line in """
         --sglang-context-length --vllm-max-model-len
         --sglang-mem-fraction-static --vllm-gpu-memory-utilization
@@ -180,9 +180,10 @@ def test_sglang_flags_are_refused_with_their_equivalents():
         name, equivalent = line.split()
         assert instead[name] == equivalent
     for flag in SGLANG.flags:
-        known = find(flag.instead) if flag.instead else None
-        assert flag.status == "refused" and (not flag.instead or known.status in ("acts", "later")), flag.name
-    assert "use --vllm-max-model-len" in refusal("--sglang-context-length", "4096")
+        known = find(flag.read_as or flag.instead) if flag.read_as or flag.instead else None
+        assert known is None or known.status in ("acts", "later"), flag.name
+        assert flag.status == ("refused" if flag.instead or "tuned" not in flag.note and not known else "accepted")
+    assert "use --rollout-num-gpus-per-engine" in refusal("--sglang-tp-size", "2")
     assert "use the --vllm- flag of the same meaning" in refusal("--sglang-anything-else")
 
 

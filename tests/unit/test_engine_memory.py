@@ -16,8 +16,9 @@ from torch import Tensor
 
 from instep.errors import SyncError
 from instep.scratch import memory_root
-from instep.weights.memory import attach, sample_digest
-from instep.weights.place import SYNC
+from instep.weights.memory import attach, marks, sample_digest
+from instep.weights.place import SYNC, process_mark
+from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import TensorSpec
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
@@ -74,10 +75,10 @@ class Rank:
             "norm": (WIDTH,),
         }
         numbers = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-        self.handle, data = plugin.file_memory(folder, rank, sum(numbers.values()) * dtype.itemsize)
+        self.memory, data = plugin.file_memory(folder, rank, sum(numbers.values()) * dtype.itemsize)
         parts = data.view(dtype).split(list(numbers.values()))
         self.parameters = {n: part.view(shapes[n]) for n, part in zip(numbers, parts, strict=True)}
-        self.recorder = plugin.Recorder(data)
+        self.recorder = plugin.Recorder(self.parameters.values())
         self.dtype = dtype
 
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -104,8 +105,13 @@ class Rank:
             p["norm"].copy_(weight)
 
     def publish(self, plugin: ModuleType, folder: Path) -> None:
-        about = {"architecture": "Some", "dtype": str(self.dtype).removeprefix("torch."), "num_ranks": self.size}
-        plugin.write_manifest(folder, self.rank, about, self.handle, self.recorder.slices, SHAPES)
+        about = {
+            "architecture": "Some",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "num_ranks": self.size,
+            "process": process_mark(os.getpid()),
+        }
+        plugin.write_manifest(folder, self.rank, about, [self.memory], self.recorder.slices, SHAPES)
 
 
 def engine(plugin: ModuleType, folder: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Rank]:
@@ -140,16 +146,10 @@ def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, siz
         for name, parameter in rank.parameters.items():
             assert torch.equal(parameter, expected.parameters[name]), (rank.rank, name)
     told = memory.digests()
-    for rank in ranks:
-        for name, parts in rank.recorder.slices.items():
-            own = [plugin.sample(part.view) for part in parts]
-            assert told[rank.rank][name] == digest_of(own), name
-
-
-def digest_of(parts: list[memoryview]) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(b"".join(parts))
+    for name, weight in new.items():  # what the trainer holds is told from what it has written
+        both = "".join(told[nonce][name] for nonce in memory.nonces)
+        assert memory.digest(name, weight.to(dtype)) == both != memory.digest(name, weights(2)[name].to(dtype))
+    assert [told[nonce] for nonce in memory.nonces] == [plugin.sample_digests(r.recorder.slices) for r in ranks]
 
 
 def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> None:
@@ -161,6 +161,80 @@ def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> No
         assert view is not None and tuple(view.shape) == shape and torch.equal(view, original[name])
     engine(plugin, folder, 2)
     assert attach(folder, lock=False).whole("norm.weight") is None
+
+
+def test_a_shard_of_the_trainer_is_a_view_of_the_shard_of_an_engine(plugin, folder) -> None:
+    """Rows of q, columns of o and down: what a rank of TP computes with in the trainer is the engine rank's."""
+    ranks = engine(plugin, folder, 2)
+    memory, inner = attach(folder, lock=False), INNER // 2
+    assert memory.crowded and not memory.on_gpus
+    for rank in range(2):
+        half = HEADS * HEAD // 2
+        boxes = {
+            "q.weight": ((half, WIDTH), (rank * half, 0), ranks[rank].parameters["qkv"][:half]),
+            "o.weight": ((WIDTH, half), (0, rank * half), ranks[rank].parameters["o"]),
+            "up.weight": ((inner, WIDTH), (rank * inner, 0), ranks[rank].parameters["gate_up"][inner:]),
+            "down.weight": ((WIDTH, inner), (0, rank * inner), ranks[rank].parameters["down"]),
+            "k.weight": ((KV * HEAD, WIDTH), (0, 0), ranks[rank].parameters["qkv"][half : half + KV * HEAD]),
+            "norm.weight": ((WIDTH,), (0,), ranks[rank].parameters["norm"]),
+        }
+        for name, (shape, offset, expected) in boxes.items():
+            view = memory.box(name, shape, offset, rank)
+            assert view is not None and tuple(view.shape) == shape, name
+            view.add_(1.0)
+            assert torch.equal(view, expected), name  # it is the same memory
+            assert memory.box(name, SHAPES[name], offset, rank) is None or shape == SHAPES[name], name
+        assert memory.box("q.weight", (half, WIDTH), ((1 - rank) * half, 0), rank) is None  # the other's rows
+        assert memory.box("o.weight", (WIDTH - 1, half), (0, rank * half), rank) is None  # not all of it
+
+
+def test_engines_in_one_folder_are_written_at_once_and_one_that_has_ended_is_left_out(plugin, folder) -> None:
+    """As a run has several engines; each has a folder in that of the run."""
+    places = [folder / f"{SYNC}{number}" for number in range(3)]
+    for place in places:
+        place.mkdir(mode=0o700)
+    ranks = [engine(plugin, place, 1)[0] for place in places]
+    before = marks(folder)
+    path = places[1] / "memory-0.json"
+    path.write_text(path.read_text().replace(process_mark(os.getpid()), "boot 1 2"))
+    assert marks(folder) != before
+    memory, new = attach(folder, lock=True), weights(1)["norm.weight"]
+    assert len(memory.slices) == 2 and memory.whole("norm.weight") is None and memory.crowded
+    memory.write("norm.weight", new, without=0)
+    found = [torch.equal(rank.parameters["norm"], new) for rank in ranks]
+    assert found == [False, False, True]
+    with pytest.raises(SyncError, match="another trainer is attached"):
+        attach(folder, lock=True)
+    for place in (places[0], places[2]):
+        path = place / "memory-0.json"
+        path.write_text(path.read_text().replace(process_mark(os.getpid()), "boot 1 2"))
+    memory.close()
+    with pytest.raises(SyncError, match="the engine that shared it has ended"):
+        attach(folder, lock=True)
+
+
+def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, folder, tmp_path) -> None:
+    """A GPU is known by its UUID: its number depends on what a process sees."""
+    (rank,) = engine(plugin, folder, 1)
+    handle = {"kind": "cuda", "uuid": "1234-5678", "bytes": rank.memory.end - rank.memory.begin}
+    rank.memory = plugin.Memory(handle, rank.memory.begin, rank.memory.end)
+    rank.publish(plugin, folder)
+    memory = attach(folder, lock=False)
+    assert memory.on_gpus and memory.slices == {} and memory.digests() == {}
+
+    class Carriage:
+        memory_folder = folder
+
+        def pause(self) -> None:
+            pass
+
+        def publish(self, folder: Path, on_event) -> None:
+            on_event(Written(memory.digests(), tuple(specs()), memory.homes))
+
+    with pytest.raises(
+        SyncError, match=r"no rank of the trainer is on the GPU of rank 0 of an engine on GPU 1234-5678"
+    ):
+        SingleCopy().drive(Carriage())
 
 
 def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
@@ -176,8 +250,8 @@ def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
                 to = sum(sizes[n] for n in order[: order.index(name)])
                 p[to : to + sizes[name]].copy_(weight[begin : begin + sizes[name]])
                 begin += sizes[name]
-        about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1}
-        plugin.write_manifest(folder, 0, about, rank.handle, rank.recorder.slices, {"qkv.weight": fused.shape})
+        about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1, "process": process_mark(os.getpid())}
+        plugin.write_manifest(folder, 0, about, [rank.memory], rank.recorder.slices, {"qkv.weight": fused.shape})
         whole = attach(folder, lock=False).whole("qkv.weight")
         assert (whole is not None and torch.equal(whole, fused)) if order == "qkv" else whole is None
 
@@ -235,7 +309,7 @@ def test_a_weight_that_is_loaded_in_another_way_is_noticed(plugin, folder) -> No
     rank = Rank(plugin, folder, 0, 1)
     rank.copy = lambda name, weight: rank.parameters["norm"].copy_(weight + 1) if name == "norm" else None
     rank.load(weights(0))
-    assert rank.recorder.unknown == [(rank.parameters["norm"].data_ptr() - rank.parameters["embed"].data_ptr(), (8,))]
+    assert rank.recorder.unknown == [(8,)]
 
 
 @pytest.mark.parametrize("change", ["outside", "cut", "foreign"])
@@ -265,7 +339,8 @@ def test_without_room_an_engine_says_so_and_leaves_nothing(plugin) -> None:
 def test_the_sample_of_both_sides_is_one(plugin) -> None:
     for shape in ((3,), (5000,), (100, 70), (1, 9000), (6, 5, 4), ()):
         tensor = torch.randn(shape).to(torch.bfloat16)
-        assert sample_digest(tensor) == digest_of([plugin.sample(tensor)])
+        whole = plugin.Slice(tensor, 0, tensor.stride())
+        assert sample_digest(tensor) == plugin.sample_digests({"": [whole]})[""]
 
 
 def test_no_engine_shares_anything(folder) -> None:

@@ -1,5 +1,6 @@
 """Which engines and routers a command line or a `--vllm-config` means: exact plans."""
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,13 @@ from instep.engines.vllm import node_environment, serve_arguments
 from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url
 from tests.plans import (
+    APART,
     AT,
     AUTH,
     COMMON,
     DISAGGREGATED,
+    ENDS,
+    FAST,
     FED,
     GUIDE,
     ROUTED,
@@ -164,7 +168,7 @@ def test_the_guides_prefill_servers_on_two_gpus():
     assert (decode.role, decode.slots, decode.port) == ("decode", slots(0, [2]), 8001)
     assert serve_arguments(prefill, AT) == [
         *("models/policy", "--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'),
-        *(*FED, "--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
+        *(*APART, "--tensor-parallel-size", "1", "--host", "127.0.0.1", "--port", "8000"),
     ]
     assert '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}' in decode.flags
     assert node_environment(decode, AT, "10.0.0.2") == {
@@ -198,7 +202,14 @@ def test_prefill_and_decode_on_a_vllm_whose_token_route_passes_over_the_cache(mo
         at = engine.flags.index("instep_vllm.kv_params.Middleware")
         assert engine.flags[at - 1] == "--middleware" and engine.flags[:2] == ("--middleware", "my.Own")
         assert engine.flags[at + 1 : at + 3] == ("--middleware", AUTH)  # the last one is the outermost
-    assert all(engine.flags.count("--middleware") == 2 and AUTH in engine.flags for engine in engines(given))
+        assert FAST not in engine.flags and "--scheduler-cls" not in engine.flags
+    for more in ("", " --no-fast-log-probs"):
+        for engine in engines(given + more):
+            middleware = [flag for name, flag in pairwise(engine.flags) if name == "--middleware"]
+            assert middleware == (["my.Own", FAST, AUTH] if not more else ["my.Own", AUTH])
+            assert ("--scheduler-cls" in engine.flags) == (not more)
+    (own, _) = engines("--vllm-scheduler-cls my.Scheduler --rollout-num-gpus 2")
+    assert own.flags.count("--scheduler-cls") == 1
 
 
 # ---- more of --vllm-config -------------------------------------------------------------------------------------------
@@ -221,7 +232,7 @@ def test_groups_overrides_and_placeholders():
         *("--no-enable-prefix-caching", "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'),
         *("--cudagraph-capture-sizes", "1", "2", "--hf-overrides", "{}"),
         *("--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'),
-        *FED,
+        *APART,
     )
     assert decode.num_side_channel_ports == 4 and first.num_side_channel_ports == 1
     assert (args.rollout_num_gpus, args.rollout_num_engines) == (14, 3)
@@ -297,7 +308,7 @@ def test_what_instep_adds():
         *("--kv-cache-memory-bytes", "128M", "--dtype", "float16", "--no-enforce-eager"),
         *("--seed", "1234", "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"),
         *("--weight-transfer-config", '{"backend": "instep_shm"}', "--enable-scale-out"),
-        *("--middleware", AUTH),
+        *ENDS,
         *("--no-enable-chunked-prefill", "--distributed-executor-backend", "uni"),
     )
     (engine,) = engines("--device cpu --rollout-num-gpus-per-engine 2")

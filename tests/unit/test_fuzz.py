@@ -179,7 +179,7 @@ def try_row(path: Path, rows: RowFormat, options: dict[str, Any]) -> bool:
         assert error.where == f"{path}, line 2" and error.what and error.remedy
         str(error).encode()
         data = load_dataset(str(path), rows, **options, skip_bad_rows=True)
-        assert len(data) == 1 and [e.where for e in data.bad_rows] == [f"{path}, line 2"]
+        assert len(data) == 1 and [e.where for e in data.bad_rows.errors] == [f"{path}, line 2"]
         return False
     for record in data:
         use(record, rows, options["tokenizer"])

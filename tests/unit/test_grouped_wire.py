@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from instep.engines.embedded.wire import MAX_TOGETHER, GroupedWire
+from instep.engines.grouped_wire import MAX_TOGETHER, GroupedWire
 from instep.engines.wire import Completion, GenerationRequest
 from instep.errors import EngineError
 
@@ -53,7 +53,7 @@ def test_consecutive_seeds_of_one_prompt_are_one_request():
         assert await tokens(*(engine.ask(seed) for seed in range(MAX_TOGETHER + 6))) == list(range(MAX_TOGETHER + 6))
         assert engine.requests == [(0, MAX_TOGETHER), (MAX_TOGETHER, 6)]
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_an_error_reaches_everybody():
@@ -81,3 +81,26 @@ def test_a_request_is_cancelled_when_nobody_waits_for_it():
         assert engine.cancelled == 1
 
     asyncio.run(main())
+
+
+def test_what_vllm_refuses_together_is_asked_alone():
+    """Several responses of one greedy request, and more of one request than it runs at once."""
+
+    async def main() -> None:
+        engine = Engine()
+        assert await tokens(*(engine.ask(seed, temperature=0.0) for seed in range(3))) == [0, 1, 2]
+        assert engine.requests == [(0, 1), (1, 1), (2, 1)]
+        engine.requests.clear()
+        send = engine.send
+
+        async def few(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+            if payload["sampling_params"].get("n", 1) > 2:
+                engine.requests.append("refused")
+                raise EngineError("answered 400: sampling_params.n must be at most 2", where="url")
+            return await send(payload)
+
+        engine.send = few
+        assert await tokens(*(engine.ask(seed) for seed in range(3))) == [0, 1, 2]
+        assert engine.requests == ["refused", (0, 1), (1, 1), (2, 1)]
+
+    asyncio.run(asyncio.wait_for(main(), 10))

@@ -22,6 +22,7 @@ from instep.arguments.flag import hook as hook_type
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round_metrics import logs_evaluation, metrics_of_rollout
 from instep.controller.run_state import source_state
+from instep.data.conversion import read_conversion
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.errors import InstepError
@@ -30,6 +31,8 @@ from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.vllm_rollout import generate_rollout
 from instep.training.backend import TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
+from instep.training.megatron.hooks import MegatronHooks
+from instep.training.postprocess import postprocessed
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, TokenBatch
 from tests.assets import make_checkpoint, make_prompts
 
@@ -141,6 +144,15 @@ def advantages(flag: str) -> Callable[[Callable[..., Any]], None]:
     return way
 
 
+def conversion(make: Callable[..., Any]) -> None:
+    flag = "--custom-convert-samples-to-train-data-path"
+    args = make(flag, ME)
+    samples = [done(0), done(1)]
+    hook = Hook(flag, args.custom_convert_samples_to_train_data_path)
+    answer = hook.call(args.view({}), samples)
+    read_conversion(hook, answer, samples, needs_reward=True, global_batch_size=2)
+
+
 def loss(flag: str, *more: str) -> Callable[[Callable[..., Any]], None]:
     def way(make: Callable[..., Any]) -> None:
         args, whole, four = make(flag, ME, *more), batch(), torch.ones(4)
@@ -156,12 +168,28 @@ def loss(flag: str, *more: str) -> Callable[[Callable[..., Any]], None]:
 
 
 GROUP = [done(0), done(1)]
+
+
+def megatron(flag: str, call: Callable[[MegatronHooks], None]) -> Callable[[Callable[..., Any]], None]:
+    return lambda make: call(MegatronHooks.from_args(make("--train-backend", "megatron", flag, ME)))
+
+
 WAYS: dict[str, Callable[[Callable[..., Any]], None]] = {
     "--data-source-path": data_source,
     "--rollout-function-path": rollout_function,
     "--eval-function-path": eval_function,
     "--custom-rollout-log-function-path": rollout_log,
     "--custom-eval-rollout-log-function-path": eval_log,
+    **{
+        flag: megatron(flag, call)
+        for flag, call in {
+            "--custom-megatron-init-path": lambda hooks: hooks.started(),
+            "--custom-megatron-before-log-prob-hook-path": lambda hooks: hooks.before_log_probs([], ""),
+            "--custom-megatron-before-train-step-hook-path": lambda hooks: hooks.before_step(0, 0, [], None),
+            "--custom-model-provider-path": lambda hooks: hooks.build(dict, lambda *_: {}, True, True, 0),
+        }.items()
+    },
+    "--custom-convert-samples-to-train-data-path": conversion,
     "--custom-tis-function-path": loss("--custom-tis-function-path", "--use-tis"),
     "--custom-pg-loss-reducer-function-path": loss("--custom-pg-loss-reducer-function-path"),
     "--custom-loss-function-path": loss("--custom-loss-function-path", "--loss-type", "custom_loss"),
@@ -174,6 +202,13 @@ WAYS: dict[str, Callable[[Callable[..., Any]], None]] = {
         )
     },
 }
+
+
+def postprocess(make: Callable[..., Any]) -> None:
+    postprocessed(make("--rollout-data-postprocess-path", ME), 3, batch())
+
+
+WAYS["--rollout-data-postprocess-path"] = postprocess
 
 
 def buffer_filter(make: Callable[..., Any]) -> None:
@@ -204,7 +239,11 @@ async def not_awaited(*_: Any, **__: Any) -> dict[str, Any]:
 
 
 def sets(name: str, value: Any) -> Callable[..., None]:
-    return lambda args, rollout_data: rollout_data.__setitem__(name, value)
+    return lambda *args: args[-1].__setitem__(name, value)  # in rollout_data
+
+
+def drops(name: str) -> Callable[..., None]:
+    return lambda *args: args[-1].pop(name)
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -242,6 +281,14 @@ WRONG: dict[str, list[Any]] = {
     "--custom-reward-post-process-path": [None, [1.0, 2.0], (1.0, 2.0), ([], []), ([], [1.0, None]), ([], None)],
     "--custom-advantage-function-path": [None, sets("advantages", 3), sets("advantages", [None, None])]
     + [sets("advantages", [tensors(3), tensors(2)]), sets("advantages", [tensors(2)]), sets("advantages", "x")],
+    "--custom-convert-samples-to-train-data-path": [None, 3, [], {}, {"tokens": 3}, not_awaited],  # test_conversion.py
+    "--rollout-data-postprocess-path": [sets("advantages", 3), sets("advantages", [tensors(2)]), sets("tokens", None)]
+    + [sets("loss_masks", [tensors(3), tensors(2)]), sets("total_lengths", [9, 9]), sets("mine", [1]), sets("mine", 1)]
+    + [sets("loss_masks", None), drops("loss_masks"), drops("tokens"), not_awaited],
+    "--custom-megatron-init-path": [],  # what it returns is not used
+    "--custom-megatron-before-log-prob-hook-path": [],
+    "--custom-megatron-before-train-step-hook-path": [],
+    "--custom-model-provider-path": [None, 3, []],
     "--custom-tis-function-path": [None, 3, (tensors(4), [tensors(4)]), (tensors(3), [tensors(4)], {})]
     + [
         (tensors(4), None, {}),

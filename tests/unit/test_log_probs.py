@@ -2,8 +2,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.training.log_probs import log_probs_and_entropy
+from instep.training.log_probs import _CompiledLogProbs, in_chunks, log_probs_and_entropy
 from tests.distributed.helpers import run_ranks
+from tests.live_bytes import LiveBytes
+from tests.ranks_in_threads import one_of
 
 VOCAB, PADDED, NUM_TOKENS = 13, 20, 6
 
@@ -61,6 +63,25 @@ def test_float32_and_bfloat16_logits_give_float32_log_probs():
         torch.testing.assert_close(entropy.double(), expected[1], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_formulas_that_are_compiled_on_gpus_are_those_of_their_slow_twin(with_entropy: bool):
+    logits, targets, temperature, weights = make_inputs(torch.float32)
+    logits[:, 3] = -torch.inf if not with_entropy else logits[:, 3]
+    _, _, expected = ours(logits, targets, temperature, weights, with_entropy)
+    want, want_entropy = log_probs_and_entropy(
+        logits, targets, temperature, vocab_size=VOCAB, with_entropy=with_entropy
+    )
+    logits.requires_grad_()
+    with torch.compiler.set_stance("force_eager"):
+        log_probs, entropy = _CompiledLogProbs.apply(logits, targets, temperature, VOCAB, with_entropy)
+        loss = (log_probs * weights[0]).sum() + ((entropy * weights[1]).sum() if with_entropy else 0)
+        grad = torch.autograd.grad(loss, logits)[0]
+    torch.testing.assert_close(log_probs, want)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
+    if with_entropy:
+        torch.testing.assert_close(entropy, want_entropy)
+
+
 def test_gradients_survive_a_second_backward_and_a_single_used_output():
     logits, targets, temperature, _ = make_inputs()
     logits.requires_grad_()
@@ -87,3 +108,39 @@ def test_vocab_parallel_equals_one_rank(world_size, with_entropy):
         if with_entropy:
             torch.testing.assert_close(entropy, expected[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([r[2] for r in results], 1), expected[2], rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_may_change_log_probs_in_place():
+    logits, targets, temperature, _ = make_inputs()
+    grads = []
+    for change in (lambda x: x.exp(), lambda x: x.exp_()):
+        logits = logits.detach().requires_grad_()
+        log_probs, _ = log_probs_and_entropy(logits, targets, temperature, vocab_size=VOCAB)
+        assert not log_probs._is_view()
+        grads.append(torch.autograd.grad(change(log_probs).sum(), logits)[0])
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_head_needs_8_bytes_for_each_logit_of_a_chunk(dtype, ranks):
+    """Sizes of a real model on the device `meta`, where every tensor has its size and nothing is computed."""
+    vocab, width, num_logits, num_tokens = 151936, 64, 2**28, 4000
+
+    def head(hidden, targets, temperature, with_entropy):
+        group = dist.group.WORLD if ranks > 1 else None
+        return log_probs_and_entropy(
+            hidden @ weight.T, targets, temperature, vocab_size=vocab, tp_group=group, with_entropy=with_entropy
+        )
+
+    with one_of(ranks), LiveBytes() as live, torch.device("meta"):
+        weight = torch.empty(vocab // ranks, width, dtype=dtype)
+        hidden = torch.empty(num_tokens, width, dtype=dtype, requires_grad=True)
+        targets, temperature = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens)
+        before = live.now
+        where = dict(num_logits=num_logits * ranks, vocab_size=vocab)
+        log_probs, entropy = in_chunks(head, hidden, targets, temperature, True, **where)
+        (log_probs + entropy).sum().backward()
+    chunk = num_logits * ranks / vocab  # tokens
+    most = 8 * chunk * vocab / ranks
+    assert dtype.itemsize / 4 * 0.9 * most < live.peak - before <= most

@@ -55,6 +55,11 @@ REFUSED = [
         "--tensor-model-parallel-size 2",
         "tensor parallelism splits",
     ),
+    (
+        "--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --actor-num-gpus-per-node 2 "
+        "--context-parallel-size 2",
+        "which context parallelism splits",
+    ),
     ("--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --use-opsm", "policy loss"),
     ("--tis-batch-normalize", "what shares a micro-batch"),
 ]

@@ -22,7 +22,7 @@ def documented(prefix: str) -> set[str]:
 
 def test_of_rollouts() -> None:
     of_generation = {name for name in documented("rollout/") if "num_groups_" in name or "num_tokens_" in name}
-    of_generation.add("rollout/num_dropped_groups")  # told by the ledger
+    of_generation |= {"rollout/num_dropped_groups", "rollout/pass@<k>"}  # told by the ledger; with --log-passrate
     assert documented("rollout/") - of_generation == set(rollout_metrics(make_groups()))
 
 

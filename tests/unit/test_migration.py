@@ -6,8 +6,9 @@ import pytest
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.other_names import OPENRLHF, TRL, TRL_DPO, VERL
+from instep.arguments.slime_hooks import MODULES, instep_hook
 from instep.hooks import load_function
-from scripts.docs.migration import IMPORTS, markdown
+from scripts.docs.migration import markdown
 
 ROWS = [*TRL, *TRL_DPO, *VERL, *OPENRLHF]
 
@@ -35,7 +36,10 @@ def test_all_flags_of_slime_and_vime_that_do_not_act_are_listed():
             assert (f"| `{flag.name}` | {flag.status} |" in text) == (flag.status != "acts"), flag.name
 
 
-@pytest.mark.parametrize("theirs", IMPORTS)
+@pytest.mark.parametrize("theirs", MODULES)
 def test_what_hooks_of_slime_import_is_there(theirs):
-    for path in IMPORTS[theirs].split():
-        assert load_function(path) is not None
+    module, names = MODULES[theirs]
+    for name in names.split():
+        assert load_function(f"{module}.{name}") is not None
+        assert instep_hook(f"{theirs}.{name}") == f"{module}.{name}"
+    assert instep_hook(f"{theirs}.something_else") == ""

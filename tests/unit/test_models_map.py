@@ -6,9 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from instep.errors import ConfigError
+from instep.models.checkpoint_names import CheckpointNames
 from instep.models.shape import model_shape
 from instep.models.weight_map import Kind, fuse, join, part_range, unfuse, weight_entries
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
@@ -17,20 +26,31 @@ NUMBERS = dict(
     vocab_size=50, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=64,
 )  # fmt: skip
+LATENT = NUMBERS | dict(
+    num_key_value_heads=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=8, n_group=2, topk_group=1, first_k_dense_replace=1,
+)  # fmt: skip
 CONFIGS = [
     Qwen3Config(**NUMBERS, head_dim=6, tie_word_embeddings=False),
     Qwen3Config(**NUMBERS, head_dim=6, tie_word_embeddings=True),
     Qwen2Config(**NUMBERS, tie_word_embeddings=True),
     LlamaConfig(**NUMBERS, head_dim=6, tie_word_embeddings=False),
-]
-IDS = ["qwen3", "qwen3-tied", "qwen2", "llama"]
+    Qwen3MoeConfig(
+        **NUMBERS, head_dim=6, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        mlp_only_layers=[0],
+    ),
+    DeepseekV3Config(**LATENT, q_lora_rank=10, n_shared_experts=2),
+    DeepseekV3Config(**LATENT, q_lora_rank=None),
+]  # fmt: skip
+IDS = ["qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe", "deepseek", "deepseek-without-q-lora"]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_names_and_shapes_are_those_of_transformers(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    want = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    names = CheckpointNames(model)
+    want = {name: s for g in names.groups for name, s in zip(g.checkpoint, g.shapes, strict=True)}
     entries = weight_entries(model_shape(config))
     got = [(n, s) for e in entries for n, s in zip(e.names, e.shapes, strict=True)]
     assert dict(got) == want and len(got) == len(want)
@@ -106,8 +126,10 @@ def test_vocabulary_is_padded_with_zeros_and_cut_again():
             Qwen3Config(**NUMBERS, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             ["rope_type='dynamic'"],
         ),
+        (DeepseekV3Config(**LATENT | {"num_experts_per_tok": 3, "n_group": 4}), ["3 experts of a token from 1 groups"]),
+        (DeepseekV3Config(**LATENT, scoring_func="softmax"), ["scoring_func='softmax' (only 'sigmoid')"]),
     ],
-    ids=["family", "biases", "activation", "window", "rope"],
+    ids=["family", "biases", "activation", "window", "rope", "groups", "scores"],
 )
 def test_what_is_not_supported_is_named(config, words):
     with pytest.raises(ConfigError) as error:
@@ -116,8 +138,12 @@ def test_what_is_not_supported_is_named(config, words):
 
 
 def arguments(**changes) -> SimpleNamespace:
-    base = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False,
-                megatron_overrides={})  # fmt: skip
+    base = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
+                sequence_parallel=False, num_layers_per_virtual_pipeline_stage=None,
+                num_virtual_stages_per_pipeline_rank=None, decoder_first_pipeline_num_layers=None,
+                decoder_last_pipeline_num_layers=None, expert_model_parallel_size=1,
+                expert_tensor_parallel_size=None, moe_grouped_gemm=False,
+                megatron_overrides={}, extra_flags=())  # fmt: skip
     return SimpleNamespace(**(base | changes))
 
 
@@ -134,11 +160,52 @@ def test_arguments_that_fit_pass():
         (dict(tensor_model_parallel_size=3), 3, ["num_attention_heads 8", "num_query_groups 4"]),
         (dict(pipeline_model_parallel_size=4), 4, ["2 layers"]),
         (dict(tensor_model_parallel_size=2), 3, ["3 ranks"]),
+        (dict(context_parallel_size=2), 3, ["3 ranks", "context (2)"]),
+        (dict(expert_model_parallel_size=2), 2, ["with a model without experts"]),
+        (dict(num_virtual_stages_per_pipeline_rank=3), 1, ["2 layers", "--num-virtual-stages-per-pipeline-rank 3"]),
+        (dict(num_layers_per_virtual_pipeline_stage=3), 1, ["2 layers", "--num-layers-per-virtual-pipeline-stage 3"]),
+        (dict(pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=2), 2, ["0 layers", "other 1"]),
         (dict(megatron_overrides={"hidden_dropout": 0.1}), 1, ["hidden_dropout", "repeatable"]),
     ],
-    ids=["sp", "tp", "pp", "world", "override"],
+    ids=["sp", "tp", "pp", "world", "context", "experts", "virtual", "virtual-layers", "uneven", "override"],
 )
 def test_arguments_that_contradict_are_named_together(changes, world, words):
     with pytest.raises(ConfigError) as error:
         check_arguments(arguments(**changes), model_shape(CONFIGS[1]), world)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "words"),
+    [
+        (dict(expert_model_parallel_size=3), 3, "4 experts are no multiple"),
+        (dict(expert_tensor_parallel_size=16), 16, "the width 8 of experts"),
+        (dict(expert_model_parallel_size=4), 2, "2 ranks are no multiple of expert (4)"),
+        (dict(tensor_model_parallel_size=2), 2, "without --sequence-parallel"),
+    ],
+    ids=["experts", "width", "ranks", "sequence"],
+)
+def test_layouts_that_do_not_fit_experts_are_named(changes, world, words):
+    with pytest.raises(ConfigError) as error:
+        check_arguments(arguments(**changes), model_shape(CONFIGS[4]), world)
+    assert words in str(error.value)
+
+
+def test_what_grouped_experts_would_not_do_is_named():
+    shape = model_shape(CONFIGS[4])
+    overrides = {"recompute_modules": ["core_attn", "moe_act"], "moe_apply_probs_on_input": True}
+    with pytest.raises(ConfigError, match="moe_act with --moe-grouped-gemm .*; moe_apply_probs_on_input with"):
+        check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides=overrides), shape, 1)
+    check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides={"recompute_modules": ["moe"]}), shape, 1)
+
+
+def test_what_does_not_fit_latent_attention_and_shared_experts_is_named():
+    shape = model_shape(DeepseekV3Config(**LATENT | {"moe_intermediate_size": 9}))
+    changes = dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1,
+        megatron_overrides={"recompute_modules": ["mla_up_proj"]},
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        check_arguments(arguments(**changes), shape, 2)
+    assert "the width 9 of shared experts" in str(error.value) and "--recompute-modules mla_up_proj" in str(error.value)
+    check_arguments(arguments(), shape, 1)

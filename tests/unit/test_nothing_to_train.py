@@ -8,7 +8,7 @@ import pytest
 
 from instep.arguments import parse
 from instep.controller.round_metrics import evaluation_summary
-from instep.train import evaluates_after, evaluates_at
+from instep.train_sync import evaluates_after, evaluates_at
 from tests.command_line import argv, make_folder, refusal
 
 

@@ -26,6 +26,7 @@ from instep.observability.metrics import rollout_metrics
 from instep.observability.progress import Progress, sparkline
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import git_state, versions
+from instep.rollout import runtime
 from instep.types import Sample, Status
 from tests.logged_run import make_groups, plain_console, run
 
@@ -218,6 +219,7 @@ def _allocate(num_bytes: int, ready, release) -> None:
 def test_pss_counts_children_and_shared_pages_once() -> None:
     context = multiprocessing.get_context("fork")
     shared = bytearray(os.urandom(1024) * (60 * 1024))  # 60 MiB, mapped by parent and children after the fork
+    runtime.shutdown()  # reward workers of earlier tests, which may still be importing, are children, too
     with PssSampler(interval=0.05) as sampler:
         assert sampler.method == "pss"
         before = sampler.sample()

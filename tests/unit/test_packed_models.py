@@ -13,7 +13,7 @@ from transformers import BloomModel, OPTConfig
 
 from instep.errors import ConfigError
 from instep.training.hf.model import Policy
-from tests.architectures import PACKED, PADDED, REASONS, REFUSED, WINDOWED, compare
+from tests.architectures import PACKED, PADDED, REASONS, REFUSED, SPLIT, WINDOWED, compare
 
 
 @pytest.mark.parametrize("model_type", PACKED)
@@ -59,14 +59,15 @@ def test_a_model_that_is_wrong_with_padding_runs_one_sample_at_a_time(monkeypatc
 
 def test_the_document_lists_them():
     text = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    packed, padded, refused = (text.partition(f"<!-- {part} -->")[2].partition("\n\n<!--")[0] for part in _PARTS)
+    packed, padded, refused, split = (text.partition(f"<!-- {part} -->")[2].partition("\n\n<!--")[0] for part in _PARTS)
     names = r"`([a-z0-9_-]+)`"
     assert re.findall(names, packed.partition("\n\n")[0]) == PACKED
     assert re.findall(r"^\| `(.+)` \|", padded, re.MULTILINE) == ["`, `".join(n.split()) for n in PADDED.values()]
     assert re.findall(names, refused.partition(".")[0]) == REFUSED
+    assert re.findall(names, split.partition("\n\n")[0]) == SPLIT
 
 
-_PARTS = ("packed", "padded", "refused")
+_PARTS = ("packed", "padded", "refused", "split")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_faults_of_the_machine_are_not_the_models(error: RuntimeError):
     config = OPTConfig(
         vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32
     )
-    policy = Policy(config, torch.float32, recompute=False)
+    policy = Policy(config, torch.float32)
 
     def fails(*_: object) -> None:
         raise error
@@ -114,7 +115,7 @@ def test_recomputation_leaves_dropout_off_also_where_it_is_a_function(monkeypatc
         attention_dropout=0.5, activation_dropout=0.5, word_embed_proj_dim=32, max_position_embeddings=32,
     )  # fmt: skip
     results, layers = [], 0
-    for recompute in (False, True):
+    for recompute in (None, "full", "selective"):
         torch.manual_seed(1)
         policy = Policy(config, torch.float32, recompute)
         for parameter in policy.parameters():
@@ -125,8 +126,9 @@ def test_recomputation_leaves_dropout_off_also_where_it_is_a_function(monkeypatc
         results.append(gradient(policy))
         layers += calls[0]
         assert not any(module.training for module in policy.model.modules())
-    assert layers == 2 + 2 * 2  # the second policy has computed its layers twice
-    (log_probs, gradients), (again, recomputed) = results
-    torch.testing.assert_close(again, log_probs, rtol=0, atol=0)
-    for a, b in zip(gradients, recomputed, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert layers == 2 + 2 * 2 + 2 * 2  # the others have computed their layers twice
+    log_probs, gradients = results[0]
+    for again, recomputed in results[1:]:
+        torch.testing.assert_close(again, log_probs, rtol=0, atol=0)
+        for a, b in zip(gradients, recomputed, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

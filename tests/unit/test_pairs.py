@@ -84,7 +84,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path: Path, name: str):
 def test_bad_rows_are_skipped_and_counted_by_the_source(root: Path, tmp_path: Path):
     path = write(tmp_path / "data.jsonl", GOOD, BAD["equal"][0], {**GOOD, "chosen": [says("two")]})
     source = RolloutDataSourceWithBuffer(arguments(root, "--skip-bad-rows", data=path))
-    assert len(source) == 2 and len(source.dataset.bad_rows) == 1
+    assert len(source) == 2 and source.dataset.bad_rows.num == 1
 
 
 def test_other_columns(root: Path, tmp_path: Path):

@@ -20,7 +20,7 @@ def place(tmp_path, name="instep-sync-1", mode=0o700):
     return folder / "b.bin"
 
 
-@pytest.mark.parametrize("name", ["place.py", "stream.py"])
+@pytest.mark.parametrize("name", ["place.py", "stream.py", "handles.py"])
 def test_the_plugin_checks_as_the_engine_does(name):
     ours = Path(instep.weights.place.__file__).with_name(name)
     assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm" / name).read_text() == ours.read_text()

@@ -59,6 +59,27 @@ FULL = PolicyLossConfig(
 )
 
 
+def test_effective_sample_size_is_kish_s_of_tokens_with_engine_log_probs() -> None:
+    """(sum w)^2 / (n sum w^2) in plain Python, older tokens among them; 1 where both policies are one."""
+    batch, current = make_batch(nan_rows=(1,))
+    columns = batch.token_columns
+    rows = [columns[name].tolist() for name in ("loss_weights", "log_probs", "rollout_log_probs")]
+    known = [(w, math.exp(old - engine)) for w, old, engine in zip(*rows, strict=True) if w > 0 and engine == engine]
+    first, second = (sum(w * ratio**power for w, ratio in known) for power in (1, 2))
+    expected = first**2 / (sum(w for w, _ in known) * second)
+    columns["older"] = torch.ones(len(current), dtype=torch.float64)
+
+    def measured() -> float:
+        out = policy_loss_fn(PolicyLossConfig())(batch, TokenOutputs(tensor(current)))
+        return finish_metrics(*({n: v.item() for n, v in group.items()} for group in (out.sums, out.maxes)))[
+            "effective_sample_ratio"
+        ]
+
+    assert measured() == pytest.approx(expected, rel=1e-12) and 0.5 < expected < 1
+    columns["log_probs"] = columns["rollout_log_probs"].nan_to_num(-1.0)
+    assert measured() == pytest.approx(1.0, rel=1e-12)
+
+
 def test_oracle_policy_loss_value_gradient_and_metrics():
     batch, current = make_batch()
     c = {k: v.tolist() for k, v in batch.token_columns.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from instep.controller.sync.proof import Proof
+from instep.controller.turns import Turns
 from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord
 from instep.weights.way import Sent
@@ -27,6 +28,10 @@ class World:
         actor = SimpleNamespace(check_weights=lambda timeout: None, weight_digests=lambda way, timeout: {})
         actor.probe_log_probs = lambda batch, timeout: [*self.scores(), *self.scores()]
         self.actor = actor
+        self.turns = Turns(SimpleNamespace(offload_train=False, offload_rollout=False, weight_sync="shm"))
+
+    def hand_over(self) -> None:
+        """The engines answer already."""
 
     def scores(self) -> list[float]:
         return [-1.0 - i - self.shift for i in range(LENGTH - 2)] + [-LARGEST]
@@ -44,7 +49,7 @@ def sent(digest: str) -> Sent:
 
 @pytest.fixture
 def proof() -> Proof:
-    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None)
+    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None, vllm_overrides={})
     return Proof(args, vocab_size=50, max_len=LENGTH + 1)
 
 
@@ -80,3 +85,54 @@ def test_the_half_of_an_adapter_that_is_multiplied_by_zero_may_change_without_ef
     proof.prove(world, "lora", adapter("decayed", "zero"))
     with pytest.raises(SyncError, match=r"still answers with old weights: 1 tensors changed \(q.lora_B.weight, ...\)"):
         proof.prove(world, "lora", adapter("decayed", "moved"))
+
+
+# ---- bf16: what engines have loaded by themselves is a golden twin ---------------------------------------------------
+
+
+class Bf16World(World):
+    """A session whose engine rounds otherwise than the trainer; `transfers` are the ways that were taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off, self.transfers = 0.05, list[str]()
+
+    def transfer(self, way: str) -> None:
+        self.transfers.append(way)
+
+
+@pytest.fixture
+def bf16() -> Proof:
+    args: Any = SimpleNamespace(precision="bf16", sync_tolerance=None, vllm_overrides={}, sync_timeout=10.0)
+    proof = Proof(args, vocab_size=50, max_len=LENGTH + 1)
+    proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]
+    return proof
+
+
+def test_the_first_session_is_compared_with_what_the_engine_has_loaded(bf16: Proof) -> None:
+    world: Any = Bf16World()
+    bf16.score_loaded(world.engines)
+    assert bf16.prove(world, "shm", sent("a")).tolerance == pytest.approx(0.1)
+    assert world.transfers == []  # it has scored the same after both ways
+    world.off, world.shift = 0.2, 0.5
+    assert bf16.prove(world, "shm", sent("b")).tolerance == pytest.approx(0.4)
+    assert world.transfers == ["disk"]
+
+
+def test_an_engine_that_scores_otherwise_than_what_it_had_loaded_is_compared_on_disk(bf16: Proof) -> None:
+    world: Any = Bf16World()
+    bf16.score_loaded(world.engines)
+    world.off = 0.06
+    bf16.prove(world, "shm", sent("a"))
+    assert world.transfers == ["disk"]
+
+
+def test_later_sessions_never_take_old_scores_for_the_golden_ones(bf16: Proof) -> None:
+    """An engine that has gone back to what it had loaded at the start must not pass."""
+    world: Any = Bf16World()
+    world.off = 0.0
+    bf16.score_loaded(world.engines)
+    bf16.prove(world, "shm", sent("a"))  # within the tolerance: nothing is to be compared
+    world.shift, world.off = 0.1, 0.1  # the trainer has moved, the engine's scores are the old ones
+    bf16.prove(world, "shm", sent("b"))
+    assert world.transfers == ["disk"]

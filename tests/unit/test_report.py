@@ -53,6 +53,7 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
             metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_max": 2e-6 * (step + 1)}
             metrics |= {"critic/value_loss": 0.5 / (step + 1), "critic/explained_variance": 0.2 * step}
             metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
+            metrics |= {"memory/rollout/others_bytes": 6e10, "memory/train/others_bytes": 1e9}
             log.log(step, metrics)
             log.samples(step, make_groups(seed=step), "train", 3)
         log.finish({"eval_reward_before": 0.4, "eval_reward_after": 0.95, "wall_seconds": 125.0, "num_steps": 4})

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from aiohttp import web
 
 from instep.errors import ConfigError, RewardError
@@ -309,3 +311,33 @@ def test_many_quick_rewards_are_cheap() -> None:
     runtime.run(apply_rewards(args, samples, None), timeout=30)
     assert time.perf_counter() - start < 2.0
     assert [s.reward for s in samples] == [float(s.response == r"\boxed{4}") for s in samples]
+
+
+async def of_siblings(args: Any, samples: list[Sample] | Sample) -> Any:
+    return torch.tensor([0.5 + s.index for s in samples]) if isinstance(samples, list) else np.float32(0.25)
+
+
+async def one_at_a_time(args: Any, sample: Sample) -> dict[str, Any]:
+    return {"score": torch.tensor(float(sample.index)), "pred": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "siblings", "expected"),
+    [
+        ("of_siblings", True, [8.5, 9.5]),
+        ("of_siblings", False, [0.25, 0.25]),
+        ("one_at_a_time", True, [{"score": 8.0, "pred": "x"}, {"score": 9.0, "pred": "x"}]),
+    ],
+)
+def test_siblings_go_to_a_function_that_takes_lists_and_numbers_are_pythons(
+    name: str, siblings: bool, expected: list[Any]
+) -> None:
+    args = arguments(custom_rm_path=f"{__name__}.{name}", reward_key="score")
+    samples = [Sample(group_index=4, index=i) for i in (8, 9)]
+    runtime.run(apply_rewards(args, samples, args.reward_key, are_siblings=siblings), timeout=30)
+    found = [s.reward for s in samples]
+    assert found == expected and [s.get_reward_value(args) for s in samples] == [
+        x["score"] if isinstance(x, dict) else x for x in expected
+    ]
+    values = [v for r in found for v in (r.values() if isinstance(r, dict) else [r])]
+    assert {type(v) for v in values} <= {float, str}

@@ -190,7 +190,7 @@ class Conversations:
         return taken
 
 
-def test_sft_rollout(tmp_path: Path) -> None:
+def test_sft_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path / "hf", layers=1)
     args = SimpleNamespace(
         hf_checkpoint=str(checkpoint),
@@ -224,6 +224,17 @@ def test_sft_rollout(tmp_path: Path) -> None:
     assert tokenizer.decode(first.tokens).startswith("<|im_start|>user\n1+1=?<|im_end|>")
     with pytest.raises(DataError, match="the prompt is text") as caught:
         sft_rollout.generate_rollout(args, 1, source)
+    # A template that writes the last turn otherwise: a sample for each turn, which are one execution.
+    dot = "{{ '.' if loop.last and m.role == 'assistant' }}<|im_end|>"
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("<|im_end|>", dot))
+    source_of_two = Conversations(
+        [talk(("user", "a", 1), ("assistant", "b", 1), ("user", "c", 1), ("assistant", "d", 1))]
+    )
+    [siblings] = as_train_output(sft_rollout.generate_rollout(args, 0, source_of_two)).samples
+    assert [trained(s) for s in siblings] == ["b.<|im_end|>", "d.<|im_end|>"] and len(
+        {id(s.prompt) for s in siblings}
+    ) == 2
+    assert {(s.group_index, s.execution_id) for s in siblings} == {(0, "0.0")}
     assert "group 2" in caught.value.where
     with pytest.raises(RolloutError, match="no more conversations"):
         sft_rollout.generate_rollout(args, 2, source)

@@ -80,7 +80,7 @@ def packed(policy: Policy, *samples: torch.Tensor) -> list[torch.Tensor]:
 
 
 def policy_of(model: Any, config: PretrainedConfig, max_model_len: int | None) -> Policy:
-    policy = Policy(config, torch.float32, recompute=False, max_model_len=max_model_len)
+    policy = Policy(config, torch.float32, max_model_len=max_model_len)
     policy.model.load_state_dict(model.state_dict())
     return policy
 
@@ -146,7 +146,7 @@ def test_the_embedded_engine_has_the_same(case: str, tmp_path: Path):
 @pytest.mark.parametrize("more", [{"max_trained_positions": 8}, {"alpha": 2.0}])
 def test_what_cannot_be_fixed_is_refused(more: dict[str, float]):
     with pytest.raises(ConfigError, match=f"do not take {next(iter(more))} alike") as error:
-        Policy(llama(**more), torch.float32, recompute=False)
+        Policy(llama(**more), torch.float32)
     assert "rope_parameters of config.json" in error.value.where
 
 
@@ -157,9 +157,9 @@ def test_explicit_factors_of_longrope_are_refused_by_name(more: dict[str, float]
     config = phi3()
     config.rope_parameters.update(more)
     with pytest.raises(ConfigError, match=named):
-        Policy(config, torch.float32, recompute=False)
+        Policy(config, torch.float32)
     config.rope_parameters = {**LONGROPE, "factor": LONGEST / ORIGINAL}  # says what holds anyway
-    Policy(config, torch.float32, recompute=False)
+    Policy(config, torch.float32)
 
 
 def test_rotary_parameters_by_layer_type_are_fixed_layer_by_layer():

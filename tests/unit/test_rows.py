@@ -49,7 +49,7 @@ def test_strange_values_are_named_or_skipped(tmp_path: Path, row: str):
         assert STRANGE[row] in error.value.what and error.value.where == f"{path}, line 2"
         assert "--skip-bad-rows" in error.value.remedy
     data = load_dataset(str(path), LABELLED, skip_bad_rows=True)
-    assert len(data) == 1 and [e.where for e in data.bad_rows] == [f"{path}, line 2"]
+    assert len(data) == 1 and [e.where for e in data.bad_rows.errors] == [f"{path}, line 2"]
 
 
 def test_what_only_looks_strange_is_taken(tmp_path: Path):

@@ -6,7 +6,13 @@ import os
 
 import pytest
 
-from instep.checkpoints.folders import find_checkpoint, latest_iteration, read_state, save_checkpoint
+from instep.checkpoints.folders import (
+    find_checkpoint,
+    latest_iteration,
+    read_state,
+    save_checkpoint,
+    weights_folder,
+)
 from instep.checkpoints.hf_export import check_export_folder
 from instep.checkpoints.integrity import check_whole, has_digests, write_manifest
 from instep.controller.run_state import how_to_go_on
@@ -54,12 +60,37 @@ def test_saving_again_replaces(tmp_path):
 
 
 def test_wrong_trackers_are_named(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("newest")
+    with pytest.raises(CheckpointError, match="'newest' is no iteration, nor `release`"):
+        find_checkpoint(tmp_path, None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    with pytest.raises(CheckpointError, match="'release' is no iteration"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint `release`"):
         find_checkpoint(tmp_path, None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     with pytest.raises(CheckpointError, match="no checkpoint of iteration 12"):
         find_checkpoint(tmp_path, None)
+
+
+@pytest.mark.parametrize("inner", [".metadata", "mp_rank_00/model_optim_rng.pt"])
+@pytest.mark.parametrize("name", ["iter_0000012", "release"])
+def test_a_path_to_one_checkpoint_is_refused_with_the_folder_to_name(tmp_path, name, inner):
+    file = tmp_path / name / inner
+    file.parent.mkdir(parents=True)
+    file.touch()
+    with pytest.raises(CheckpointError, match=f"{name} is a checkpoint itself") as caught:
+        find_checkpoint(tmp_path / name, 3)
+    assert str(tmp_path) in caught.value.remedy and "--ckpt-step" in caught.value.remedy
+    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+        weights_folder(tmp_path / name, None, "--ref-load")
+    check_whole(file.parents[file.parts[::-1].index(name) - 1])
+
+
+def test_the_folder_release_holds_weights_before_the_first_rollout(tmp_path):
+    (tmp_path / "release").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    folder, iteration = find_checkpoint(tmp_path, None)
+    assert folder == tmp_path / "release" and iteration + 1 == 0
+    assert weights_folder(tmp_path, None, "--ref-load") == folder
 
 
 def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
@@ -208,3 +239,13 @@ def test_how_an_interrupted_run_goes_on(tmp_path):
     assert "the last checkpoint is" in said(None, save=save) and "nothing was saved yet" in said(save=save)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("x")
     assert "'x' is no iteration" in said(save=save)
+
+
+def test_a_negative_iteration_is_none_and_the_release_beside_it_is_named(tmp_path):
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / ".metadata").touch()
+    for text, error in (("-1", "'-1' is no iteration"), ("12", "no checkpoint of iteration 12")):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+        with pytest.raises(CheckpointError, match=error) as caught:
+            find_checkpoint(tmp_path, None)
+        assert "release (its number, or `release`)" in caught.value.remedy

@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,16 +299,17 @@ def test_turns_survive_the_buffer() -> None:
 def test_a_continued_response_has_other_random_numbers(checkpoint: Path) -> None:
     group = group_of(2)
     samples = run(checkpoint, group=group)
-    begun = [params["seed"] for params in sent]
+    begun = [(params["seed"], params["n"]) for params in sent]  # one request for both
+    assert len(begun) == 1 and begun[0][1] == 2
     for sample in samples:
         sample.status = Status.ABORTED
     run(checkpoint, group=samples)
     assert [s.response_length for s in samples] == [4, 4]
-    assert [params["max_tokens"] for params in sent] == [12, 12, 10, 10]  # the limit is that of the whole response
-    assert len({*begun, *(params["seed"] for params in sent[2:])}) == 4
+    assert [params["max_tokens"] for params in sent] == [12, 10, 10]  # the limit is that of the whole response
+    assert len({begun[0][0], begun[0][0] + 1, *(params["seed"] for params in sent[1:])}) == 4
     sent.clear()
     run(checkpoint, group=group_of(2))
-    assert [params["seed"] for params in sent] == begun  # a rollout that is done again draws the same ones
+    assert [(params["seed"], params["n"]) for params in sent] == begun  # a rollout done again draws the same ones
 
 
 async def keeps_the_seed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -329,3 +331,12 @@ def test_an_evaluation_draws_other_random_numbers_than_the_training(checkpoint: 
         group = [Sample(group_index=index, index=i, prompt="1+1=") for i in range(2)]
         seeds += [s.metadata["seed"] for s in run(checkpoint, *hook, group=group)]
     assert len(set(seeds)) == 24
+
+
+def test_hooks_always_get_a_number_of_tokens(checkpoint: Path) -> None:
+    assert train_sampling_params(view(checkpoint))["max_new_tokens"] == 12
+    context = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    unset: Any = SimpleNamespace(**{**vars(view(checkpoint)), "rollout_max_response_len": None})
+    assert train_sampling_params(unset)["max_new_tokens"] == context
+    unset.vllm_max_model_len = 40
+    assert train_sampling_params(unset)["max_new_tokens"] == 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -11,11 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from instep.arguments import parse
 from instep.arguments.args import Args
 from instep.checkpoints import integrity
-from instep.checkpoints.folders import find_checkpoint, finish_renames, read_state, save_checkpoint
+from instep.checkpoints.folders import (
+    find_checkpoint,
+    finish_renames,
+    has_optimizer,
+    read_state,
+    save_checkpoint,
+)
 from instep.checkpoints.integrity import check_whole, digests_of_rank, linked_digests
 from instep.controller.controller import Controller
 from instep.controller.run_state import Beginning, beginning
@@ -281,3 +290,38 @@ def test_a_checkpoint_of_another_framework_gives_its_weights_alone(tmp_path, mon
         tell=print,
     )
     assert loads == [("load", folder, optimizer), ("remark",)]
+
+
+def test_a_foreign_checkpoint_goes_on_with_its_optimizer_where_it_has_one(tmp_path):
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+
+    def index(*keys: str) -> None:
+        tensors: Any = dict.fromkeys(keys, BytesStorageMetadata())
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors)))
+
+    def begin(**more: Any) -> Any:
+        return begins(tmp_path, tmp_path / "run", **{"no_load_optim": False, **more})
+
+    index("decoder.final_layernorm.weight", "rng_state/shard_0_1")
+    assert begin().rollout_id == 11 and not begin().foreign_optimizer
+    assert "takes its weights alone, and reads its data from the start" in begin().notes[-1]
+    index("decoder.final_layernorm.weight", "optimizer.state.exp_avg.decoder.final_layernorm.weight")
+    assert begin().foreign_optimizer and "weights and its optimizer's state" in begin().notes[-1]
+    assert not begin(no_load_optim=True).foreign_optimizer and not begin(finetune=True).foreign_optimizer
+    folder.rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert begin().rollout_id == 0 and not begin().foreign_optimizer
+
+
+def test_the_optimizer_of_the_format_torch_is_found(tmp_path):
+    folder = tmp_path / "iter_0000010" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"model": {}}, folder / "model_optim_rng.pt")
+    assert not has_optimizer(folder.parent)
+    torch.save({"model": {}, "optimizer": {}}, folder / "model_optim_rng.pt")
+    assert has_optimizer(folder.parent)
+    torch.save({"model": {}}, folder / "model_optim_rng.pt")
+    (folder / "distrib_optim.pt").touch()
+    assert has_optimizer(folder.parent)

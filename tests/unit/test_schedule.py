@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from instep.data.schedule import balanced_partition, first_fit, plan_steps, steps_of_samples
+from instep.data.schedule import balanced_partition, even_fit, first_fit, plan_steps, steps_of_samples
 from instep.errors import ConfigError
 from instep.types import Schedule
 
@@ -30,25 +30,57 @@ def check(schedule: Schedule, ids: list, num_steps: int, dp_size: int, multiple:
         assert all(members for bins in ranks for members in bins)
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("balance", [False, True])
-def test_dynamic_schedules(seed: int, balance: bool):
+BALANCED = [{}, {"balance_data": True}, {"balance_data": True, "balance_by_flops": True}]
+
+
+def flops(length: int) -> float:
+    return 100.0 * length + length**2
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("balance", BALANCED, ids=["in turn", "ranks", "micro-batches"])
+def test_any_dynamic_schedule(seed: int, balance: dict):
+    """Samples of one token and of twice the budget; executions of one sample, or some of them of several."""
     rng = random.Random(seed)
-    dp_size, multiple, num_steps = rng.choice([1, 2, 4]), rng.choice([1, 2]), rng.choice([1, 2])
+    dp_size, multiple, num_steps = rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 4]), rng.choice([1, 2])
     num = num_steps * dp_size * multiple * rng.randint(1, 6)
-    lengths = [rng.randint(5, 120) for _ in range(num)]
+    ids = [f"execution {i}" for i in range(num)] if seed % 2 else [None] * num
+    for _ in range(rng.randint(0, 20) if seed % 4 == 1 else 0):
+        ids.insert(rng.randrange(num), rng.choice(ids))
+    lengths = [rng.choice([1, 2, rng.randint(1, 20), rng.randint(20, 200)]) for _ in ids]
     schedule = plan_steps(
-        [None] * num,
-        lengths,
-        dp_size=dp_size,
-        num_steps=num_steps,
-        max_tokens_per_gpu=100,
-        balance_data=balance,
-        micro_batch_multiple=multiple,
-    )
-    check(schedule, [None] * num, num_steps, dp_size, multiple)
-    for members in (m for ranks in schedule for bins in ranks for m in bins):
-        assert sum(lengths[i] for i in members) <= 100 or len(members) == 1
+        ids, lengths, costs=[flops(n) for n in lengths], dp_size=dp_size, num_steps=num_steps, max_tokens_per_gpu=100,
+        micro_batch_multiple=multiple, **balance,
+    )  # fmt: skip
+    check(schedule, ids, num_steps, dp_size, multiple)
+    for ranks in schedule:
+        micro_batches = [m for bins in ranks for m in bins]
+        enough = sum(map(len, micro_batches)) >= len(micro_batches) + dp_size * multiple
+        for members in micro_batches if enough or len(set(ids)) == len(ids) or not seed % 2 else ():
+            assert sum(lengths[i] for i in members) <= 100 or len(members) == 1
+
+
+def test_micro_batches_of_equal_flops_need_no_more_room():
+    rng = random.Random(0)
+    lengths = [min(4000, int(rng.lognormvariate(6, 1)) + 1) for _ in range(256)]
+    where = dict(costs=[flops(n) for n in lengths], dp_size=4, num_steps=1, max_tokens_per_gpu=4096)
+    spread, counts = [], []
+    for balance in BALANCED:
+        (ranks,) = plan_steps([None] * 256, lengths, **where, **balance)
+        sums = [[sum(flops(lengths[i]) for i in m) for m in bins] for bins in ranks]
+        of_ranks, flat = [sum(bins) for bins in sums], [x for bins in sums for x in bins]
+        spread.append((max(of_ranks) / min(of_ranks), max(flat) / min(flat)))
+        counts.append(len(flat))
+    assert spread[0][0] > 1.3 and spread[1][0] < 1.01 and spread[2][0] < 1.04, "of ranks"
+    assert spread[2][1] < 0.6 * spread[1][1], "of micro-batches; some are full before they cost as much as others"
+    assert counts == [44, 44, 44]
+
+
+def test_even_fit_by_hand():
+    fit = even_fit([0, 1, 2, 3, 4], [60, 50, 40, 30, 200], [6, 5, 4, 3, 20], 100, 1)
+    assert fit == [[4], [0], [1], [2, 3]]
+    assert even_fit([2, 1, 0], [60, 50, 40], [6, 5, 4], 100, 1) == [[0], [2, 1]]
+    assert even_fit([0, 1, 2], [90, 90, 20], [3, 2, 1], 100, 1) == [[0], [1], [2]], "two would do for 200 tokens"
 
 
 def test_first_fit_by_hand():

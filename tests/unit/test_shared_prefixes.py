@@ -56,7 +56,7 @@ def test_samples_with_little_in_common_are_left_as_they_are():
 
 def test_samples_that_stand_elsewhere_cost_nothing():
     """The last four fill a chunk of the padded attention by themselves, in which there is no query."""
-    policy = Policy(CONFIG, torch.float32, recompute=False)
+    policy = Policy(CONFIG, torch.float32)
     torch.manual_seed(0)
     for p in policy.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)
@@ -76,7 +76,7 @@ def test_samples_that_stand_elsewhere_cost_nothing():
 
 @pytest.mark.parametrize("prompt_length", [12, 150], ids=["plain products", "fused kernel"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("recompute, config", [(False, CONFIG), (True, CONFIG), (False, WINDOWED)])
+@pytest.mark.parametrize("recompute, config", [(None, CONFIG), ("full", CONFIG), (None, WINDOWED)])
 def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance, recompute, config):
     if dtype is torch.float64:  # transformers' norm rounds to float32
         monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda m, x: F.rms_norm(x, m.weight.shape, m.weight, 1e-6))
@@ -110,7 +110,7 @@ def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance,
 @pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["all", "window"])
 def test_on_a_gpu_sharing_changes_only_roundings(config):
     """bfloat16, through the varlen kernel, which sees fewer queries than keys, none of a sample that comes twice."""
-    policy = Policy(config, torch.bfloat16, recompute=False)
+    policy = Policy(config, torch.bfloat16)
     torch.manual_seed(0)
     for p in policy.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)

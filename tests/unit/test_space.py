@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from instep.arguments import parse
-from instep.controller.controller import Controller
-from instep.controller.space import check_space, num_weights, what_is_saved
+from instep.controller.space import check_space, num_saves, num_weights, what_is_saved
 from instep.errors import CheckpointError, OutputError
 from tests.command_line import argv, make_folder
 from tests.logged_run import make_groups, run
@@ -89,7 +88,7 @@ def test_nothing_is_refused_where_nothing_is_saved_or_the_disk_does_not_tell(fol
 def test_the_saves_that_are_left(num_rollout, start, interval, saves):
     """None of a run that has nothing left to train."""
     run = SimpleNamespace(num_rollout=num_rollout, start_rollout_id=start, args=SimpleNamespace(save_interval=interval))
-    assert Controller._num_saves(run) == saves
+    assert num_saves(run.args, run.num_rollout - run.start_rollout_id) == saves
 
 
 def test_too_many_saves_are_told_before_they_are_made(folder):

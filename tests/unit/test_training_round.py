@@ -68,7 +68,7 @@ def rollout(sampling_params: dict[str, Any] | None = None) -> list[Group]:
 
 def trained(args: Any, groups: list[Group], version: int = 7) -> Workers:
     workers = Workers()
-    layout = [SimpleNamespace(dp_rank=0, dp_size=1)]
+    layout = [SimpleNamespace(dp_rank=0, dp_size=1, cp_size=1, micro_batch_multiple=1)]
     actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 10))  # type: ignore[arg-type]
     TrainingRound(args, args.view({}), actor).run(groups, 0, version=version)
     return workers

@@ -1,13 +1,17 @@
 """What instep adds to the command line and the environment of vLLM, by device."""
 
+import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
+from instep.engines.engine import EngineRefusal
 from instep.engines.spec import Addresses
-from instep.engines.vllm import KIND, serve_arguments, vllm_env
+from instep.engines.vllm import KIND, PROTOCOL, serve_arguments, vllm_env
 from instep.errors import ConfigError
 
 
@@ -22,7 +26,9 @@ def fraction(args):
 
 
 def test_a_gpu_that_is_shared_with_the_trainer_is_not_taken_whole():
-    assert fraction(resolved("cuda", "bf16", "--colocate")) == "0.4"
+    assert fraction(resolved("cuda", "bf16", "--colocate", "--no-offload-train")) == "0.4"
+    assert fraction(resolved("cuda", "bf16", "--colocate")) == "0.8"  # the trainer leaves
+    assert fraction(resolved("cuda", "bf16", "--colocate", "--weight-sync", "single-copy")) == "0.4"
     assert fraction(resolved("cuda", "bf16")) is None  # vLLM's own default
     assert fraction(resolved("cuda", "bf16", "--colocate", "--vllm-gpu-memory-utilization", "0.2")) == "0.2"
     assert fraction(resolved("cpu", "bf16", "--colocate")) is None
@@ -63,3 +69,35 @@ def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
         else:
             with pytest.raises(ConfigError, match="know bfloat16 alone"):
                 KIND.check_start(args, spec)
+
+
+@pytest.mark.parametrize("log, advised", [
+    ("ValueError: Free memory on device cuda:0 (31.2/79.2 GiB) on startup is less than desired GPU memory utilization "
+     "(0.8, 63.3 GiB).", True),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.", True),
+    ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", True),
+    ("ImportError: libcudart.so.13", False),
+])  # fmt: skip
+def test_an_engine_without_room_says_what_gives_it_room(log, advised):
+    assert ("--colocate --offload" in KIND.start_remedy(f"INFO\n{log}\n")) == advised
+
+
+def test_an_older_plugin_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=PROTOCOL))
+    KIND.check_installed("--rollout-backend vllm")
+    monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=1))
+    with pytest.raises(ConfigError, match=f"instep speaks protocol {PROTOCOL}, this instep-vllm 1") as caught:
+        KIND.check_installed("--rollout-backend vllm")
+    assert "install plugins/instep-vllm" in caught.value.remedy
+
+
+def test_an_older_plugin_of_somebody_elses_engine_is_named_in_its_first_session():
+    def post(path, body=None, *, timeout, **query):
+        said = f"instep speaks protocol {body['init_info']['protocol']}, this instep-vllm 1: install the other"
+        raise EngineRefusal(f"engine 0 refused {path} with 500: {said}", code=500)
+
+    engine = SimpleNamespace(name="engine 0", url="http://e", post=post)
+    with pytest.raises(ConfigError, match=f"engine 0: instep speaks protocol {PROTOCOL}, this .* 1") as caught:
+        KIND.start_update(engine, "1", "nonce", timeout=1)
+    assert caught.value.where == "http://e" and "start the engine anew" in caught.value.remedy

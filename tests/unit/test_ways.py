@@ -15,6 +15,7 @@ from instep.engines.embedded.shared import SharedWeights
 from instep.errors import SyncError
 from instep.ports import users_listening
 from instep.weights import nccl
+from instep.weights.handles import Receiver
 from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
@@ -25,6 +26,7 @@ from instep.weights.stream import (
     Group,
     Invitation,
     StreamMismatch,
+    checked,
     checksum,
     checksums,
     open_store,
@@ -33,7 +35,17 @@ from instep.weights.stream import (
     rows_of,
     send_bucket,
 )
-from instep.weights.way import GOLDEN, LATER, ON_ONE_HOST, SINGLE_COPY, WAYS, Order, auto_way, golden, way_named
+from instep.weights.way import (
+    GOLDEN,
+    ON_ONE_HOST,
+    RESTART,
+    SINGLE_COPY,
+    WAYS,
+    Order,
+    auto_way,
+    golden,
+    way_named,
+)
 from tests.assets import make_checkpoint
 
 TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
@@ -50,7 +62,7 @@ class Source(WeightSource):
 class Carriage:
     """A session with a trainer in this process and an engine that reads what it is told to load."""
 
-    disk_folder = None
+    disk_folder = started_on = None
 
     def __init__(self, way, folder):
         self.memory_folder, self._way, self._checkpoint = folder / f"{SYNC}1", way, make_checkpoint(folder / "hf")
@@ -65,19 +77,31 @@ class Carriage:
         order = Order("3", "nonce", folder, 50, self._checkpoint, 30.0, audience, num_receivers)
         way_named(self._way).send(Source(), order, on_event)
 
+    def pause(self):
+        pass
+
     def deliver(self, info, failed=None):
         assert info["backend"] == self._way
         if self._way == "nccl":
             receive_stream(info, lambda tensors: self.loaded.update(tensors))
-        elif "manifest" in info:
-            manifest = BucketManifest.from_json(info["manifest"])
-            whole = {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
-            assert info["manifest"].get("config", whole) == whole
-            assert (manifest.version, manifest.nonce) == ("3", "nonce")
-            self.loaded |= {name: t.clone() for name, t in read_bucket(manifest).items()}
-        else:
+            return
+        if self._way == "ipc":
+            receive_buckets(info, lambda tensors: self.loaded.update({n: t.clone() for n, t in tensors.items()}))
+            return
+        manifest = BucketManifest.from_json(info["manifest"])
+        whole = {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
+        assert info["manifest"].get("config", whole) == whole
+        assert (manifest.version, manifest.nonce) == ("3", "nonce")
+        if "path" in info:
+            assert manifest.path == info["path"] == (self.started_on or manifest.path)
             name = "adapter_model" if "lora" in self._way else "model"
             self.loaded |= load_file(Path(info["path"]) / f"{name}.safetensors")
+        else:
+            self.loaded |= {name: t.clone() for name, t in read_bucket(manifest).items()}
+
+    def start_anew(self, checkpoint):
+        self.started_on = str(checkpoint)
+        return ["http://engine"]
 
     def seconds_left(self):
         return 30.0
@@ -92,15 +116,26 @@ def receive_stream(info, load, session=None):
         group.close()
 
 
+def receive_buckets(info, load, session=None):
+    receiver = Receiver(Invitation(**info["invitation"]), torch.device("cpu"), time.monotonic() + 30)
+    try:
+        receiver.receive(session or {"version": "3", "nonce": "nonce"}, load, time.monotonic() + 30)
+    finally:
+        receiver.close()
+
+
 @pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))
 def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     carriage = Carriage(name, tmp_path)
     sent = way_named(name).drive(carriage)
     assert sent.digests == {tensor: way_named(name).digest(t) for tensor, t in TENSORS.items()}
     assert sum(record.nbytes for record in sent.tensors) == 5 * 24
+    parts = {"nccl": {"gather", "meet", "send", "load"}, "ipc": {"gather", "send", "load"}}
+    assert set(sent.seconds) == parts.get(name, set())
     assert carriage.loaded.keys() == TENSORS.keys()
     assert all(torch.equal(carriage.loaded[name], t) for name, t in TENSORS.items())
     assert not list(tmp_path.rglob("*.bin"))  # nothing is left of it
+    assert (carriage.started_on is not None) == (name == RESTART)
 
 
 @pytest.mark.parametrize("spoilt", [None, "model.layers.1.mlp.up_proj.weight"])
@@ -142,7 +177,7 @@ def test_single_copy_delivers_digests_of_what_the_engine_holds(tmp_path, spoilt)
 
 def test_the_golden_way_reaches_every_host():
     assert GOLDEN in WAYS and GOLDEN not in ON_ONE_HOST and ON_ONE_HOST <= set(WAYS)
-    assert {golden(way) for way in WAYS} == {GOLDEN, "lora_disk"} and not {*map(golden, WAYS)} & ON_ONE_HOST
+    assert {golden(way) for way in WAYS} == {GOLDEN, RESTART, "lora_disk"} and not {*map(golden, WAYS)} & ON_ONE_HOST
 
 
 def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, monkeypatch):
@@ -163,6 +198,57 @@ def test_an_engine_that_takes_no_bucket_ends_the_sync_at_its_deadline(tmp_path, 
         freed.set()
 
 
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_a_sender_does_not_wait_for_engines_that_are_not_asked(tmp_path, monkeypatch, name):
+    """Such as those of which one does not pause."""
+    carriage, began = Carriage(name, tmp_path), time.monotonic()
+
+    def refuse(info, failed=None):
+        raise SyncError("engine 0 does not pause")
+
+    monkeypatch.setattr(carriage, "deliver", refuse)
+    monkeypatch.setattr(carriage, "seconds_left", lambda: 30.0)
+    with pytest.raises(SyncError, match="does not pause"):
+        way_named(name).drive(carriage)
+    assert time.monotonic() - began < 15
+
+
+def test_after_a_refusal_nothing_more_is_delivered(tmp_path, monkeypatch):
+    """It would be refused, too, or meet the session that comes next."""
+    carriage, delivered = Carriage("shm", tmp_path), []
+
+    def refuse(info):
+        delivered.append(info)
+        raise SyncError("embed came twice")
+
+    monkeypatch.setattr(carriage, "deliver", refuse)
+    monkeypatch.setattr(carriage, "seconds_left", lambda: 20.0)
+    with pytest.raises(SyncError, match="came twice"):
+        way_named("shm").drive(carriage)
+    assert len(delivered) == 1 and not list(carriage.memory_folder.iterdir())
+
+
+def test_a_bucket_whose_offsets_lie_is_refused_by_name():
+    """The checksums are those of its bytes in their order, which would be loaded under each other's names."""
+    data = torch.arange(4 * ROW_BYTES // 4, dtype=torch.float32).view(torch.uint8)
+    sums = checksums(data, [2, 2])
+    for offsets, name in (([0, 2], None), ([2, 0], "a"), ([0, 1], "b"), ([0, 3], "b")):
+        about = {"shape": (ROW_BYTES // 2,), "dtype": "float32", "nbytes": 2 * ROW_BYTES}
+        tensors = [
+            {"name": n, "offset": o * ROW_BYTES, "checksum": s, **about}
+            for n, o, s in zip("ab", offsets, sums, strict=True)
+        ]
+        header = {"version": "1", "nonce": "n", "tensors": tensors}
+        if name is None:
+            assert set(checked(header, {"version": "1"}, data)) == {"a", "b"}
+            with pytest.raises(StreamMismatch, match="whose tensors take"):
+                checked(header, {"version": "1"}, data[: 3 * ROW_BYTES])
+            continue
+        with pytest.raises(StreamMismatch, match=f"{name} lies at") as refused:
+            checked(header, {"version": "1"}, data)
+        assert refused.value.tensor == name
+
+
 @pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))  # which samples
 def test_a_digest_tells_every_byte(name):
     digest = way_named(name).digest
@@ -177,7 +263,9 @@ def test_a_digest_tells_every_byte(name):
 
 def test_auto_stays_in_memory_on_one_host_alone():
     assert auto_way(one_host=True)[0] == "shm" and auto_way(one_host=False)[0] == GOLDEN
-    assert {*WAYS, *LATER} == {"nccl", "ipc", "shm", "single-copy", "disk", "restart", "lora"}
+    assert auto_way(True, "shared")[0] == "ipc" and auto_way(False, "shared")[0] == GOLDEN
+    assert auto_way(True, "apart")[0] == auto_way(False, "apart")[0] == "nccl"
+    assert set(WAYS) == {"nccl", "ipc", "shm", "single-copy", "disk", "restart", "lora"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -249,9 +337,9 @@ def test_a_refused_bucket_ends_nothing_but_its_session(tmp_path):
 def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):
     receiver = Received(tmp_path)
 
-    def torn(group, session, tensors, data, deadline):
-        data[5] ^= 1
-        return send_bucket(group, session, tensors, data, deadline)
+    def torn(group, memory):
+        memory[5] ^= 1
+        return send_bucket(group, memory)
 
     monkeypatch.setattr(nccl, "send_bucket", torn)
     with pytest.raises(StreamMismatch, match="do not have the checksum") as refusal:

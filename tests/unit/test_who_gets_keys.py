@@ -91,9 +91,14 @@ def as_another_user(url: str) -> None:
     ],
 )
 def test_who_listens(host: str, asked: str, found: bool) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.bind((host, 0))
-        port = one.getsockname()[1]
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one, socket.socket() as asked_for:
+        if found:
+            one.bind((host, 0))
+            port = one.getsockname()[1]
+        else:  # another test may listen at the address asked for, at the port that `host` is given: both are bound
+            asked_for.bind((asked, 0))
+            port = asked_for.getsockname()[1]
+            one.bind((host, port))
         assert users_listening(port, asked) == set()  # bound, and nobody gets a connection yet
         one.listen()
         assert users_listening(port, asked) == ({os.geteuid()} if found else set())

@@ -140,3 +140,16 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(worker: Callable[..
     steps, _, _ = trained(one, batch)
     assert [step["skipped_steps"] for step in steps] == [1.0, 1.0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())
+
+
+def test_a_trainer_that_stays_gives_back_what_no_tensor_holds(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last passes would leave no room for the KV cache of engines that wake."""
+    given: list[torch.device] = []
+    monkeypatch.setattr("instep.training.worker.give_back", given.append)
+    made = worker("--colocate", "--rollout-backend", "embedded", "--offload-rollout", "--no-offload-train")
+    weights = sum(p.untyped_storage().nbytes() for p in made.backend.policy.parameters())  # type: ignore[attr-defined]
+    made.offload(weights=True)
+    assert given == [torch.device("cpu")]
+    assert sum(p.untyped_storage().nbytes() for p in made.backend.policy.parameters()) == weights  # type: ignore[attr-defined]

@@ -1,11 +1,14 @@
 """Calls to a rank that is lost in the middle of a message, which no test of whole messages sees."""
 
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 
 import pytest
+import torch
 
 from instep import kernel
 from instep.cluster import local
@@ -26,6 +29,25 @@ os.kill(os.getpid(), int(sys.argv[1]))
 """
 
 
+class Counted:
+    num_pickled = 0
+
+    def __reduce__(self):
+        Counted.num_pickled += 1
+        return Counted, ()
+
+
+def test_ranks_of_one_share_get_the_same_bytes(tmp_path):
+    pairs = [Pipe() for _ in range(3)]
+    workers = local.WorkerGroup("actor", 0, tmp_path)
+    workers._connections = [ours for ours, _ in pairs]
+    shares = [(Counted(), 0), (Counted(), 1)]
+    workers.start("train", timeout=60, per_rank=[shares[0], shares[1], shares[0]])
+    received = [pickle.loads(theirs.recv_bytes()) for _, theirs in pairs]
+    assert [(method, own[1]) for method, own in received] == [("train", 0), ("train", 1), ("train", 0)]
+    assert Counted.num_pickled == 2
+
+
 def group(tmp_path, monkeypatch, number):
     real = subprocess.Popen
 
@@ -36,6 +58,18 @@ def group(tmp_path, monkeypatch, number):
     workers = local.WorkerGroup("actor", 1, tmp_path)
     monkeypatch.undo()
     return workers
+
+
+def test_tensors_of_a_message_arrive_as_they_are():
+    """Those that numpy has no type for, too; a part of a tensor comes without the rest."""
+    flat = torch.arange(1000.0)
+    tensors = [flat[3:7], flat.view(10, 100).T, torch.tensor([True, False]), torch.ones(2, dtype=torch.bfloat16)]
+    tensors += [torch.tensor(3), torch.zeros(0, dtype=torch.int64), torch.ones(2, requires_grad=True)]
+    got = pickle.loads(local.pickled(("train", {"tensors": tensors})))[1]["tensors"]
+    for one, other in zip(got, tensors, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.requires_grad == other.requires_grad
+    got[0].add_(1)  # it is writable
+    assert len(local.pickled(flat[3:7])) < 400
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "died (SIGKILL)"), (signal.SIGSTOP, "is stopped")])

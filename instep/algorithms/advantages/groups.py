@@ -48,11 +48,16 @@ def relative_to_group(
     values, execution = rewards.detach().double(), torch.tensor(of_sample, device=rewards.device)
     totals = values.new_zeros(len(found)).index_add_(0, execution, values)
     means = totals / execution.bincount(minlength=len(found))
+    if alone := [group for group, names in members.items() if len(names) < 2]:
+        raise ValueError(f"group {alone[0]} has a single execution; a group-relative advantage needs at least 2")
+    if not rows:
+        return rewards.detach().clone()
+    order = torch.tensor([i for siblings in rows.values() for i in siblings], device=rewards.device)
+    all_of = torch.tensor([e for own in members.values() for e in own], device=rewards.device)
+    sizes, counts = [len(siblings) for siblings in rows.values()], [len(own) for own in members.values()]
+    parts = values[order].split(sizes), means[execution[order]].split(sizes), means[all_of].split(counts)
     out = torch.empty_like(values)
-    for group, siblings in rows.items():
-        if len(members[group]) < 2:
-            raise ValueError(f"group {group} has a single execution; a group-relative advantage needs at least 2")
-        out[siblings] = formula(values[siblings], means[execution[siblings]], means[members[group]])
+    out[order] = torch.cat([formula(*part) for part in zip(*parts, strict=True)])
     return out.to(rewards.dtype)
 
 

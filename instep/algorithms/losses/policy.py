@@ -18,7 +18,7 @@ from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
 from instep.algorithms.losses.importance.rejection import rejection_mask
 from instep.algorithms.losses.importance.tis import MODES, bounded_weights
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
-from instep.algorithms.losses.ratio import PolicyLoss
+from instep.algorithms.losses.ratio import PolicyLoss, exp_ratio
 from instep.algorithms.losses.sapo import sapo_loss
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ def policy_loss(
     that are `older` than the rollout's weights it is `rollout_log_probs`, unless `use_tis` corrects for these. Values
     at tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
     between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN and which are not `older`, and
-    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`.
+    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`; the effective sample size, which it
+    makes of other sums, is of older ones, too.
 
     Args:
         log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
@@ -205,6 +206,7 @@ def policy_loss(
         return LossTerms(loss, sums, {})
     fresh = rollout_log_probs if older is None else rollout_log_probs.masked_fill(older > 0, torch.nan)
     gaps, largest = _gap(scored, fresh, loss_weights)
+    gaps |= _importance(scored, rollout_log_probs, loss_weights)
     return LossTerms(loss, sums | gaps, {"log_prob_gap_max": largest})
 
 
@@ -247,6 +249,14 @@ def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tup
         "log_prob_gap_coverage": (loss_weights * covered).sum(),
     }
     return sums, gap.max() if gap.numel() else gap.new_zeros(())
+
+
+def _importance(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> dict[str, Tensor]:
+    """Weighted sums of 1, w and w^2 over trained tokens with engine log-probs, w = trainer's probability / engine's."""
+    known = (loss_weights > 0) & ~rollout_log_probs.isnan()
+    weights = exp_ratio(torch.where(known, scored - rollout_log_probs, torch.zeros_like(scored)))
+    powers = (torch.ones_like(weights), weights, weights.square())
+    return {f"importance_{i}": (loss_weights * known * power).sum() for i, power in enumerate(powers)}
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

@@ -9,12 +9,19 @@ from instep.arguments.concern import Settings
 _DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
 _WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
 _SUCCESS_RATES = names_where(lambda estimator, loss: estimator.takes_success_rates)
+_REWARD_HOOKS = "--custom-reward-post-process-path or --custom-convert-samples-to-train-data-path"
 _UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
 def _compares(args: Settings) -> bool:
     """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
-    return args.rewards_normalization and args.custom_reward_post_process_path is None
+    return args.rewards_normalization and not _makes_rewards(args)
+
+
+def _makes_rewards(args: Settings) -> bool:
+    """Whether a hook returns the rewards that advantages are made from."""
+    hooks = args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path
+    return any(path is not None for path in hooks)
 
 
 RULES = (
@@ -148,8 +155,8 @@ RULES = (
     *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
     Combination(
         names_where(lambda estimator, loss: not estimator.kl_on_tokens),
-        "--kl-coef --custom-reward-post-process-path",
-        lambda a, given: a.kl_coef != 0 and a.custom_reward_post_process_path is not None,
+        f"--kl-coef and {_REWARD_HOOKS}",
+        lambda a, given: a.kl_coef != 0 and _makes_rewards(a),
         "the hook's rewards would replace those with the KL",
         f"use {KL_IN_LOSS}, or take the KL off in the hook",
     ),
@@ -206,10 +213,20 @@ RULES = (
     ),
     Combination(
         (),
-        "--overlong-buffer-len and --custom-reward-post-process-path",
-        lambda a, given: a.overlong_buffer_len is not None and a.custom_reward_post_process_path is not None,
+        f"--overlong-buffer-len and {_REWARD_HOOKS}",
+        lambda a, given: a.overlong_buffer_len is not None and _makes_rewards(a),
         "the hook's rewards would replace those with the penalty",
         "take the penalty off in the hook",
+    ),
+    Combination(
+        (),
+        "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path",
+        lambda a, given: (
+            "custom_reward_post_process_path" in given and a.custom_convert_samples_to_train_data_path is not None
+        ),
+        "the conversion returns the rewards: the former is not called, as in slime",
+        "call it in the conversion",
+        refused=False,
     ),
     *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
     Combination(

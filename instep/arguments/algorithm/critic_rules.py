@@ -8,8 +8,8 @@ from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
 from instep.arguments.concern import Problem, Settings, flag_name
-from instep.arguments.megatron import undivided
 from instep.arguments.model import folder_to_load
+from instep.arguments.parallel import undivided
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
 

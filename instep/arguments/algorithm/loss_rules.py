@@ -17,16 +17,22 @@ def _corrects(args: Settings) -> bool:
     return args.use_tis or args.use_rs
 
 
+def _has_older_tokens(args: Settings) -> bool:
+    """Whether older weights than those that are trained make tokens."""
+    return args.partial_rollout or (args.command == "train-async" and args.max_staleness != 0)
+
+
 def _always_on_policy(args: Settings) -> bool:
     """Whether every ratio to the old policy is 1: one step per rollout, all of whose tokens the same weights make."""
     makes_its_own = args.rollout_function_path == DEFAULT_ROLLOUT and args.load_debug_rollout_data is None
-    return makes_its_own and args.num_steps_per_rollout == 1 and not (args.use_rollout_logprobs or args.partial_rollout)
+    same_weights = not (args.use_rollout_logprobs or _has_older_tokens(args))
+    return makes_its_own and args.num_steps_per_rollout == 1 and same_weights
 
 
 def _rounding_clips(args: Settings) -> bool:
     """Whether tokens may have the engine's log-probs, rounded in bf16, as old ones under bounds as narrow as GSPO's."""
     rounded = args.precision == "bf16" or (args.precision == "auto" and args.device != "cpu")
-    engines = args.use_rollout_logprobs or (args.partial_rollout and not args.use_tis)
+    engines = args.use_rollout_logprobs or (_has_older_tokens(args) and not args.use_tis)
     return rounded and engines and args.eps_clip < 0.01
 
 
@@ -76,7 +82,7 @@ RULES: tuple[Combination, ...] = (
     ),
     Combination(
         _OF_RESPONSE,
-        "--partial-rollout or --use-rollout-logprobs in bf16",
+        "--partial-rollout, --use-rollout-logprobs or `instep train-async` in bf16",
         lambda a, given: _rounding_clips(a),
         "what older weights made (everything, with the latter) has the engine's log-probs as old ones, and rounding "
         "alone puts most responses outside bounds as narrow as these (87 % of responses of 64 tokens)",
@@ -158,6 +164,13 @@ RULES: tuple[Combination, ...] = (
         "--loss-type custom_loss with --tensor-model-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
         "a custom loss gets the logits of the whole vocabulary, which tensor parallelism splits",
+        "use data or pipeline parallelism",
+    ),
+    Combination(
+        (),
+        "--loss-type custom_loss with --context-parallel-size",
+        lambda a, given: a.loss_type == "custom_loss" and a.context_parallel_size > 1,
+        "a custom loss gets the logits of all tokens, which context parallelism splits",
         "use data or pipeline parallelism",
     ),
     Combination(

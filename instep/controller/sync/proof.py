@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from instep.controller.sync.session import Session
-from instep.engines.engine import Engine
+from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import SyncError
 from instep.types import TokenBatch
 from instep.weights.way import GOLDEN, OF_ADAPTERS, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.controller.role import RoleTrainer
 
 FP32_TOLERANCE = 1e-5  # times the largest |log-prob| of the probe: rounding grows with the logits
 BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
@@ -28,6 +32,7 @@ ARITHMETIC_LIMIT = 0.5  # no rounding explains more: then the trainer exports so
 GOLDEN_TOLERANCE = 1e-3  # between an engine's scores of one version after two ways of loading it
 GAP_FACTOR = 10.0  # of the tolerance, which is for the largest difference of the probe: for a mean over sampled tokens
 LEAST_GAP_LIMIT = 1e-3
+NOT_A_NUMBER = "float values are not JSON compliant"  # what vLLM answers where a log-prob is NaN
 ENGINE_DIGESTS = "xxh3-128"  # the kind that `/weight_checker` gives
 
 
@@ -53,8 +58,11 @@ class Proof:
         length = max(4, min(64, max_len - 1))
         generator = torch.Generator().manual_seed(0)
         self._probe = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for _ in range(2)]
+        # Where engine and trainer round alike; a base that the engine quantizes differs as bf16 does, but more.
+        self._exact = args.precision == "fp32" and not args.vllm_overrides.get("quantization")
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under it
+        self._loaded: dict[str, list[float]] = {}  # those of what an engine has loaded by itself
         self._tolerance: float = BF16_TOLERANCE if args.sync_tolerance is None else args.sync_tolerance
 
     @property
@@ -63,9 +71,22 @@ class Proof:
         limit = max(LEAST_GAP_LIMIT, GAP_FACTOR * self._tolerance)
         return limit if self._args.sync_tolerance is not None else min(limit, ARITHMETIC_LIMIT)
 
+    def score_loaded(self, engines: Sequence[Engine]) -> None:
+        """Score the probe with the checkpoint that `engines` have loaded by themselves, and the trainer, too.
+
+        The first session brings the same weights, so that these scores take the place of a comparison with the golden
+        path, which would have the engines load that checkpoint again. In fp32 nothing is compared with it.
+        """
+        if not self._exact and self._args.sync_tolerance is None:
+            deadline = time.monotonic() + self._args.sync_timeout
+            with ThreadPoolExecutor(max(1, len(engines))) as pool:
+                jobs = {e.url: pool.submit(self._scores_of, e, lambda: deadline - time.monotonic()) for e in engines}
+            self._loaded = {url: job.result() for url, job in jobs.items()}
+
     def differing(self, session: Session) -> dict[str, float]:
         """Score the probe once more; returns URL -> difference of each engine that is not within the tolerance."""
         expected = self._trainer_scores(session)
+        session.hand_over()
         scores = session.each(lambda engine: self.engine_scores(engine, session))
         gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
         return {url: gap for url, gap in gaps.items() if not gap <= self._tolerance}
@@ -79,14 +100,16 @@ class Proof:
         Raises:
             SyncError: an engine does not; the error names it and the tensors that differ.
         """
-        expected = self._trainer_scores(session)
-        scores = session.each(lambda engine: self.engine_scores(engine, session))
-        if self._args.precision == "fp32" and self._args.sync_tolerance is None:
+        expected, scores = self._both_score(session)
+        loaded, self._loaded = self._loaded, {}  # for the first session alone
+        if self._exact and self._args.sync_tolerance is None:
             self._tolerance = FP32_TOLERANCE * max(1.0, *map(abs, expected))
         gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
         first = max(gaps.values())
-        if self._args.precision != "fp32" and not first <= self._tolerance:
-            self._compare_with_golden(session, way, scores, expected, sent)
+        if not self._exact and not first <= self._tolerance:
+            alike = [largest_gap(loaded[url], own) for url, own in scores.items() if url in loaded]
+            same = len(alike) == len(scores) and max(alike) <= GOLDEN_TOLERANCE
+            self._compare_with_golden(session, way, scores, expected, sent, scores if same else None)
         elif not first <= self._tolerance:
             expected = self._trainer_scores(session)
             scores = session.each(lambda engine: self.engine_scores(engine, session))
@@ -116,21 +139,36 @@ class Proof:
         return [name for name in changed if not name.endswith(".lora_A.weight")]  # without effect while B is 0
 
     def _compare_with_golden(
-        self, session: Session, way: str, scores: dict[str, list[float]], expected: list[float], sent: Sent
+        self,
+        session: Session,
+        way: str,
+        scores: dict[str, list[float]],
+        expected: list[float],
+        sent: Sent,
+        rescored: dict[str, list[float]] | None,
     ) -> None:
         """Send the same version once more through a checkpoint on disk, and compare the scores before and after.
 
         In bf16 trainer and engine round differently, by how much depends on the weights. An engine must score the same
         after both ways; the difference to the trainer that remains is rounding, and sets the tolerance from now on.
+
+        Args:
+            rescored: the scores with the same weights from disk, if they are known (`score_loaded`): nothing is sent.
         """
-        session.transfer(golden(way))
-        rescored = session.each(lambda engine: self.engine_scores(engine, session))
+        if rescored is None:
+            session.transfer(golden(way))
+            session.hand_over()
+            rescored = session.each(lambda engine: self.engine_scores(engine, session))
+        wrong = self._wrongly_sent(session, way, sent)  # what is sent wrongly by both ways is no rounding
         for engine in session.engines:
             after = rescored[engine.url]
             between = largest_gap(after, scores[engine.url])
             if not between <= GOLDEN_TOLERANCE:
                 raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", 0.0, way, sent)
             gap = largest_gap(expected, after)
+            if wrong:
+                how = f"differ from the trainer's by {gap:.3g}"
+                raise self._wrong(session, engine, how, self._tolerance, way, sent)
             if not gap <= ARITHMETIC_LIMIT:
                 how = f"differ from the trainer's by {gap:.3g}, on the golden path as well"
                 raise self._wrong(session, engine, how, ARITHMETIC_LIMIT, way, sent)
@@ -145,38 +183,72 @@ class Proof:
             "checkpoint",
         )
 
-    def _trainer_scores(self, session: Session) -> list[float]:
+    def _both_score(self, session: Session) -> tuple[list[float], dict[str, list[float]]]:
+        """The scores of the trainer, and by URL those of the engines, at once unless they take turns on the GPUs."""
+        with ThreadPoolExecutor(1) as pool:
+            ours = pool.submit(self._trainer_scores, session)
+            if session.turns.are_taken:
+                ours.result()
+                session.hand_over()
+            scores = session.each(lambda engine: self.engine_scores(engine, session))
+            return ours.result(), scores
+
+    def rehearse(self, actor: RoleTrainer) -> None:
+        """Let the trainer score the probe, so that its first session compiles nothing."""
+        actor.probe_log_probs(self._batch(), self._args.sync_timeout)
+
+    def _batch(self) -> TokenBatch:
         lengths = torch.tensor([len(p) for p in self._probe])
-        batch = TokenBatch(
+        return TokenBatch(
             tokens=torch.tensor([t for p in self._probe for t in p]),
             total_lengths=lengths,
             response_lengths=lengths - 1,
             sample_columns={"temperature": torch.ones(len(self._probe))},
         )
-        scores = session.actor.probe_log_probs(batch, session.seconds_left())
-        if not all(map(math.isfinite, scores)):
-            session.actor.check_weights(session.seconds_left())  # the better name for it
+
+    def _trainer_scores(self, session: Session) -> list[float]:
+        with session.turns.borrowed(session, optimizer=False):
+            scores = session.actor.probe_log_probs(self._batch(), session.seconds_left())
+            if not all(map(math.isfinite, scores)):
+                session.actor.check_weights(session.seconds_left())  # the better name for it
         return scores
 
     def engine_scores(self, engine: Engine, session: Session) -> list[float]:
         """Return the scores of the probe by each replica of an engine, one after the other."""
+        return self._scores_of(engine, session.seconds_left)
+
+    def _scores_of(self, engine: Engine, seconds_left: Callable[[], float]) -> list[float]:
         out: list[float] = []
         replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
         for replica, tokens in itertools.product(replicas, self._probe):
-            out += engine.prompt_log_probs(tokens, timeout=session.seconds_left(), replica=replica)
+            try:
+                out += engine.prompt_log_probs(tokens, timeout=seconds_left(), replica=replica)
+            except EngineRefusal as refusal:
+                if NOT_A_NUMBER not in refusal.what:
+                    raise
+                out += [math.nan] * (len(tokens) - 1)
         return out
+
+    def _wrongly_sent(self, session: Session, way: str, sent: Sent) -> list[str]:
+        """The names of the tensors that were not sent as the trainer holds them now."""
+        ours, told = self._trainer_digests(session, way), sent.digests
+        return sorted(name for name in {*ours, *told} if ours.get(name) != told.get(name))
+
+    def _trainer_digests(self, session: Session, way: str) -> dict[str, str]:
+        with session.turns.borrowed(session, optimizer=False):
+            return session.actor.weight_digests(way, session.seconds_left())
 
     def _name_culprits(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
         """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
-        ours = session.actor.weight_digests(way, session.seconds_left())
-        wrong_sent = sorted(name for name, digest in sent.digests.items() if ours.get(name) != digest)
+        wrong_sent = self._wrongly_sent(session, way, sent)
         if way in OF_ADAPTERS and not wrong_sent:
             return (
                 "The adapter is the trainer's, tensor by tensor: the engine has another base than --hf-checkpoint or "
                 "another alpha, or its requests do not use the adapter."
             )
-        if not engine.capabilities.digests or sent.digest_kind != ENGINE_DIGESTS:
+        if not engine.capabilities.digests:
             return f"Sent wrongly: {', '.join(wrong_sent[:8]) or 'nothing'}; this engine cannot say what it holds."
+        ours = self._trainer_digests(session, way if sent.digest_kind == ENGINE_DIGESTS else GOLDEN)
         theirs = engine.weight_digests(timeout=session.seconds_left())
         wrong_held = sorted(n for n, d in ours.items() if n in theirs and theirs[n] != d)
         if wrong_held:

@@ -1,30 +1,37 @@
 """A session of a sync: which engines take part, one deadline, and the steps around what a way carries.
 
-    drain -> pause -> workers publish while engines load -> finish (version) -> reset caches -> resume
+    drain -> start -> workers publish -> pause when the first part is ready -> engines load -> finish (version)
+    -> reset caches -> resume
 
-No request to the policy is sent before the proof that follows (`proof.py`, `rollout/admission.py`). `--pause-mode` says
-what becomes of requests that are under way:
+The proof (`proof.py`) follows while the engines serve already. `--pause-mode` says what becomes of requests that are
+under way; no new one is admitted before the end of the session, nor, but with `keep`, before the proof:
 
 - abort: they end with the tokens they have; the rollout continues them under the new weights.
 - wait: the session begins when they have ended.
-- keep: the engine freezes them, and continues them with a cache that it computes anew. Their next tokens are made
-  before the proof; if the proof fails the run ends, so that none of these tokens is trained on.
+- keep: the engine freezes them, and continues them with a cache that it computes anew. Tokens are made before the
+  proof; if it fails the run ends, so that none of them is trained on.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.controller.role import RoleTrainer
+from instep.controller.turns import Turns
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, InstepError, SyncError
+from instep.processes import in_thread
 from instep.rollout import admission
-from instep.weights.way import GOLDEN, Order, Sent, way_named
+from instep.spans import span
+from instep.weights.stream import StreamBroken
+from instep.weights.way import BROKEN, GOLDEN, Order, Sent, way_named
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -43,22 +50,39 @@ class Session:
         args: `pause_mode`, `sync_timeout`, `update_weight_buffer_size`, `hf_checkpoint`, and where engines may run.
         engines: the engines that the session begins with; one that dies meanwhile is taken out.
         memory_folder: a folder in the shared memory of this host.
+        start_anew: ends engines of this run and starts them on a checkpoint (`Fleet.start_on`).
+        turns: who has the GPUs; None: everybody has its own.
 
     Raises:
         EngineGone: no engine takes part.
     """
 
     def __init__(
-        self, args: Settings, actor: RoleTrainer, engines: Sequence[Engine], version: int, memory_folder: Path
+        self,
+        args: Settings,
+        actor: RoleTrainer,
+        engines: Sequence[Engine],
+        version: int,
+        memory_folder: Path,
+        start_anew: Callable[[Sequence[Engine], Path], None] | None = None,
+        turns: Turns | None = None,
     ):
         if not engines:
             raise EngineGone("no engine is left that could take weights", remedy="see the messages before this one")
         self.args, self.actor, self.version = args, actor, str(version)
+        self.turns = turns or Turns(args)
         self.engines = list(engines)
         self._began = {engine.url: engine.process for engine in engines}
-        self._memory_folder = memory_folder
+        self._memory_folder, self._start_anew = memory_folder, start_anew
         self.started = time.monotonic()
-        self._deadline = self.started + args.sync_timeout
+        self.seconds: dict[str, float] = {}  # by step; `paused`: how long the engines generated nothing
+        self._paused: float | None = None  # since when
+        self._on_leave: Callable[[], None] | None = None  # called when an engine leaves
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin to count the time of the session anew."""
+        self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
         """Seconds until the deadline.
@@ -84,44 +108,96 @@ class Session:
             self.actor.watch()
             self.seconds_left()
 
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the seconds of the block to those of `step`."""
+        began = time.monotonic()
+        try:
+            with span(step):
+                yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
+
     def pause(self) -> None:
-        self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
+        """Let the engines generate nothing from now on; it does nothing where they are paused already."""
+        if self._paused is None:
+            began = time.monotonic()
+            with self.timed("pause"):
+                self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
+            self._paused = began
+
+    def resume(self) -> None:
+        """Let the engines generate again, with no keys and values of former weights."""
+        with self.timed("reset"):
+            self.each(lambda e: e.reset_cache(timeout=self.seconds_left()))
+        with self.timed("resume"):
+            self.each(lambda e: e.resume(timeout=self.seconds_left()))
+        if self._paused is not None:
+            self.seconds["paused"] = self.seconds.get("paused", 0.0) + time.monotonic() - self._paused
+            self._paused = None
+
+    def hand_over(self) -> None:
+        """Let the engines have the GPUs, and generate; without turns they do already."""
+        if self.turns.are_taken:
+            self.turns.to_engines(self)
+            self.resume()
 
     def transfer(self, way: str) -> Sent:
-        """Bring the weights to all engines by `way`; they serve the new version when this returns, unproven.
+        """Bring the weights to all engines by `way`; they serve the new version, unproven, after `hand_over`.
 
-        The death of one engine may break what others receive: they receive once more.
+        The death of one engine may break what others receive: they receive once more. So they do, once, where the
+        stream of a former session has broken: somebody else's engine may have been started anew at its address.
 
         Raises:
             SyncError: an engine refused something; the message names the tensor.
         """
+        may_be_stale = True
         while True:
+            num_began = len(self.engines)
             try:
                 return self._transfer(way)
             except (SyncError, EngineError) as error:
-                named = isinstance(error.__cause__, EngineRefusal) and error.__cause__.tensor  # it is no death's fault
-                if isinstance(error, EngineGone) or named or not self._leave_dead(error):
+                refusal = error.__cause__ if isinstance(error.__cause__, EngineRefusal) else None
+                broke = isinstance(error.__cause__, StreamBroken) or (refusal is not None and BROKEN in refusal.what)
+                died = isinstance(error, EngineError) or (refusal is not None and not refusal.is_deliberate)
+                if isinstance(error, EngineGone) or not (broke or died):
+                    raise
+                if len(self.engines) < num_began:
+                    continue
+                if broke and may_be_stale:
+                    may_be_stale = False
+                elif not self._leave_dead(error):
                     raise
 
     def _leave_dead(self, error: InstepError) -> bool:
-        """Whether engines have died, which leave the session."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            gone = list(pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), self.engines))
-        dead = [engine for engine, is_gone in zip(self.engines, gone, strict=True) if is_gone]
-        for engine in dead:
-            self._leave(engine, error)
-        return bool(dead)
+        """Whether an engine has died, which leaves the session; if more have, the next call finds them."""
+
+        def look(engine: Engine) -> Future[bool]:
+            return in_thread(partial(self._gone, engine, max(1.0, engine.kind.dying_seconds)), f"look at {engine.name}")
+
+        looks = {look(engine): engine for engine in self.engines}
+        dead = next((looks[seen] for seen in as_completed(looks) if seen.result()), None)
+        if dead is not None:
+            self._leave(dead, error)
+        return dead is not None
 
     def _transfer(self, way: str) -> Sent:
         carriage = _Carriage(self, way, secrets.token_hex(8))
         try:
-            self.pause()
-            self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
-            sent = way_named(way).drive(carriage)
+            if self.turns.are_taken:
+                self.pause()
+                self.turns.to_sync(self)
+            with self.timed("start"):
+                self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
+            with self.timed("transfer"):
+                sent = way_named(way).drive(carriage)
             names = [t.name for t in sent.tensors]
-            self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
-            self.each(lambda e: e.reset_cache(timeout=self.seconds_left()))
-            self.each(lambda e: e.resume(timeout=self.seconds_left()))
+            with self.timed("finish"):
+                self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
+            for engine in self.engines:
+                engine.has_weights = True
+            if not self.turns.are_taken:  # else the trainer scores the probe first, and leaves
+                self.resume()
         except EngineRefusal as refusal:
             tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""
             raise SyncError(
@@ -131,6 +207,27 @@ class Session:
                 f"and try --weight-sync {GOLDEN} if it happens again",
             ) from refusal
         return sent
+
+    def start_anew(self, checkpoint: Path, nonce: str) -> list[str]:
+        """Start the engines anew on `checkpoint`, as planned: they are still the engines that the session began with.
+
+        Their processes are started by this thread, because the kernel ends them with it (`follow_parent`).
+        """
+        if self._start_anew is None or any(engine.process is None for engine in self.engines):
+            raise SyncError(
+                f"{self.engines[0].name} was not started by this run, and cannot be started anew by it",
+                where=self.engines[0].url,
+                remedy=f"use --weight-sync {GOLDEN}",
+            )
+        self._start_anew(self.engines, checkpoint)
+        self._began |= {engine.url: engine.process for engine in self.engines}
+        bound = min(self.args.engine_start_timeout, self.seconds_left())
+        self.each(lambda e: e.wait_ready(bound))
+        since, self._paused = self._paused, None  # the new processes are not
+        self.pause()
+        self._paused = since or self._paused
+        self.each(lambda e: e.start_update(self.version, nonce, timeout=self.seconds_left()))
+        return [engine.url for engine in self.engines]
 
     def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
         """Call all engines at once; returns the answers by URL. An engine that has died leaves the session."""
@@ -144,7 +241,7 @@ class Session:
             try:
                 answers[engine.url] = calls[engine.url].result()
             except EngineError as error:
-                refused = isinstance(error, EngineRefusal) and (error.code < 500 or error.tensor is not None)
+                refused = isinstance(error, EngineRefusal) and error.is_deliberate
                 dying = max(1.0, engine.kind.dying_seconds)
                 if not self._gone(engine, 0.0 if refused else dying):
                     raise
@@ -164,6 +261,8 @@ class Session:
 
     def _leave(self, engine: Engine, error: InstepError | None) -> None:
         self.engines.remove(engine)
+        if self._on_leave is not None:
+            self._on_leave()
         if not self.engines:
             what = error.what if error is not None else f"{engine.name} died"
             where = engine.process.describe() if engine.process is not None else engine.url
@@ -180,11 +279,13 @@ class _Carriage:
         self.memory_folder = session._memory_folder
         elsewhere = args.cluster == "ray" or args.rollout_external_engine_addrs
         self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
+        self._receiving: list[Engine] = []  # of a stream, which ends with any of them
 
     def receivers(self) -> tuple[str, int]:
-        engines = self._session.engines
-        audience = ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in engines)
-        return audience, sum(self._session.each(lambda e: e.num_workers(self.seconds_left())).values())
+        counts = self._session.each(lambda e: e.num_workers(self.seconds_left()))
+        self._receiving = list(self._session.engines)
+        audience = ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self._receiving)
+        return audience, sum(counts.values())
 
     def publish(
         self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
@@ -194,7 +295,12 @@ class _Carriage:
         order = Order(self._session.version, self.nonce, folder, size, model, left, audience, num_receivers)
         self._session.actor.publish(self._way, order, timeout=left, on_event=on_event)
 
+    def pause(self) -> None:
+        self._session.pause()
+
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
+        session = self._session
+
         def load(engine: Engine) -> None:
             try:
                 engine.update(info, timeout=self.seconds_left())
@@ -203,7 +309,18 @@ class _Carriage:
                     failed()
                 raise
 
-        self._session.each(load)
+        session._on_leave = failed
+        try:
+            self.pause()
+            if failed is not None and len(session.engines) < len(self._receiving):
+                failed()  # for those who would wait for one that has left meanwhile
+            with session.timed("load"):
+                session.each(load)
+        finally:
+            session._on_leave = None
+
+    def start_anew(self, checkpoint: Path) -> list[str]:
+        return self._session.start_anew(checkpoint, self.nonce)
 
     def seconds_left(self) -> float:
         return self._session.seconds_left()

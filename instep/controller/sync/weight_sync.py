@@ -5,22 +5,29 @@ A sync is a session (`session.py`) in which a way (`weights/way.py`) carries the
 
     close admission -> session -> proof -> open admission
 
+With `--pause-mode keep` admission opens before the proof: the engines go on with frozen requests then, and with new
+ones. What they make is in quarantine, for who waits here is who would train on it, write or evaluate it; a proof that
+fails ends the run. Otherwise the engines are quiet in the proof, whose scores then depend on the probe alone. With
+`--offload-train` admission waits for it in any case, as the engines do until the trainer has left the GPU.
+
 One deadline covers all of it. The fleet decides which engines take part.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
+from instep.controller.turns import Turns
 from instep.engines.engine import Engine
-from instep.errors import InstepError, SyncError
+from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
 from instep.weights.way import SINGLE_COPY
 
@@ -37,9 +44,12 @@ class SyncResult:
         probe_max_abs_diff: the largest |trainer - engine| log-prob difference of the probe.
         first_diff: the one of the first scoring, which differs from the other where the probe was scored again.
         tolerance: the difference that is allowed.
+        parts: the seconds of the parts of the way, by name.
+        seconds_of: the seconds of the session by step (`Session.seconds`), and of the `proof`.
     """
 
     version: int
+    way: str
     engines: list[Engine]
     seconds: float
     num_bytes: int
@@ -47,6 +57,8 @@ class SyncResult:
     probe_max_abs_diff: float
     first_diff: float
     tolerance: float
+    parts: Mapping[str, float]
+    seconds_of: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
         """Return `sync/*`, which the round logs that the sync ends."""
@@ -55,6 +67,11 @@ class SyncResult:
             "sync/probe_max_abs_diff": self.probe_max_abs_diff,
             "sync/probe_tolerance": self.tolerance,
             "sync/bytes": self.num_bytes,
+            **{f"sync/{name}_seconds": seconds for name, seconds in self.parts.items()},
+            "sync/pause_seconds": self.seconds_of.get("paused", 0.0),
+            "sync/transfer_seconds": self.seconds_of["transfer"],
+            "sync/proof_seconds": self.seconds_of["proof"],
+            "sync/session_seconds": self.seconds - self.seconds_of["proof"],
         }
 
 
@@ -65,14 +82,29 @@ class WeightSync:
         args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
         way: the way of the run.
         folder: of the run, in the shared memory of this host.
-        vocab_size: the probe's tokens are drawn below it.
-        max_len: the most tokens of a sequence that trainer and engines take.
+        vocab_size, max_len: see `Proof`; only for a new one.
+        proof: one that may have scored what the engines have loaded.
+        start_anew: see `Session`; without it no engine is started anew.
+        turns: who has the GPUs; None: everybody has its own.
     """
 
-    def __init__(self, args: Settings, actor: RoleTrainer, way: str, folder: Path, *, vocab_size: int, max_len: int):
-        self._args, self._actor, self._way = args, actor, way
+    def __init__(
+        self,
+        args: Settings,
+        actor: RoleTrainer,
+        way: str,
+        folder: Path,
+        *,
+        vocab_size: int = 0,
+        max_len: int = 0,
+        proof: Proof | None = None,
+        start_anew: Callable[[Sequence[Engine], Path], None] | None = None,
+        turns: Turns | None = None,
+    ):
+        self._args, self._actor, self._way, self._start_anew = args, actor, way, start_anew
+        self._turns = turns or Turns(args)
         self.version = 0
-        self.proof = Proof(args, vocab_size=vocab_size, max_len=max_len)
+        self.proof = proof or Proof(args, vocab_size=vocab_size, max_len=max_len)
         self._folder, self._held = folder, False
 
     def close(self) -> None:
@@ -86,6 +118,8 @@ class WeightSync:
     def hold(self, engines: Sequence[Engine]) -> None:
         """Let `engines` answer nothing until the next `run`: `--pause-mode` says what becomes of their requests.
 
+        Engines that take turns with the trainer sleep, and it gets their memory.
+
         Raises:
             EngineGone: no engine is left.
         """
@@ -93,10 +127,27 @@ class WeightSync:
         session = self._session(engines)
         session.drain()
         session.pause()
+        self._turns.to_trainer(session)
         self._held = True
 
+    def begin(self, engines: Sequence[Engine]) -> None:
+        """Let `engines` have the GPUs at first, with the weights that they have loaded."""
+        self._session(engines).hand_over()
+
+    @contextmanager
+    def trainer_at_work(self, engines: Sequence[Engine]) -> Iterator[None]:
+        """Let a parked trainer have all of its memory for a while; requests wait, and `engines` keep their weights."""
+        admission.close()
+        session = self._session(engines)
+        session.drain()
+        with self._turns.borrowed(session, optimizer=True):
+            yield
+            session.renew()
+        admission.open_again(admission.version)
+
     def _session(self, engines: Sequence[Engine], version: int | None = None) -> Session:
-        return Session(self._args, self._actor, engines, version or self.version, self._folder)
+        more: dict[str, Any] = {"start_anew": self._start_anew, "turns": self._turns}
+        return Session(self._args, self._actor, engines, version or self.version, self._folder, **more)
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
         """Bring a new version to `engines`, by `way` (default: that of the run).
@@ -111,11 +162,15 @@ class WeightSync:
         self.version += 1
         admission.close()
         session.drain()
-        result = self._carry(session, way)
+        result = self._carry(session, way, opens=True)
         self._held = False
-        spans = all(engine.capabilities.version_spans for engine in result.engines)
-        admission.open_again(None if spans else str(self.version))
+        self._open(session)
         return result
+
+    def _open(self, session: Session) -> None:
+        """Admit requests again."""
+        spans = all(engine.capabilities.version_spans for engine in session.engines)
+        admission.open_again(None if spans else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
         """Bring the current version to one engine that has been started anew, while the others serve.
@@ -123,7 +178,7 @@ class WeightSync:
         Raises:
             EngineGone: the engine has died again.
         """
-        return self._carry(self._session([engine]), None)
+        return self._carry(self._session([engine]), None, opens=False)
 
     @property
     def gap_limit(self) -> float:
@@ -134,12 +189,18 @@ class WeightSync:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
         try:
             session = self._session(engines)
-            if self._held:  # no step has changed a weight yet
+            if lost := [e.name for e in engines if not e.has_weights]:
+                raise EngineError(
+                    f"{', '.join(lost)} dropped the weights when the trainer's turn began",
+                    where=where,
+                    remedy="run once with --no-offload-rollout",
+                )
+            if self._held and not self._turns.are_taken:  # no step has changed a weight yet
                 session.each(lambda e: e.resume(timeout=session.seconds_left()))
             wrong = self.proof.differing(session)
         except InstepError as failure:
             what = f"{error.what}; the engines could not be asked again: {failure.what}"
-            return SyncError(what, where=where, remedy="resume from the last checkpoint")
+            return SyncError(what, where=where, remedy=f"{failure.remedy}; resume from the last checkpoint")
         off = "its scores of the probe are off by"
         names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]
         if names:
@@ -150,17 +211,22 @@ class WeightSync:
             found = f"version {self.version} is what each engine holds now ({urls})"
             remedy = (
                 "look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other tokens, "
-                "log-probs or sampling parameters than the engine's, or were other weights loaded for a while? If the "
+                "log-probs or sampling parameters than the engine's, were other weights loaded for a while, or did an "
+                "engine keep what it had cached under former weights? If the "
                 "arithmetic differs by so much, raise --sync-tolerance (its tenfold is allowed) or use --on-gap warn"
             )
         return SyncError(f"{error.what}; {found}", where=where, remedy=f"{remedy}; resume from the last checkpoint")
 
-    def _carry(self, session: Session, way: str | None) -> SyncResult:
+    def _carry(self, session: Session, way: str | None, opens: bool) -> SyncResult:
         way = way or self._way
         sent = session.transfer(way)
-        proven = self.proof.prove(session, way, sent)
+        if opens and self._args.pause_mode == "keep" and not self._turns.are_taken:
+            self._open(session)
+        with session.timed("proof"):
+            proven = self.proof.prove(session, way, sent)
         return SyncResult(
             version=int(session.version),
+            way=way,
             engines=session.engines,
             seconds=time.monotonic() - session.started,
             num_bytes=sum(t.nbytes for t in sent.tensors),
@@ -168,4 +234,6 @@ class WeightSync:
             probe_max_abs_diff=proven.last,
             first_diff=proven.first,
             tolerance=proven.tolerance,
+            parts=sent.seconds,
+            seconds_of=session.seconds,
         )

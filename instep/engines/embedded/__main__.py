@@ -26,6 +26,7 @@ def refuse(message: str) -> NoReturn:
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m instep.engines.embedded", allow_abbrev=False, description=__doc__)
     p.add_argument("--model", required=True, help="folder of a Hugging Face checkpoint of a decoder")
+    p.add_argument("--served-model-name", help="what requests call the model; default: the folder")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, required=True, help="0: any free one, printed when ready")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -33,6 +34,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--max-model-len", type=int, help="default: the model's max_position_embeddings")
     p.add_argument("--max-num-seqs", type=int, default=256)
     p.add_argument("--batch-invariant", action="store_true", help="bits do not depend on what shares the batch; slower")
+    p.add_argument("--enable-return-routed-experts", action="store_true", help="answers have each token's experts")
     p.add_argument("--trust-remote-code", action="store_true", help="run Python files of the checkpoint")
     args = p.parse_args()
     if args.max_num_seqs < 1 or (args.max_model_len or 1) < 1:
@@ -63,7 +65,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
         raise ValueError("config.json does not say how long its sequences may be: give --max-model-len")
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
-    runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant)
+    runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant, args.enable_return_routed_experts)
     found = [model.generation_config.eos_token_id, model.config.eos_token_id]
     eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
     gc.freeze()  # what stays is not looked through again and again
@@ -90,7 +92,7 @@ def main() -> None:
             set_name("instep-http")
             from instep.engines.embedded.server import serve  # without torch
 
-            serve(sock, theirs, args.model)
+            serve(sock, theirs, args.served_model_name or args.model)
         lifeline.close()  # the child's alone, so that its end shows
         follow_parent(partner=beats, own_pulse=True)
         sock.close()

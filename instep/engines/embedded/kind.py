@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import urllib.error
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.http import get_json
@@ -14,6 +15,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.spans import Span
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -36,7 +38,7 @@ class EmbeddedKind(EngineKind):
 
     @functools.cached_property
     def wire(self) -> WireFormat:
-        from instep.engines.embedded.wire import GroupedWire
+        from instep.engines.grouped_wire import GroupedWire
 
         return GroupedWire()
 
@@ -64,7 +66,9 @@ class EmbeddedKind(EngineKind):
         command = ["-m", "instep.engines.embedded", "--model", spec.path, "--host", at.host, "--port", str(at.port)]
         dtype = [] if "--dtype" in spec.flags else ["--dtype", engine_dtype(args)]
         command += ["--device", args.device, *dtype, *spec.flags]
+        command += ["--served-model-name", spec.served_name] if spec.served_name else []
         command += ["--trust-remote-code"] if args.trust_remote_code else []
+        command += ["--enable-return-routed-experts"] if args.use_rollout_routing_replay and spec.update_weights else []
         return [*command, "--batch-invariant"] if args.deterministic_mode else command
 
     def environment(
@@ -72,6 +76,13 @@ class EmbeddedKind(EngineKind):
     ) -> dict[str, str]:
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "/lease", about
+
+    def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
+        answer = engine.post("/stop_profile", timeout=timeout)
+        return [Span(*s)._replace(track=engine.name) for s in answer["spans"]]
 
     def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:

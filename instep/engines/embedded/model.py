@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from instep.engines.embedded.routes import Recorder
 from instep.errors import CheckpointError
 from instep.models.rope import fix_rope
 from instep.processes import pulse
@@ -61,34 +63,49 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
 
 
 class Runner(Cache):
-    """Forward passes and the cache `data` `[layers, 2, rows, kv_heads, length, head_dim]`, which grows by doubling."""
+    """Forward passes and the cache `data`, which grows by doubling: keys and values, `[layers, rows, kv_heads, length,
+    dim]` each. Of latent attention it is what transformers caches instead."""
 
-    def __init__(self, model: PreTrainedModel, max_rows: int, max_length: int, fixed: bool = False):
-        """With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others."""
+    def __init__(
+        self, model: PreTrainedModel, max_rows: int, max_length: int, fixed: bool = False, records: bool = False
+    ):
+        """With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others; with
+        `records` the experts of each token are noted."""
         super().__init__(layers=[])
+        self.recorder = Recorder(model) if records else None
+        self.routes: list[np.ndarray] = []  # for each row of the last step those of the tokens that it computed
         self.fixed, self.prefill_tokens = fixed, 0 if fixed else 8192  # padded, per forward pass
         self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
         config, heads = model.config, model.config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = (config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.head_dim)
-        self.data = torch.zeros(shape, dtype=model.dtype, device=self.device)
+        dims = [getattr(config, "head_dim", None) or config.hidden_size // heads] * 2
+        if getattr(config, "kv_lora_rank", None):
+            one = DynamicCache(config=config)
+            model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=one, use_cache=True)
+            kept = [x for x in (one.layers[0].keys, one.layers[0].values) if x is not None]
+            self.kv_heads, dims = kept[0].shape[1], [x.shape[3] for x in kept]
+        shapes = [(config.num_hidden_layers, 0, self.kv_heads, 0, dim) for dim in dims]
+        self.data = [torch.zeros(shape, dtype=model.dtype, device=self.device) for shape in shapes]
         self.source: torch.Tensor | None = None  # of a prefill: which sequence of the batch each new row holds
         self.pick: torch.Tensor | None = None  # of a prefill: positions of the flat batch that need logits
         model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
         )
 
+    def empty(self) -> None:
+        """Free the memory of the cache; no row may be in use."""
+        self.data = [part[:, :0, :, :0].clone() for part in self.data]
+
     def _reserve(self, rows: int, length: int) -> None:
-        layers, two, old_rows, heads, old_length, dim = self.data.shape
+        _, old_rows, _, old_length, _ = self.data[0].shape
         if rows <= old_rows and length <= old_length:
             return
         rows = old_rows if rows <= old_rows else min(self.max_rows, max(rows, 2 * old_rows, 8))
         length = old_length if length <= old_length else min(self.max_length, max(length, 2 * old_length, 64))
         # Zeros, because a masked position still multiplies its value by 0, and 0 * NaN is NaN.
-        data = self.data.new_zeros(layers, two, rows, heads, length, dim)
-        data[:, :, :old_rows, :, :old_length] = self.data
-        self.data = data
+        for i, old in enumerate(self.data):
+            self.data[i] = old.new_zeros(old.shape[0], rows, old.shape[2], length, old.shape[4])
+            self.data[i][:, :old_rows, :, :old_length] = old
 
     def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int) -> torch.Tensor:
         """Fill row `first_row + i` with `sequences[source[i]]`; returns float32 logits `[len(source), vocab]`."""
@@ -102,6 +119,9 @@ class Runner(Cache):
             logits = self.model(ids, past_key_values=self, use_cache=True, position_ids=positions).logits[0]
         finally:
             self.pick = self.source = None
+        if self.recorder is not None:
+            noted = self.recorder.rows()
+            self.routes = [noted[i * longest : i * longest + len(sequences[i])] for i in source]
         return logits[rows].float()
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -109,14 +129,16 @@ class Runner(Cache):
         used, longest = len(tokens), self.max_length if self.fixed else max(lengths)
         self.num_rows = self.max_rows if self.fixed else used
         self._reserve(self.num_rows, longest)
-        self.length = min(-(-longest // 16) * 16, self.data.shape[4])  # few shapes, aligned rows of the mask
+        self.length = min(-(-longest // 16) * 16, self.data[0].shape[3])  # few shapes, aligned rows of the mask
         pad = self.num_rows - used
         ids, ends = torch.tensor([[*tokens, *[0] * pad], [*lengths, *[1] * pad]], device=self.device)[:, :, None]
         heads = torch.arange(self.num_rows * self.kv_heads, device=self.device)
-        self.where = heads * self.data.shape[4] + (ends[:, 0] - 1).repeat_interleave(self.kv_heads)
+        self.where = heads * self.data[0].shape[3] + (ends[:, 0] - 1).repeat_interleave(self.kv_heads)
         unseen = torch.arange(self.length, device=self.device) >= ends
-        mask = self.data.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
+        mask = self.data[0].new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
         out = self.model(ids, position_ids=ends - 1, attention_mask=mask, past_key_values=self, use_cache=True)
+        if self.recorder is not None:
+            self.routes = list(self.recorder.rows()[:used, None])
         return out.logits[:used, -1].float()
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -128,11 +150,12 @@ class Runner(Cache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""
-        for cache, new in zip(self.data[layer_idx], (key_states, value_states), strict=True):
+        own = [part[layer_idx] for part in self.data]
+        for cache, new in zip(own, (key_states, value_states), strict=True):
             if self.source is not None:
                 cache[self.first_row : self.first_row + self.source.numel(), :, : new.shape[2]] = new[self.source]
             else:
-                cache.view(-1, self.head_dim).index_copy_(0, self.where, new.reshape(-1, self.head_dim))
+                cache.view(-1, cache.shape[-1]).index_copy_(0, self.where, new.reshape(-1, cache.shape[-1]))
         if self.source is not None:
             return key_states, value_states
-        return self.data[layer_idx, :, : self.num_rows, :, : self.length].unbind(0)
+        return tuple(part[: self.num_rows, :, : self.length] for part in own)

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 MAX_DEPTH = 64  # of the JSON of a request
 MAX_RESPONSES = 16384  # to one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
@@ -60,10 +62,20 @@ class Request:
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    routed_experts_prompt_start: int = 0  # tokens of the prompt whose experts are not asked for
+    routes: list[np.ndarray] = field(default_factory=list)  # of the tokens that were computed, in pieces
+    num_routes: int = 0
+    arrived: int = 0  # while a profile records: when, by its clock
     # Of a stream: text up to token `shown` has been sent (decoded from token `context` on), and `reported` tokens.
     context: int = 0
     shown: int = 0
     reported: int = 0
+
+    def add_routes(self, rows: np.ndarray) -> None:
+        """Keep the experts of the tokens that have none yet, the last ones of those that a step has computed."""
+        missing = len(self.prompt) + len(self.tokens) - self.num_routes
+        self.routes.append(rows[len(rows) - missing :])
+        self.num_routes += missing
 
 
 @dataclass(slots=True)
@@ -115,6 +127,7 @@ def streams(body: dict[str, Any]) -> tuple[bool, bool]:
 _MAX = 2**63 - 1
 _RANGES: dict[str, Any] = dict(max_tokens=(int, 1, _MAX), min_tokens=(int, 0, _MAX), top_k=(int, -1, _MAX))
 _RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, 0), prompt_logprobs=(int, 0, 0))
+_RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX))
 _RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
 _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
 # vLLM's parameters that change nothing at this value or null; any other value is refused.

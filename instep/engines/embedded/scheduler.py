@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from instep import spans
 from instep.calls import CallQueue, Part
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import sample, uniforms
-from instep.engines.embedded.weights import LiveWeights
+from instep.engines.embedded.sleep import ASLEEP, Sleep
+from instep.engines.embedded.weights import FAILED, LiveWeights
 
 
 class Scheduler:
@@ -26,6 +28,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.paused: str | None = None
+        self.sleeper = Sleep(runner)
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.max_characters = runner.max_length * max(16, longest)  # more cannot be few enough tokens
         named = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
@@ -38,20 +41,27 @@ class Scheduler:
         return {
             "GET /health": lambda body: {},
             "GET /is_paused": lambda body: {"is_paused": self.paused is not None},
+            "GET /is_sleeping": lambda body: {"is_sleeping": bool(self.sleeper.asleep)},
             "GET /weight_info": lambda body: {"weight_version": weights.version},
             "POST /resume": lambda body: self.resume(),
             "POST /abort_requests": lambda body: {"aborted": self.abort(body.get("request_ids"))},
             "POST /reset_prefix_cache": lambda body: {"success": not self.running},  # no prefix outlives its request
             "POST /weight_checker": lambda body: {"checksums": weights.digests()},
             "POST /start_weight_update": self.start_update,
-            "POST /update_weights": lambda body: {"num_tensors": weights.update(body.get("update_info"))},
+            "POST /update_weights": self.update_weights,
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
+            "POST /start_profile": lambda body: spans.start(""),
+            "POST /stop_profile": lambda body: {"spans": spans.stop()},
             "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
             "num_running": lambda: len(self.running),
             "submit": self.submit,
             "abort": self.abort,
             "pause": self.pause,
+            "sleep": self.sleep,
+            "wake": self.wake,
+            "expire": self.expire,
             "encode": self.encode,
+            "decode": lambda ids, skip: self.tokenizer.decode(ids, skip_special_tokens=skip),
             "chat": self.chat,
         }
 
@@ -67,7 +77,8 @@ class Scheduler:
     def _attempt(self, first: int, step: Callable[[], None]) -> None:
         """Do a step for `running[first:]`. If it fails (memory, above all) these requests fail, and no other."""
         try:
-            step()
+            with spans.span(step.__name__.strip("_"), facts=lambda: {"running": len(self.running)}):
+                step()
         except torch.AcceleratorError:
             raise  # nothing can be computed any more: this process ends, and is started anew
         except Exception as error:  # noqa: BLE001 - a border: the clients get it
@@ -85,8 +96,11 @@ class Scheduler:
         return bool(work) and not self.weights.failure
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self.weights.failure:
+        if self.weights.failure or self.sleeper.asleep:
             return self._finish(requests, "error")
+        if (now := spans.now()) is not None:
+            for request in requests:
+                request.arrived = now
         self.waiting.extend(requests)
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -129,11 +143,28 @@ class Scheduler:
             self.waiting.extendleft(reversed(self.running))
             self.running.clear()
 
+    def sleep(self, level: int) -> None:
+        """Free the memory of weights and cache; all requests end."""
+        self.pause("abort", True)
+        self.sleeper.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take the memory of `tags` again; with the last of it the engine generates."""
+        self.sleeper.wake(tags)
+        if not self.sleeper.asleep:
+            self.paused = None
+
     def resume(self) -> None:
         self.weights.abandon()
         self.paused = None
         if self.weights.failure:
             self.abort(None, "error")
+
+    def expire(self, in_place: bool) -> None:
+        """Resume without the trainer; what it may have written in place is of two versions."""
+        if in_place:
+            self.weights.failure = f"{FAILED}: the trainer that wrote into these weights stood still, or died"
+        self.resume()
 
     def set_version(self, version: Any) -> dict[str, str]:
         if not isinstance(version, str):
@@ -144,9 +175,13 @@ class Scheduler:
         return {"weight_version": version}
 
     def start_update(self, body: dict[str, Any]) -> None:
+        self.sleeper.check_weights()
+        self.weights.start(body.get("version"), body.get("nonce"))
+
+    def update_weights(self, body: dict[str, Any]) -> dict[str, int]:
         if self.paused is None:
             raise HttpError("SessionError", "weights change under a pause only: POST /pause first")
-        self.weights.start(body.get("version"), body.get("nonce"))
+        return {"num_tensors": self.weights.update(body.get("update_info"))}
 
     def _prefill(self) -> None:
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once
@@ -176,6 +211,8 @@ class Scheduler:
         if any(r.top_k or r.top_p < 1 for r in requests):
             truncation = torch.tensor([r.top_k or self.vocab_size for r in requests], device=device), top_p
         logits = forward()
+        for request, rows in zip(requests, self.runner.routes, strict=False):  # none unless they are recorded
+            request.add_routes(rows)
         for i, request in enumerate(requests):
             if len(request.tokens) < request.min_tokens:
                 logits[i, list(request.stop_ids | request.eos_ids)] = -torch.inf
@@ -218,7 +255,8 @@ class Scheduler:
         """Free the rows `leaving` (ascending); the last rows move into the gaps."""
         keep = len(self.running) - len(leaving)
         sources = sorted(set(range(keep, len(self.running))).difference(leaving))
-        self.runner.data[:, :, leaving[: len(sources)]] = self.runner.data[:, :, sources]
+        for part in self.runner.data:
+            part[:, leaving[: len(sources)]] = part[:, sources]
         for source, target in zip(sources, leaving, strict=False):
             self.running[target] = self.running[source]
         del self.running[keep:]
@@ -232,9 +270,12 @@ class Scheduler:
         for request in requests:
             self._close_span(request)
             request.finish_reason = reason or request.finish_reason
+            if request.arrived:
+                facts = {"id": request.id, "prompt_tokens": len(request.prompt), "tokens": len(request.tokens)}
+                spans.add("request", request.number, request.arrived, facts)
             if request.wants_text:
                 request.text = self.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
                 if request.logprobs is not None:
                     request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
-        error = HttpError("Unavailable", self.weights.failure) if reason == "error" else None
+        error = HttpError("Unavailable", self.weights.failure or ASLEEP) if reason == "error" else None
         self.queue.answer((r.number, error or r) for r in requests)

@@ -9,13 +9,17 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from instep.calls import Caller
+from instep.engines import sglang_form
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
 from instep.engines.guard import Guard
+from instep.engines.lease import Lease, NoLease
+from instep.routes import encode
 
 Handler = Callable[[web.Request, Body], Awaitable[Body | web.StreamResponse]]
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
@@ -30,8 +34,13 @@ class Server:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.guard = Guard.from_environment()
         self.routes: dict[str, Handler] = {"POST /inference/v1/generate": self.generate, "POST /pause": self.pause}
+        self.routes |= {f"POST {sglang_form.PATH}": self.sglang, "POST /sleep": self.sleep}
+        self.routes |= {"POST /wake_up": self.wake_up}
         self.routes |= {"POST /v1/completions": self.completions, "POST /v1/chat/completions": self.chat}
-        self.routes["GET /v1/models"] = self.models
+        self.routes |= {"GET /v1/models": self.models, "POST /lease": self.lease, "POST /resume": self.resume}
+        sessions = "start_weight_update update_weights finish_weight_update".split()
+        self.routes |= {f"POST /{step}": self.session for step in sessions}
+        self._lease = Lease(self._expired)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Answer a request to any route with JSON; refusals have vLLM's form."""
@@ -46,6 +55,8 @@ class Server:
                 return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer or {})
         except HttpError as error:
             refusal = error
+        except NoLease as error:
+            refusal = HttpError("SessionError", str(error))
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
         return web.json_response({"error": refusal.body()}, status=refusal.status)
@@ -60,6 +71,19 @@ class Server:
         protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params"})
         given = body.get("sampling_params") or {}
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
+
+    async def sglang(self, http: web.Request, body: Body) -> Body:
+        """Answer text or token ids in SGLang's form."""
+        begun = time.monotonic()
+        try:
+            asked = sglang_form.Asked.read(body, http.headers.get(sglang_form.HEADER))
+        except ValueError as error:
+            raise HttpError("BadRequestError", str(error)) from error
+        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
+        answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
+        assert isinstance(answer, dict)  # it is not streamed
+        text = await self.engine.call("decode", asked.shown(answer), asked.skip_special_tokens)
+        return asked.reply(ids, answer, text, time.monotonic() - begun)
 
     async def completions(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         prompt = body.get("prompt")
@@ -98,6 +122,8 @@ class Server:
             if not prompt or room < 1:
                 possible = f"1 to {self.max_model_len - 1} are possible"
                 raise HttpError("BadRequestError", f"the prompt has {len(prompt)} tokens; {possible}")
+            if params.get("routed_experts_prompt_start", 0) > len(prompt):
+                raise HttpError("BadRequestError", f"routed_experts_prompt_start: the prompt has {len(prompt)} tokens")
             first = random.getrandbits(62) if seed is None else seed
             fixed = dict(id=name, prompt=prompt, max_tokens=min(room, limit), wants_text=bool(own), stream=streamed)
             fixed |= params
@@ -133,6 +159,8 @@ class Server:
             choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts)
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
+            if request.tokens and request.routes:
+                choice["routed_experts"] = encode(np.concatenate(request.routes)[request.routed_experts_prompt_start :])
             return choice | {"token_ids": request.tokens, "weight_versions": spans}
         text = final_text(request)
         return choice | ({"text": text} if kind == "cmpl" else {"message": {"role": "assistant", "content": text}})
@@ -149,6 +177,39 @@ class Server:
         while mode == "wait" and await self.engine.call("num_running"):
             await asyncio.sleep(0.005)
         return {"status": "paused"}
+
+    async def sleep(self, http: web.Request, body: Body) -> Body:
+        if (level := http.query.get("level", "1")) not in ("1", "2"):
+            raise HttpError("BadRequestError", f"level={level!r}: 1 or 2")
+        await self.engine.call("sleep", int(level))
+        return {}
+
+    async def wake_up(self, http: web.Request, body: Body) -> Body:
+        await self.engine.call("wake", http.query.getall("tags", ["weights", "kv_cache"]))
+        return {}
+
+    async def lease(self, http: web.Request, body: Body) -> Body:
+        """Begin or renew the lease of a pause (`engines/lease.py`)."""
+        self._lease.ask(body)
+        return {}
+
+    async def _expired(self, in_place: bool) -> None:
+        """Go on; what was loaded of a session, or written in place, is served to nobody until one has succeeded."""
+        print("embedded engine: nobody renews the lease of the pause: it goes on", flush=True)
+        await self.engine.call("expire", in_place)
+
+    async def session(self, http: web.Request, body: Body) -> Body:
+        """A step of a weight session."""
+        self._lease.check()
+        answer: Body = await self.engine.call(f"POST {http.path}", body)
+        if http.path == "/finish_weight_update":
+            self._lease.whole()
+        return answer
+
+    async def resume(self, http: web.Request, body: Body) -> Body:
+        answer: Body = await self.engine.call("POST /resume", body)
+        self._lease.end()
+        return answer
 
 
 def serve(sock: socket.socket, pipe: Connection, name: str) -> None:

@@ -18,7 +18,7 @@ from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
 from instep.processes import pulse
 from instep.weights.manifest import dtype_name
 from instep.weights.memory import sample_digest
-from instep.weights.place import check_memory_folder
+from instep.weights.place import check_memory_folder, process_mark
 
 ALIGNMENT = 64  # bytes, of each parameter
 
@@ -46,6 +46,8 @@ class SharedWeights(LiveWeights):
         for parameter in self.shared.values():
             offsets.append(end)
             end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+        for left in folder.glob("memory-0-*.bin"):
+            left.unlink()  # of an engine that has ended; who maps it keeps it
         path = folder / f"memory-0-{self.nonce}.bin"
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
             try:
@@ -69,6 +71,7 @@ class SharedWeights(LiveWeights):
             "num_ranks": 1,
             "rank": 0,
             "nonce": self.nonce,
+            "process": process_mark(os.getpid()),
             "memories": [{"kind": "file", "path": str(path), "bytes": end}],
             "tensors": tensors,
         }
@@ -84,9 +87,9 @@ class SharedWeights(LiveWeights):
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         try:
-            (nonce,), (told,) = info["nonces"], info["digests"]
-            self._compare_samples(str(nonce), dict(told))
-        except (KeyError, TypeError, ValueError) as error:
+            told = info["digests"].get(self.nonce)
+            self._compare_samples(None if told is None else dict(told))
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except HttpError as error:
             self.failure, self.session = f"the last weight update failed: {error}", None
@@ -94,8 +97,8 @@ class SharedWeights(LiveWeights):
         self.delivered.update(told)
         return len(told)
 
-    def _compare_samples(self, nonce: str, told: dict[str, str]) -> None:
-        if nonce != self.nonce:
+    def _compare_samples(self, told: dict[str, str] | None) -> None:
+        if told is None:
             raise HttpError("WeightMismatch", "the trainer is attached to other memory than this engine's")
         for name, parameter in self.shared.items():
             pulse()

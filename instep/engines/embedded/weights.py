@@ -15,10 +15,12 @@ from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.processes import pulse
-from instep.weights.manifest import BucketManifest, digest, dtype_name, tensor_bytes
+from instep.weights.handles import Receiver
+from instep.weights.manifest import BucketManifest, digest, dtype_name, record_of, tensor_bytes
 from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
 from instep.weights.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
+from instep.weights.way import BROKEN
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 
@@ -43,7 +45,7 @@ class LiveWeights:
         self.version, self.failure = "default", ""
         self.session: tuple[str | None, str | None] | None = None  # version, nonce
         self.delivered: set[str] = set()
-        self.group: Group | None = None  # of the last stream
+        self.group: Group | Receiver | None = None  # of the last stream
         self.adapter = Adapter(self.weights)
 
     def start(self, version: str | None, nonce: str | None) -> None:
@@ -57,7 +59,9 @@ class LiveWeights:
             raise HttpError("SessionError", NOT_STARTED)
         try:
             loaders = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}
+            loaders["ipc"] = self._receive
             loaders |= {"lora": self._receive_bucket, "lora_disk": self._receive_checkpoint}
+            loaders["restart"] = self._compare_checkpoint
             written = loaders[info["backend"]](info)
         except (KeyError, TypeError) as error:  # also a backend that is none of these
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
@@ -115,14 +119,20 @@ class LiveWeights:
             tensors = read_adapter(Path(info["path"]))
         except (CheckpointError, NoPlace, OSError, ValueError) as error:
             raise HttpError("WeightMismatch", f"no adapter in {info['path']}: {error}") from error
+        self._compare_records(info, tensors)
         self.adapter.receive(tensors, config)
         return tensors
 
-    def _read_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _manifest(self, info: dict[str, Any]) -> BucketManifest:
+        """The manifest of a bucket or checkpoint of this session."""
         manifest = BucketManifest.from_json(info["manifest"])
         if (got := (manifest.version, manifest.nonce)) != self.session:
             first = next((record.name for record in manifest.tensors), None)
             raise HttpError("WeightMismatch", f"bucket of version and nonce {got}, session of {self.session}", first)
+        return manifest
+
+    def _read_bucket(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        manifest = self._manifest(info)
         try:
             return read_bucket(manifest)
         except BucketMismatch as error:
@@ -136,6 +146,8 @@ class LiveWeights:
         received: dict[str, torch.Tensor] = {}
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
+            if isinstance(self.group, Receiver):  # `pending` keeps some of them
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             written = self._write(tensors, exact=True)
             received.update(written)
             self.delivered.update(written)
@@ -144,13 +156,20 @@ class LiveWeights:
             if self.group is None or self.group.name != invitation.group:
                 self._leave_group()
                 device = next(iter(self.weights.values())).device
-                self.group = Group(open_store(invitation.store, seconds), invitation, device, seconds, alive=pulse)
-            receive(self.group, {"version": str(version), "nonce": str(nonce)}, load, deadline)
-        except (StreamBroken, StreamMismatch) as error:
+                if info["backend"] == "ipc":
+                    self.group = Receiver(invitation, device, deadline, alive=pulse)
+                else:
+                    self.group = Group(open_store(invitation.store, seconds), invitation, device, seconds, alive=pulse)
+            session = {"version": str(version), "nonce": str(nonce)}
+            if isinstance(self.group, Receiver):
+                self.group.receive(session, load, deadline)
+            else:
+                receive(self.group, session, load, deadline)
+        except StreamMismatch as error:  # the stream has come to its end, and the group stays
+            raise HttpError("WeightMismatch", f"the stream of weights: {error}", error.tensor) from error
+        except StreamBroken as error:
             self._leave_group()
-            raise HttpError(
-                "WeightMismatch", f"the stream of weights: {error}", getattr(error, "tensor", None)
-            ) from error
+            raise HttpError("WeightMismatch", f"{BROKEN}: {error}") from error
         return received
 
     def _leave_group(self) -> None:
@@ -160,6 +179,35 @@ class LiveWeights:
 
     def _load_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Load a Hugging Face checkpoint, whose dtype may differ from the model's, but not its names and shapes."""
+        return self._write(self._checkpoint(info), exact=False)
+
+    def _compare_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Compare the live weights with the checkpoint that this engine was started on."""
+        tensors = self._checkpoint(info)
+        for name in sorted(tensors.keys() - self.expected.keys()):
+            raise HttpError("WeightMismatch", f"{name} is no tensor of this model", name)
+        for group in self.names.groups:
+            live = self.names.to_checkpoint(group, {name: self.weights[name].detach() for name in group.model})
+            for name, weight in zip(group.checkpoint, live, strict=True):
+                pulse()
+                if name in tensors and not same_bits(weight, tensors[name].to(weight.device, weight.dtype)):
+                    raise HttpError("WeightMismatch", f"{name} of the checkpoint is not what this engine holds", name)
+        return tensors
+
+    def _compare_records(self, info: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Compare what a checkpoint holds with its manifest, where one was sent."""
+        records = {r.name: r for r in self._manifest(info).tensors} if "manifest" in info else {}
+        odd = sorted(tensors.keys() ^ records.keys()) if records else ()
+        for name in odd:
+            how = "was not sent" if name in tensors else "is not in the checkpoint"
+            raise HttpError("WeightMismatch", f"{name} {how}", name)
+        for name, record in records.items():
+            pulse()
+            if record_of(name, tensors[name].contiguous(), record.offset) != record:
+                raise HttpError("WeightMismatch", f"{name} of the checkpoint is not what was sent", name)
+
+    def _checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a Hugging Face checkpoint but for tied ones, compared with its manifest."""
         folder = Path(info["path"])
         tensors: dict[str, torch.Tensor] = {}
         try:
@@ -172,7 +220,8 @@ class LiveWeights:
         except (CheckpointError, NoPlace, OSError, ValueError) as error:  # a ValueError for a path with a null byte
             why = error.what if isinstance(error, CheckpointError) else str(error)
             raise HttpError("WeightMismatch", f"no checkpoint in {folder}: {why}") from error
-        return self._write({name: t for name, t in tensors.items() if name not in self.aliases}, exact=False)
+        self._compare_records(info, tensors)
+        return {name: t for name, t in tensors.items() if name not in self.aliases}
 
     def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
         """Write all tensors or none; with `exact` they must have the dtype of the model."""
@@ -194,3 +243,9 @@ class LiveWeights:
                     self.weights[name].copy_(tensor)
                 self.adapter.forget(group.model)
         return tensors
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal bit for bit, also where they are not numbers."""
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.shape == b.shape and torch.equal(*bits)

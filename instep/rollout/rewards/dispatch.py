@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from instep import spans
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import defined_at, load_function, raised_at
 from instep.rollout import runtime
 from instep.rollout.http import post
 from instep.rollout.rewards import text
+from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
 from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.pool import shared_pool
+from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
-from instep.types import Group, Sample, name_of, reward_of
+from instep.types import Group, Sample, Status, as_number, name_of, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -26,10 +32,16 @@ BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type i
 MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
 
-async def apply_rewards(args: HookSettings, samples: Group, reward_key: str | None) -> None:
+async def apply_rewards(
+    args: HookSettings, samples: Group, reward_key: str | None, *, are_siblings: bool = False
+) -> None:
     """Set `reward` on the samples that have none; with --group-rm on all samples, in one call.
 
-    In a reward that is a dict, the entry `reward_key` must be a finite number.
+    In a reward that is a dict, the entry `reward_key` must be a finite number. Numbers become Python's.
+
+    Args:
+        are_siblings: they come from one run of a generate function that returned a list: a function whose second
+            parameter is `samples`, or a list by its annotation, gets those without a reward in one call, as in slime.
 
     Raises:
         RewardError: with the names of function, group and sample.
@@ -37,16 +49,49 @@ async def apply_rewards(args: HookSettings, samples: Group, reward_key: str | No
     todo = [s for s in samples if s.reward is None]
     if args.group_rm and todo:
         todo, rewards = samples, await compute_reward(args, samples)
+    elif are_siblings and todo and takes_lists(_path_of(args, todo[0])):
+        rewards = await compute_reward(args, todo)
     else:
-        rewards = await runtime.gather([compute_reward(args, s) for s in todo])
+        rewards = await _rewards(args, todo)
     for sample, reward in zip(todo, rewards, strict=True):
         sample.reward = reward
     for sample in samples:
+        sample.reward = _plain(sample.reward)
         try:
             reward_of(sample, reward_key)
         except RewardError as error:
             where = f"{_function_of(args, sample)}: {name_of(sample)}"
             raise RewardError(error.what, where=where, remedy=error.remedy) from None
+
+
+async def _rewards(args: HookSettings, samples: Group) -> list[Any]:
+    """The reward of each sample; one that a rule decides at once needs no task."""
+    quick = spans.now() is None  # a profile shows each
+    found = [_by_rule(args, s) if quick and _path_of(args, s) in (None, BUILT_IN) else _Later(None) for s in samples]
+    late = [i for i, reward in enumerate(found) if isinstance(reward, _Later)]
+    jobs = [(found[i].work or partial(compute_reward, args, samples[i]))() for i in late]
+    for i, reward in zip(late, await runtime.gather(jobs), strict=True):
+        found[i] = reward
+    return found
+
+
+def _plain(reward: Any) -> Any:
+    """A reward with Python's own numbers in the place of tensors and numpy's."""
+    if isinstance(reward, dict):
+        return {name: _plain(value) for name, value in reward.items()}
+    number = None if isinstance(reward, (int, float)) else as_number(reward)
+    return reward if number is None else number
+
+
+@functools.cache
+def takes_lists(path: str | None) -> bool:
+    """Whether the function says that it takes several samples: `samples`, or an annotation such as `list[Sample]`."""
+    if path in (None, BUILT_IN):
+        return False
+    if is_trls(str(path)):
+        return True
+    second = list(inspect.signature(load_function(str(path))).parameters.values())[1:2]
+    return any(p.name == "samples" or re.search(r"(?i)\b(list|sequence|group)\b", str(p.annotation)) for p in second)
 
 
 async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
@@ -60,23 +105,42 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
         RewardError: the function raised, took longer than `--reward-timeout`, or returned a list of another length.
     """
     first = target if isinstance(target, Sample) else target[0]
-    path = first.custom_rm_path or args.custom_rm_path
+    with spans.span("reward", spans.ROLLOUT, lambda: {"of": name_of(first)}):
+        return await _reward(args, target, first)
+
+
+async def _reward(args: HookSettings, target: Sample | Group, first: Sample) -> Any:
+    path = _path_of(args, first)
     if path is not None and path != BUILT_IN:
         out = await _custom(args, path, target)
-        if not isinstance(target, Sample) and (not isinstance(out, (list, tuple)) or len(out) != len(target)):
-            raise RewardError(
-                f"it returned {out!r:.80} for a group of {len(target)} samples",
-                where=f"{_named(args, path)}: group {first.group_index}",
-                remedy="with --group-rm, return a list with one reward per sample",
-            )
-        return out
+        if isinstance(target, Sample):
+            return _one_each(args, path, [target], out)[0] if is_trls(path) else out
+        return _one_each(args, path, target, out)
     if isinstance(target, Sample):
         return await _built_in(args, target)
     return await runtime.gather([_built_in(args, s) for s in target])
 
 
+def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[Any]:
+    """The rewards that a function has returned for several samples: a list, a tuple, an array or a tensor."""
+    try:
+        rewards = [] if isinstance(out, (str, dict)) else list(out)
+    except TypeError:
+        rewards = []
+    if len(rewards) != len(samples):
+        raise RewardError(
+            f"it returned {out!r:.80} for a group of {len(samples)} samples",
+            where=f"{_named(args, path)}: group {samples[0].group_index}",
+            remedy="for a list of samples (--group-rm, fan-out), return a list with one reward per sample",
+        )
+    return rewards
+
+
 async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
-    function = load_function(path)
+    function = partial(load_function(path), args, target)
+    if is_trls(path):
+        columns = arguments(args, [target] if isinstance(target, Sample) else target)
+        function = partial(load_function(path), **columns)
     whose = name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}"
     where = f"{_named(args, path)}: {whose}"
     limit = args.reward_timeout
@@ -86,17 +150,17 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
         remedy="make it faster, or raise --reward-timeout",
     )
     try:
-        if inspect.iscoroutinefunction(function):
-            return await _bounded(runtime.bounded_steps(function(args, target), limit, hung), limit, hung)
+        if inspect.iscoroutinefunction(function.func):
+            return await _bounded(runtime.bounded_steps(function(), limit, hung), limit, hung)
         async with shared_pool(args.reward_num_workers).threads:
-            out = await _bounded(runtime.in_daemon_thread(function, args, target), limit, hung)
+            out = await _bounded(runtime.in_daemon_thread(function), limit, hung)
         if inspect.isawaitable(out):
             return await _bounded(runtime.bounded_steps(_await(out), limit, hung), limit, hung)
         return out
     except InstepError:
         raise
     except Exception as error:  # the border to the user's code
-        at = f"{where}; {raised_at(error, function)}"
+        at = f"{where}; {raised_at(error, function.func)}"
         raise RewardError(
             f"the reward function raised {error!r}",
             where=at,
@@ -133,8 +197,12 @@ def rm_type_of(args: HookSettings, sample: Sample) -> str:
     return str(name)
 
 
+def _path_of(args: HookSettings, sample: Sample) -> str | None:
+    return sample.custom_rm_path or args.custom_rm_path
+
+
 def _function_of(args: HookSettings, sample: Sample) -> str:
-    path = sample.custom_rm_path or args.custom_rm_path
+    path = _path_of(args, sample)
     return f"--rm-type {rm_type_of(args, sample)}" if path in (None, BUILT_IN) else _named(args, str(path))
 
 
@@ -144,8 +212,26 @@ def _named(args: HookSettings, path: str) -> str:
     return ", ".join(filter(None, (f"{flag} {path}", defined_at(path))))
 
 
+class _Later(NamedTuple):
+    """A reward that is waited for: the rest of a rule's work, if a rule has begun it."""
+
+    work: Callable[[], Coroutine[Any, Any, Any]] | None
+
+
 async def _built_in(args: HookSettings, sample: Sample) -> Any:
+    reward = _by_rule(args, sample)
+    return await reward.work() if isinstance(reward, _Later) and reward.work else reward
+
+
+def _by_rule(args: HookSettings, sample: Sample) -> Any:
+    """The reward by the built-in rule of `sample`, or a `_Later` where a server or algebra has to be waited for."""
     name = rm_type_of(args, sample)
+    if sample.status is Status.FAILED:
+        raise RewardError(
+            "the generation of this sample has failed, which is no reward of 0",
+            where=f"--rm-type {name}: {name_of(sample)}",
+            remedy="set sample.reward in the generate function, give --custom-rm-path, or --skip-failed-groups",
+        )
     response = sample.response
     if name.startswith("boxed_"):
         name, response = name.removeprefix("boxed_"), text.last_boxed(response) or ""
@@ -154,15 +240,19 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
 
         return float(random.Random(f"{args.rollout_seed}/{sample.execution_id}").random() < 0.5)
     if name == "remote_rm":
-        return await _remote(args, sample, response)
+        return _Later(partial(_remote, args, sample, response))
     if sample.label is None:
         raise RewardError(
             "the sample has no label",
             where=f"--rm-type {name}: {name_of(sample)}",
             remedy="name its column: --label-key",
         )
-    if name in ("f1", "dapo"):
+    if name in ("f1", "dapo", "exact_match"):
         response = without_end(args, response)
+    if name == "exact_match":
+        return text.exact(response, sample.label)
+    if name == "code":
+        return _Later(partial(_code, args, sample, response))
     if name == "f1":
         return text.f1(response, sample.label)
     if name == "gpqa":
@@ -171,11 +261,27 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
         return dapo(response, sample.label)
     if name == "deepscaler":
         response = text.after_thinking(response) or ""
-    return await _math(args, sample, text.last_boxed(response))
+    return _math(args, sample, text.last_boxed(response))
 
 
-async def _math(args: HookSettings, sample: Sample, answer: str | None) -> float:
-    """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
+async def _code(args: HookSettings, sample: Sample, response: str) -> float:
+    """1.0 if the program passes the label's tests, else 0.0; as many at a time as there are reward workers."""
+    where = f"--rm-type code: {name_of(sample)}"
+    try:
+        # A test that is too slow fails by itself; so the bound is for sandboxes that do not start.
+        limit = args.reward_timeout + len(read_tests(sample.label)) * LIMITS.seconds
+        remedy = "give fewer tests, or raise --reward-timeout"
+        hung = RewardError(f"the tests took more than {limit:g} s", where=where, remedy=remedy)
+        async with shared_pool(args.reward_num_workers).programs:
+            graded = passes_all(response, sample.label, unsafe=args.unsafe_local_exec, where=where)
+            return await _bounded(graded, limit, hung)
+    except ValueError as error:
+        what, remedy = f"the label {error}", "see docs/rewards.md for what it may be"
+        raise RewardError(what, where=where, remedy=remedy) from error
+
+
+def _math(args: HookSettings, sample: Sample, answer: str | None) -> float | _Later:
+    """1.0 if the boxed answer equals the label (or one of several), else 0.0; algebra is for later."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     pool = shared_pool(args.reward_num_workers)
     pool.warm()  # so that a worker runs when an answer needs algebra
@@ -189,8 +295,12 @@ async def _math(args: HookSettings, sample: Sample, answer: str | None) -> float
             return 1.0
         if equal is None and max(len(answer), len(label)) <= MAX_ALGEBRA_CHARS:
             hard.append(label)
-    where = f"math reward: {name_of(sample)}"
-    for label in hard:
+    return _Later(partial(_algebra, args, sample, answer, hard)) if hard else 0.0
+
+
+async def _algebra(args: HookSettings, sample: Sample, answer: str, labels: list[str]) -> float:
+    pool, where = shared_pool(args.reward_num_workers), f"math reward: {name_of(sample)}"
+    for label in labels:
         if await pool.equal(answer, label, timeout=args.reward_timeout, where=where):
             return 1.0
     return 0.0

@@ -34,6 +34,7 @@ class RewardPool:
 
     def __init__(self, num_workers: int) -> None:
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
+        self.programs = asyncio.Semaphore(num_workers)  # of models, each in a sandbox
         self._num_workers = num_workers
         self._ready: asyncio.Queue[asyncio.subprocess.Process | OSError] = asyncio.Queue()
         self._all: set[asyncio.subprocess.Process] = set()

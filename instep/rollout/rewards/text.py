@@ -12,6 +12,7 @@ from typing import Any
 _NUMBER = re.compile(r"[-+]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40})(/\d{1,40})?")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\{|\{|\}")
+_BOXES = ("\\boxed{", "\\fbox{")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
@@ -19,7 +20,8 @@ def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none."""
     open_braces: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
-    for token in _BRACE.finditer(text):
+    first = min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))  # what is before does not count
+    for token in _BRACE.finditer(text, first):
         if token[0] != "}":
             open_braces.append((len(token[0]) > 1, token.end()))
         elif open_braces:
@@ -71,6 +73,13 @@ def after_thinking(response: str) -> str | None:
         if mark in response:
             return response.rsplit(mark, 1)[1]
     return None
+
+
+def exact(response: str, label: Any) -> float:
+    """1.0 if the response, after its thinking, is one of the labels word for word; blanks count as one space."""
+    said = " ".join((after_thinking(response) or response).split())
+    labels = label if isinstance(label, list) else [label]
+    return float(said in (" ".join(str(one).split()) for one in labels))
 
 
 def f1(response: str, label: Any) -> float:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
 from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
+from instep.checkpoints.plain import METADATA, read_index
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
@@ -35,8 +35,13 @@ from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, Step
 from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
 from instep.training.hf.mirror import Mirror, MirroredSource
 from instep.training.hf.model import Policy
+from instep.training.hf.optimizer import adamw_of, load_state, saved_state
+from instep.training.hf.shards import DP, TP, local, mesh_of, part_of
 from instep.training.hf.weights import HfWeightSource, load_hf
+from instep.training.saving import Saver
+from instep.training.selection import Selection
 from instep.types import TokenBatch
+from instep.weights.parking import Parking, give_back, local_tensors, shard
 from instep.weights.source import WeightSource
 from instep.weights.way import SINGLE_COPY
 
@@ -52,6 +57,7 @@ class HfBackend:
         dtype: the type that forward and backward compute in, and that engines serve.
         with_optimizer: False for a model that only scores (a reference).
         lora: the adapter to train instead of the weights, which are then frozen, in `dtype`.
+        selection: the weights to train, by the model's names; None: all.
 
     Raises:
         ConfigError: the model is not decoder-only, or cannot be run (noticed by `remark` or the first forward pass).
@@ -69,6 +75,7 @@ class HfBackend:
         with_optimizer: bool = True,
         role: Role = "actor",
         lora: Lora | None = None,
+        selection: Selection | None = None,
     ):
         self.args, self.dtype, self.lora = args, dtype, lora
         self._base: Base | None = None  # what `load_hf` or `load` has read; only with an adapter
@@ -78,25 +85,49 @@ class HfBackend:
         build = functools.partial(
             Policy,
             hf_config,
-            recompute=args.recompute_granularity == "full",
+            recompute=args.recompute_granularity,
             value_head=role == "critic",
             trust_remote_code=args.trust_remote_code,
             max_model_len=args.vllm_max_model_len,
+            compiles=device.type == "cuda" and args.tensor_model_parallel_size == 1,
         )
         self.policy = build(torch.float32 if with_optimizer and lora is None else dtype)
         if lora is not None:
             attach(self.policy.model, lora, args.seed)
+        if selection is not None:
+            selection.apply(dict(self.policy.model.named_parameters()))
+        rank, tp = dist.get_rank(), args.tensor_model_parallel_size
+        mesh = mesh_of(device.type, tp)
+        if tp > 1:
+            self.policy.parallelize(mesh[TP])
         if self._sharded:
-            _shard(self.policy, device, dtype)
+            _shard(self.policy, mesh[DP], dtype)
         self.policy.to(device)
         self._mirror = None
         if mirrors:
-            self._mirror = Mirror(self.policy, self.policy if full and not several else build(dtype).to(device))
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.parallel = ParallelInfo(rank, size, rank, size, dp_group=dist.group.WORLD, device=device)
+            one = full and not several and device.type == "cpu"  # on a GPU the masters must outlive the engine
+            compute = self.policy if one else build(dtype).to(device)
+            if selection is not None:
+                selection.apply(dict(compute.model.named_parameters()))
+            if tp > 1:
+                compute.parallelize(mesh[TP])
+            self._mirror = Mirror(self.policy, compute)
+        self.parallel = ParallelInfo(
+            rank,
+            dist.get_world_size(),
+            dp_rank=rank // tp,
+            dp_size=mesh.size(0),
+            tp_size=tp,
+            is_output_rank=rank % tp == 0,
+            dp_group=mesh.get_group(DP),
+            device=device,
+        )
         self.policy.num_passes = self._most
         self._checked = False
-        self.optimizer = _adamw(self.policy, args) if with_optimizer else None
+        self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
+        self._weights = Parking(device, lambda: local_tensors(self.policy))
+        self._states = Parking(device, self._optimizer_states)
+        self.saver = Saver(device, args.async_save)
 
     @property
     def _compute(self) -> Policy:
@@ -158,10 +189,14 @@ class HfBackend:
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> StepResult:
         assert self.optimizer is not None, "this policy was built without an optimizer"
+        self._states.ready()
         if self._mirror is not None:
             self._mirror.hand_over_gradients()
-        grads = [_local(p.grad) for p in self.policy.parameters() if p.grad is not None]
-        norm = self._global_norm(grads)
+        if self.policy.parallel is not None:
+            self.policy.parallel.sum_gradients()
+        trained = [p for p in self.policy.parameters() if p.grad is not None]
+        grads = [local(p.grad) for p in trained]
+        norm = self._global_norm(trained)
         skipped = not math.isfinite(norm)
         if not skipped:
             if self.args.clip_grad > 0 and norm > self.args.clip_grad:
@@ -173,12 +208,15 @@ class HfBackend:
         self._changed()
         return StepResult(norm, skipped)
 
-    def _global_norm(self, grads: list[Tensor]) -> float:
-        if not grads:
-            return 0.0
-        square = torch.stack(torch._foreach_norm(grads)).square().sum()
+    def _global_norm(self, trained: list[nn.Parameter]) -> float:
+        """The norm over the whole model, in which a parameter that tensor-parallel ranks have whole counts once."""
+        first = self.parallel.is_output_rank
+        grads = [local(p.grad) for p in trained if p.grad is not None and (first or part_of(p) is not None)]
+        square = torch.zeros((), device=self.parallel.device)
+        if grads:
+            square += torch.stack(torch._foreach_norm(grads)).square().sum()
         if self._sharded:
-            dist.all_reduce(square, group=self.parallel.dp_group)
+            dist.all_reduce(square)
         return float(square.sqrt())
 
     def _changed(self) -> None:
@@ -242,17 +280,22 @@ class HfBackend:
         head.zero_()
         return next(name for name, weight in named_weights(self.policy.model).items() if weight is head)
 
+    def _named(self, adapter: bool) -> dict[str, Tensor]:
+        return adapter_weights(self.policy.model) if adapter else named_weights(self.policy.model)
+
     def _state(self, optimizer: bool, adapter: bool) -> dict[str, Any]:
         """Everything that `save` writes, by name; `load` copies into the same tensors."""
-        weights = adapter_weights(self.policy.model) if adapter else named_weights(self.policy.model)
+        self._states.ready()
+        weights = self._named(adapter)
         state: dict[str, Any] = {"model": {name: w.detach() for name, w in weights.items()}}
         if optimizer and self.optimizer is not None:
-            state["optimizer"] = {n: self.optimizer.state[w] for n, w in weights.items() if w in self.optimizer.state}
+            trained = {n: w for n, w in weights.items() if w in self.optimizer.state}
+            state["optimizer"] = {n: saved_state(self.optimizer, w) for n, w in trained.items()}
         return state
 
     def save(self, path: Path) -> None:
         try:
-            dcp.save(self._state(not self.args.no_save_optim, adapter=self.lora is not None), checkpoint_id=path)
+            self.saver.save(self._state(not self.args.no_save_optim, adapter=self.lora is not None), Path(path))
             if self.lora is not None and self._base is not None and self.parallel.rank == 0:
                 write_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         except (OSError, CheckpointException) as error:
@@ -261,6 +304,11 @@ class HfBackend:
             ) from error
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
+        if (Path(path) / "metadata.json").exists() or any(Path(path).glob("mp_rank_*")):
+            remedy = (
+                "make a Hugging Face folder of it: `instep convert megatron-to-hf --help`; or --train-backend megatron"
+            )
+            raise CheckpointError("it is a checkpoint of Megatron's", where=str(path), remedy=remedy)
         adapter = check_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         if self.lora is not None and not adapter and optimizer:
             what = "it holds all weights of a model and no adapter, so that no LoRA run can go on from it"
@@ -269,38 +317,48 @@ class HfBackend:
         state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
             del state["model"][head]
+        _refuse_others(Path(path), {*state["model"], str(head)})
         try:
             dcp.load(state, checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
             raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error
+        for name, moments in state.get("optimizer", {}).items():
+            assert self.optimizer is not None
+            load_state(self.optimizer, self._named(adapter)[name], moments)
         self._changed()
         if not adapter:
             self._remember_base(Path(path))
 
-    def offload(self) -> None:
-        self._move(torch.device("cpu"))
+    def _optimizer_states(self) -> list[Tensor]:
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        tensors = [shard(v) for state in states for v in state.values() if isinstance(v, Tensor)]
+        return [t for t in tensors if t.device.type == self.parallel.device.type]
 
-    def onload(self) -> None:
-        self._move(self.parallel.device)
-
-    def _move(self, device: torch.device) -> None:
-        if self.parallel.device.type == "cpu":
+    def offload(self, *, weights: bool = True) -> None:
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root keeps what a forward pass has gathered
+        if not weights:
+            give_back(self.parallel.device)
+            self._states.leave()
             return
-        self.policy.to(device)
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state.update({k: v.to(device) for k, v in state.items()})
-        torch.cuda.empty_cache()
+        parts = (self._states, self._weights)
+        for part in parts:
+            part.leave()
+        for part in parts:
+            part.free()
+        give_back(self.parallel.device)
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._weights.bring()
+        self._weights.ready()
+        if optimizer:  # they arrive while the first forward passes compute
+            self._states.bring()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def _shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 over `mesh`: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = set(policy.model._no_split_modules or ())
     for module in policy.model.modules():
@@ -314,32 +372,19 @@ def _shard(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
 
 
-def _adamw(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay (arXiv:1711.05101), not for biases and other 1-D parameters.
-
-    Moments exist from the start, so that a checkpoint has them before the first step and memory does not grow later.
-    """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    for name, p in trained:
-        (plain if p.ndim <= 1 or name.endswith(".bias") else decayed).append(p)
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=0.0,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_eps,
-        fused=True,
-    )
-    for _, p in trained:
-        step = torch.zeros((), device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
-
-
 def _cause(error: OSError | CheckpointException) -> BaseException:
     """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
     if isinstance(error, CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
+
+
+def _refuse_others(path: Path, names: set[str]) -> None:
+    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
+    stored = read_index(path).state_dict_metadata if (path / METADATA).is_file() else {}
+    if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
+        raise CheckpointError(
+            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
+            where=str(path),
+            remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
+        )

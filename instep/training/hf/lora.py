@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from instep.checkpoints.adapter import Lora, read_adapter
 from instep.errors import CheckpointError, ConfigError
+from instep.training.hf.shards import local, shard, whole
 from instep.weights.source import TensorSpec, WeightSource
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class AdapterSource(WeightSource):
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         for spec, weight in zip(self.specs, self._weights.values(), strict=True):
-            full = _full(weight)
+            full = whole(weight.detach())
             yield spec, full.to(spec.dtype) if self.emits else None
 
 
@@ -120,16 +120,10 @@ def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
         if name not in layers:
             return None
         layer, scaling = layers[name]
-        a, b = (_full(weights[f"{layer}.lora_{x}.weight"]) for x in "AB")
+        a, b = (whole(weights[f"{layer}.lora_{x}.weight"].detach()) for x in "AB")
         return scaling * (b @ a)
 
     return addition
-
-
-def _full(weight: Tensor) -> Tensor:
-    """The whole tensor, in float32; collective where it is sharded."""
-    weight = weight.detach()
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 class Earlier:
@@ -145,6 +139,12 @@ class Earlier:
         with self._swapped():
             return self._backend.forward_only(micro_batches, entropy=entropy)
 
+    def offload(self, *, weights: bool = True) -> None:
+        """No-op: the weights are the policy's."""
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        """No-op."""
+
     def load_hf(self, folder: Path) -> None:
         """From now on be the policy with the adapter in `folder`. Raises CheckpointError if it is another one's."""
         theirs = read_adapter(folder)
@@ -156,10 +156,7 @@ class Earlier:
                 what = f"{name!r} is missing" if full is None else f"{name!r} is {list(full.shape)} there"
                 remedy = "give the adapter's own flags (--lora-rank, --lora-target-modules)"
                 raise CheckpointError(f"this adapter is of another form: {what}", where=str(folder), remedy=remedy)
-            full = full.to(weight.device, weight.dtype)
-            if isinstance(weight, DTensor):
-                full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-            former[name] = full
+            former[name] = shard(weight, full).to(weight.device, weight.dtype)
         self._former = former
 
     @contextmanager
@@ -167,7 +164,7 @@ class Earlier:
         model = self._backend.policy.model
         layers = adapted(model).values()
         weights = adapter_weights(model) if self._former is not None else {}
-        ours = {name: weight.detach().clone() for name, weight in weights.items()}
+        ours = {name: local(weight.detach()).clone() for name, weight in weights.items()}
         try:
             _copy(weights, self._former or {})
             for layer in layers:
@@ -182,4 +179,4 @@ class Earlier:
 @torch.no_grad()
 def _copy(weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
-        weight.copy_(values[name])
+        local(weight).copy_(values[name])

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training.hf.model import Policy
+from instep.training.hf.shards import DP, local, over_dp, part_of, whole
 from instep.training.hf.weights import HfWeightSource
 from instep.weights.memory import EngineMemory
 
@@ -36,29 +36,33 @@ class Mirror:
         self._pairs = [(name, tensor, names[name]) for name, tensor in named_weights(compute.model).items()]
         self._stale = not self._is_one
         self._memory: EngineMemory | None = None
-        self._views = False  # whether the parameters are views of it
+        self._views: set[str] = set()  # the names of the parameters that are views of it
+        self._everywhere: set[str] = set()  # of those that are views on all ranks that can reach an engine's memory
+        self._shared = False  # whether all ranks have all views in memory of all, so that each writes its shard
+        self._index, self._others = 0, False  # the worker whose memory is viewed; whether a rank has another one, too
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if not self._is_one:
-            for parameter in compute.parameters():
+            for parameter in (p for p in compute.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Add up the gradient in float32, and free it."""
         assert parameter.grad is not None
-        gradient, parameter.grad = parameter.grad.float(), None
+        gradient, parameter.grad = local(parameter.grad).float(), None
         held = self._gradients.get(parameter)
         self._gradients[parameter] = gradient if held is None else held.add_(gradient)
 
     def hand_over_gradients(self) -> None:
-        """Give the masters the gradients of all micro-batches, summed over ranks (collective)."""
+        """Give the masters the gradients of all micro-batches, summed over data-parallel ranks (collective)."""
         for _, tensor, master in self._pairs:
             if not isinstance(tensor, nn.Parameter) or tensor not in self._gradients:
                 continue
             gradient = self._gradients.pop(tensor)
             if isinstance(master, DTensor):
-                dist.all_reduce(gradient)
-                mesh, placements = master.device_mesh, master.placements
-                master.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+                dist.all_reduce(gradient, group=master.device_mesh.get_group(DP))
+                grad = torch.empty_like(master)
+                local(grad).copy_(over_dp(master, gradient))
+                master.grad = grad
             else:
                 master.grad = gradient
 
@@ -71,39 +75,89 @@ class Mirror:
         """Write the masters through to the model, if they have changed (collective)."""
         if not self._stale:
             return
+        same: list[tuple[Tensor, Tensor]] = []  # what this rank computes with, and its masters, both alike
         for _, tensor, master in self._pairs:
-            if isinstance(master, DTensor) and not self._views:
-                tensor.copy_(master.full_tensor())
-            elif isinstance(master, DTensor):
-                shape, offset = compute_local_shape_and_global_offset(
-                    master.shape, master.device_mesh, master.placements
-                )
-                part = tensor[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))]
-                part.copy_(master.to_local())
+            part, mine = local(tensor), local(master)
+            if not _divided(master):
+                same.append((part, mine))
+                continue
+            shape, offset = _box(tensor)
+            if self._shared:
+                begins = [i - o for i, o in zip(_box(master)[1], offset, strict=True)]
+                part = part[tuple(slice(i, i + n) for i, n in zip(begins, mine.shape, strict=True))]
+                same.append((part, mine))
             else:
-                tensor.copy_(master)
-        if self._views and dist.get_world_size() > 1:
-            dist.barrier()  # all shards are written
+                box = tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))
+                part.copy_(whole(master)[box])
+        if same:
+            torch._foreach_copy_([part for part, _ in same], [master for _, master in same])
+        if self._memory is not None and not self._memory.on_gpus and dist.get_world_size() > 1:
+            dist.barrier()  # all ranks have written into what they share
         self._stale = False
 
     @torch.no_grad()
-    def move_into(self, memory: EngineMemory, views: Mapping[str, Tensor | None]) -> bool:
-        """Make the model's parameters views of an engine's memory; False if one of them does not lie there whole.
+    def write_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
+        """Write all weights into the engines' memory, of which the model's parameters become views (collective).
 
         Args:
-            views: of that memory, by the model's names.
+            names: of the weights in the memory, by the model's names.
         """
         if memory is not self._memory:
-            self._views = all(views.get(name) is not None for name, _, _ in self._pairs)
-            for name, tensor, _ in self._pairs if self._views else ():
-                view = views[name]
-                assert view is not None
+            self._move_into(memory, names)
+        self.refresh()
+        for name, tensor, _ in self._pairs:
+            if name in names and (self._others or name not in self._everywhere):
+                full = whole(tensor)
+                if memory.on_gpus or dist.get_rank() == 0:
+                    memory.write(names[name], full, without=self._index if name in self._views else None)
+
+    def _move_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
+        """Make the parameters views of an engine's memory, as far as they lie there in one piece."""
+        mesh = next((t.device_mesh for _, t, _ in self._pairs if isinstance(t, DTensor)), None)
+        own = mesh is not None and not memory.on_gpus and mesh.size() == len(memory.slices)
+        self._index = mesh.get_local_rank() if mesh is not None and own else 0  # on a CPU each rank of TP has its own
+        self._others, self._views = memory.crowded and not own, set()
+        for name, tensor, _ in self._pairs if memory.slices else ():
+            view = memory.box(names[name], *_box(tensor), self._index) if name in names else None
+            if view is not None:
                 if self._is_one:
                     view.copy_(tensor)
-                tensor.data = view
-            self._memory = memory
-            self.changed()
-        return self._views
+                _point(tensor, view)
+                self._views.add(name)
+        found = [self._views if memory.slices else set(names)]  # a rank beside the engine's GPU writes nothing
+        if (size := dist.get_world_size()) > 1:
+            found *= size
+            dist.all_gather_object(found, found[0])
+        self._everywhere = set.intersection(*found)
+        self._shared = not memory.on_gpus and len(self._everywhere) == len(self._pairs)
+        self._memory = memory
+        self.changed()
+
+
+def _divided(tensor: Tensor) -> bool:
+    """Whether each data-parallel rank has a shard of it."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh[DP].size() > 1
+
+
+def _box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of what this rank holds of a weight."""
+    shape, offset = list(tensor.shape), [0] * tensor.ndim
+    if (part := part_of(tensor)) is not None:
+        shape[part.dim], offset[part.dim] = part.stop - part.start, part.start
+    if isinstance(tensor, DTensor) and DP in (tensor.device_mesh.mesh_dim_names or ()):
+        mesh = tensor.device_mesh[DP]
+        rows = -(-shape[0] // mesh.size())  # FSDP2 divides as torch.chunk does
+        first = min(rows * mesh.get_local_rank(), shape[0])
+        shape[0], offset[0] = min(rows, shape[0] - first), offset[0] + first
+    return tuple(shape), tuple(offset)
+
+
+def _point(tensor: Tensor, view: Tensor) -> None:
+    """Let a parameter, or what this rank holds of it, be `view`; what it was is freed."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = view
+    else:
+        tensor.data = view
 
 
 class MirroredSource(HfWeightSource):
@@ -114,9 +168,7 @@ class MirroredSource(HfWeightSource):
         self._mirror = mirror
 
     def write_into(self, memory: EngineMemory) -> None:
-        single = [group for group in self._names.groups if group.converter is None]
-        views = {group.model[0]: memory.whole(group.checkpoint[0]) for group in single}
-        if self._mirror.move_into(memory, views):
-            self._mirror.refresh()
-        else:
-            super().write_into(memory)
+        single = {group.model[0]: group.checkpoint[0] for group in self._names.groups if group.converter is None}
+        self._mirror.write_into(memory, single)
+        for spec, tensor in self._gathered([pair for pair in self._groups if pair[0].converter is not None]):
+            self._write(memory, spec, tensor)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,11 +21,21 @@ from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
 from instep.models.rope import fix_rope
 from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, Unfit, body_of, own_errors, run_packed, run_rows
-from instep.training.log_probs import log_probs_and_entropy, values
+from instep.training.hf.tensor_parallel import TensorParallel
+from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
 from instep.training.packed_attention import rows
 from instep.training.packing import SharedPrefixes, within
 
-_LOGIT_ELEMENTS = 2**28  # float32 logits of a chunk: 1 GiB
+_LOGIT_ELEMENTS = 2**28  # logits of a chunk, on a rank; they and their gradients need at most 2 GiB
+_KEPT = [  # with selective recomputation: what costs time to make again; norms, rotations and gates are made again
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
 
 
 def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
@@ -39,6 +50,10 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
 class Policy(nn.Module):
     """The model, which computes log-probs of response tokens only, with the logits of one chunk of them at a time.
 
+    `recompute` is None, "full" (each layer is computed again in the backward pass) or "selective" (but for its matrix
+    products and attention). With `compiles`, the layers of packed samples run as compiled code, the same for any number
+    of tokens.
+
     As a critic (`value_head`) its output layer has one row, and its outputs are values. It is one root module, so that
     FSDP2's hooks see one forward pass per micro-batch. `max_model_len` is that of the engines: see `models.rope`.
 
@@ -52,10 +67,11 @@ class Policy(nn.Module):
         self,
         config: PretrainedConfig,
         dtype: torch.dtype,
-        recompute: bool,
+        recompute: str | None = None,
         value_head: bool = False,
         trust_remote_code: bool = False,
         max_model_len: int | None = None,
+        compiles: bool = False,
     ):
         super().__init__()
         check_causal_lm(config.to_dict(), where="hf_config")
@@ -84,10 +100,20 @@ class Policy(nn.Module):
         self.remark = ""
         self.num_passes: Callable[[int], int] = int
         self._own_head = False  # whether logits are more than the output embedding
+        self.parallel: TensorParallel | None = None
         # Dropout stays off, in modules and in functions: the engine, whose distribution this must be, has none.
         self.model.eval()
-        if recompute:  # transformers' own switch asks for train()
+        if recompute == "selective":  # the compiler is to know what is kept
+            _recompute_layers(self.model, context_fn=functools.partial(create_selective_checkpoint_contexts, _KEPT))
+        if compiles:
+            for layer in _layers(self.model):
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute == "full":  # transformers' own switch asks for train()
             _recompute_layers(self.model)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Split the layers over the ranks of `mesh`, which has one dimension; see `TensorParallel`."""
+        self.parallel = TensorParallel(self.model, mesh, head=not self.value_head)
 
     def forward(
         self,
@@ -113,7 +139,8 @@ class Policy(nn.Module):
         if check:
             self.choose_layout(tokens.device)
         if not self.layout.packed:
-            states = run_rows(self.model, tokens, cu_seqlens, self.layout.batched, self.num_passes)
+            with torch.compiler.set_stance("force_eager"):  # each of its shapes would be compiled
+                states = run_rows(self.model, tokens, cu_seqlens, self.layout.batched, self.num_passes)
         else:
             states = run_packed(self.model, tokens, position_ids, cu_seqlens, max_seqlen, shared)
             positions = positions if shared is None else shared.copies[positions]
@@ -123,15 +150,11 @@ class Policy(nn.Module):
         hidden = rows(states, positions)
         if self.value_head:
             return hidden.new_empty(0), None, None, values(hidden, self.model.get_output_embeddings().weight)
-        chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
-        if hidden.shape[0] <= chunk:
-            return self._head(hidden, targets, temperature, with_entropy)
-        parts = [
-            checkpoint(self._head, *inputs, with_entropy, use_reentrant=False)
-            for inputs in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
-        ]
-        entropy = torch.cat([p[1] for p in parts]) if with_entropy else None
-        return torch.cat([p[0] for p in parts]), entropy
+        ranks = self.parallel.size if self.parallel is not None and self.parallel.splits_vocabulary else 1
+        return in_chunks(
+            self._head, hidden, targets, temperature, with_entropy,
+            num_logits=_LOGIT_ELEMENTS * ranks, vocab_size=self.vocab_size,
+        )  # fmt: skip
 
     def _logits(self, states: Tensor) -> Tensor:
         """The model's logits of hidden states `[num_tokens, width]`, with its scale, cap or whatever its head has."""
@@ -155,12 +178,20 @@ class Policy(nn.Module):
     def _score(
         self, logits: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        size = self.vocab_size
-        return log_probs_and_entropy(logits, targets, temperature, vocab_size=size, with_entropy=with_entropy)
+        ranks = self.parallel
+        return log_probs_and_entropy(
+            logits,
+            targets,
+            temperature,
+            vocab_size=self.vocab_size,
+            tp_group=ranks.group if ranks is not None and ranks.splits_vocabulary else None,
+            with_entropy=with_entropy,
+        )
 
     # ---- the layout ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def choose_layout(self, device: torch.device) -> None:
         """Take the first layout whose hidden states are those of each sample alone in the model's own attention.
 
@@ -181,6 +212,8 @@ class Policy(nn.Module):
                 self._check_head(tokens, states)
             expected = self._states(ALONE, tokens, bounds)
         except Unfit as error:
+            if self.parallel is not None:
+                self.parallel.refuse(str(error))
             _refuse(name, str(error), error)
         reasons = [self._not_packed] if self._not_packed else []
         for layout in LAYOUTS[2:] if self._not_packed else LAYOUTS:
@@ -230,10 +263,20 @@ def _differ(states: Tensor, expected: Tensor) -> bool:
     return not bool((distance > tolerance * expected.float().abs().max()).float().mean() <= 0.25)
 
 
-def _recompute_layers(model: PreTrainedModel) -> None:
-    """Let each layer keep its inputs only, and compute the rest again in the backward pass; names stay as they are."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _recompute_layers(model: PreTrainedModel, **options: Any) -> None:
+    """Let each layer keep its inputs only, and compute the rest again in the backward pass; names stay as they are.
+
+    Args:
+        options: of `torch.utils.checkpoint.checkpoint`; its `context_fn` may keep more.
+    """
+    layers = _layers(model)
     if not layers:
         _refuse(type(model).__name__, "it has no layers that could be recomputed: leave --recompute-granularity out")
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options
+        )

@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
+from instep.training.hf.gather import in_batches
+from instep.training.hf.shards import write
 from instep.weights.source import TensorSpec, WeightSource
 
 Addition = Callable[[str], Tensor | None]
+Groups = list[tuple[Group, list[TensorSpec]]]
 
 
 def _nothing(name: str) -> None:
@@ -44,15 +46,19 @@ class HfWeightSource(WeightSource):
         weight = self._weights[group.model[0]]
         return dtype if isinstance(weight, nn.Parameter) and weight.is_floating_point() else weight.dtype
 
-    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        for group, specs in self._groups:
+        return self._gathered(self._groups)
+
+    @torch.no_grad()
+    def _gathered(self, groups: Groups) -> Iterator[tuple[TensorSpec, Tensor | None]]:
+        wanted = [(self._weights[name], specs[0].dtype) for group, specs in groups for name in group.model]
+        gathered = in_batches(wanted, self.emits)
+        for group, specs in groups:
             full = {}
             for name in group.model:
-                local = self._weights[name].detach().to(specs[0].dtype)  # cast first: half the bytes on the wire
-                full[name] = local.full_tensor() if isinstance(local, DTensor) else local
-                if (more := self._more(name)) is not None:
-                    full[name] = (full[name].float() + more).to(specs[0].dtype)
+                weight, more = next(gathered), self._more(name)
+                if weight is not None:
+                    full[name] = weight if more is None else (weight.float() + more).to(weight.dtype)
             tensors = self._names.to_checkpoint(group, full) if self.emits else [None] * len(specs)
             yield from zip(specs, tensors, strict=True)
 
@@ -86,14 +92,7 @@ def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> 
                 if tensor.shape != shape:
                     raise _mismatch(path, f"{name!r} is {list(tensor.shape)} there and {list(shape)} in the model")
             for name, full in names.to_model(group, tensors).items():
-                _copy(weights[name], full)
-
-
-def _copy(weight: Tensor, full: Tensor) -> None:
-    if isinstance(weight, DTensor):
-        full = full.to(weight.device, weight.dtype)
-        full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-    weight.copy_(full)
+                write(weights[name], full)
 
 
 def _mismatch(path: Path, what: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The `megatron` train backend: Megatron-Core's GPTModel over TP, SP, PP and DP, on CUDA (nccl) or a CPU (gloo).
+"""The `megatron` train backend: Megatron-Core's GPTModel over TP, SP, PP, CP and DP, on CUDA (nccl) or a CPU (gloo).
 
 Precision: with bfloat16, gradients are added up and reduced in float32, masters and moments are float32; with float32
 everything is. Gradients are clipped by their global norm, then AdamW (decoupled weight decay; none on biases and
@@ -17,14 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.errors import ConfigError, InstepError
+from instep.errors import InstepError
 from instep.models.shape import model_shape
-from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
-from instep.training.megatron import cpu_platform, upstream_fixes
+from instep.models.weight_map import EMBEDDING, HEAD
+from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
+from instep.training.choices import CHOSEN
+from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
-from instep.training.megatron.offload import HostPool
-from instep.training.megatron.weights import MegatronWeightSource, Placement, load_hf, local_parameters
+from instep.training.megatron.hooks import MegatronHooks
+from instep.training.megatron.host_moments import keep_moments_in_pieces
+from instep.training.megatron.replay import routes_of
+from instep.training.megatron.weights import MegatronWeightSource, load_hf, local_parameters
+from instep.training.saving import Saver
+from instep.training.selection import Selection
 from instep.types import TokenBatch
+from instep.weights.parking import Parking, give_back, local_tensors
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -34,10 +41,12 @@ class MegatronBackend:
     """A `TrainBackend` over Megatron-Core. The caller has initialised `torch.distributed`, with gloo or nccl.
 
     Args:
-        hf_config: the configuration of a dense qwen3, qwen2 or llama. Weights are random until `load_hf` or `load`.
+        hf_config: of a family that `models/shape.py` knows. Weights are random until `load_hf` or `load`.
         device: this rank's device; with the CPU, stand-ins for torch.cuda are put into this process.
         dtype: of the model and of the weights that it serves: torch.float32 or torch.bfloat16.
         with_optimizer: False for a model that only scores (a reference).
+        selection: the weights to train, by Megatron's names, layers counted over all stages; None: all.
+        hooks: of the user's, of a model that is trained.
 
     Raises:
         ConfigError: a model or a layout that this backend does not have.
@@ -54,6 +63,8 @@ class MegatronBackend:
         dtype: torch.dtype,
         with_optimizer: bool = True,
         role: Role = "actor",
+        selection: Selection | None = None,
+        hooks: MegatronHooks | None = None,
     ):
         self.args, self.dtype, self.shape = args, dtype, model_shape(hf_config)
         check_arguments(args, self.shape, dist.get_world_size())
@@ -64,57 +75,97 @@ class MegatronBackend:
         else:
             cpu_platform.install()
         upstream_fixes.apply()
-        from instep.training.megatron import config, spec
+        from instep.training.megatron import config
+        from instep.training.megatron.rotary import Rope
 
         self.config, ddp_config, optimizer_config = config.configs(args, self.shape, device, dtype)
         self.padded_vocab = padded_vocab_size(self.shape.vocab_size, args)
-        self.placement, self.parallel = _initialise_parallel(args, self.shape.num_layers, device)
-        self.rope = spec.Rope(hf_config, self.shape.kv_channels, device)
+        self.placement, self.parallel = layout.initialise(args, self.shape, device)
+        if hooks is not None and with_optimizer:
+            hooks.started()
+        self.rope = Rope(hf_config, self.shape.rotary_dim, device)
         with cpu_platform.scope():
-            self.model = spec.PolicyModel(
+            self.chunks = [self._chunk(chunk, hooks).to(device) for chunk in range(self.placement.num_chunks)]
+            if selection is not None:
+                named = local_parameters(self.chunks, self.placement)
+                named = {name: p for name, p in named.items() if isinstance(p, torch.nn.Parameter)}
+                if self.shape.tied and HEAD in named:  # the last stage's copy
+                    named[EMBEDDING] = named.pop(HEAD)
+                selection.apply(named)
+            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
+        self._has_gradients, self._remark = False, ""
+        self.saver = Saver(device, args.async_save)
+        self._weights = Parking(device, self._local_weights)
+        self._states = Parking(device, self._optimizer_states, self._gradients)
+
+    def _chunk(self, chunk: int, hooks: MegatronHooks | None) -> Any:
+        """A chunk of the model, with random weights: that of the user's provider, if there is one."""
+        from instep.training.megatron import spec
+
+        def own(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> spec.PolicyModel:
+            return spec.PolicyModel(
                 self.config,
                 padded_vocab=self.padded_vocab,
                 vocab_size=self.shape.vocab_size,
                 value_head=self.shape.value_head,
+                expert_layers=self.shape.experts.layers if self.shape.experts else (),
                 max_sequence_length=self.shape.max_position_embeddings,
-                pre_process=self.placement.pp_rank == 0,
-                post_process=self.parallel.is_last_stage,
+                pre_process=pre_process,
+                post_process=post_process,
                 share_embeddings_and_output_weights=self.shape.tied,
+                vp_stage=vp_stage,
             )
-            self.model.to(device)
-            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
-        self._has_gradients = False
-        self._host = HostPool()
 
-    def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[Any, Any]:
-        """The model, wrapped for bfloat16 and for data parallelism, and its optimizer."""
+        ends = self.placement.begins(chunk), self.placement.ends(chunk)
+        vp_stage = chunk if self.placement.num_chunks > 1 else None
+        return own(*ends, vp_stage) if hooks is None else hooks.build(spec.PolicyModel, own, *ends, vp_stage)
+
+    def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[list[Any], Any]:
+        """The model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
-        wrapped = Float16Module(self.config, self.model) if self.dtype is torch.bfloat16 else self.model
+        wrapped: list[Any] = list(self.chunks)
+        if self.dtype is torch.bfloat16:
+            wrapped = [Float16Module(self.config, chunk) for chunk in wrapped]
         if not with_optimizer:
-            self.model.requires_grad_(False)
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
             return wrapped, None
-        wrapped = DistributedDataParallel(self.config, ddp_config, wrapped)
-        wrapped.broadcast_params()
+        wrapped = [
+            DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(wrapped)
+        ]
+        for chunk in wrapped:
+            chunk.broadcast_params()
         # Megatron would divide the gradients by a number of tokens here; the loss weights already contain it.
         self.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
-        self.config.no_sync_func = wrapped.no_sync
-        return wrapped, get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
+        if self.parallel.device.type == "cuda" and self.args.optimizer_cpu_offload:
+            keep_moments_in_pieces(optimizer, offload=True)
+        return wrapped, optimizer
 
     # Scoring and gradients
+
+    def ready(self) -> None:
+        """Wait for masters, moments and gradients that are on their way from the host."""
+        self._states.ready()
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
         def keep(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
             return outputs.log_probs.sum(), outputs.cpu()
 
-        self.wrapped.eval()
+        for chunk in self.wrapped:
+            chunk.eval()
         with torch.no_grad():
             results = self._run(micro_batches, keep, entropy=entropy, forward_only=True)
-        self.wrapped.train()
+        for chunk in self.wrapped:
+            chunk.train()
         return results
 
     def forward_backward(
@@ -122,18 +173,31 @@ class MegatronBackend:
     ) -> list[LossOutput] | None:
         if self.optimizer is None:
             raise InstepError("forward_backward on a model without an optimizer")
+        self._states.ready()  # with them the gradients' memory is back
         if self._has_gradients:
             raise InstepError(
                 "forward_backward was called twice before optimizer_step",
                 remedy="hand over all micro-batches of a step in one call: gradients are reduced at its end",
             )
         self._has_gradients = True
+        self._weigh_auxiliary_losses(micro_batches)
 
         def compute(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, LossOutput]:
             out = loss_fn(batch, outputs)
             return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
 
         return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
+
+    def _weigh_auxiliary_losses(self, micro_batches: Sequence[TokenBatch]) -> None:
+        """Tell the routers of experts the number of tokens in the step, over which their losses are means."""
+        if self.shape.experts is None:
+            return
+        from instep.training.megatron.router import Router
+
+        count = torch.tensor([b.tokens.numel() for b in micro_batches], device=self.parallel.device).sum()
+        dist.all_reduce(count, group=self.parallel.dp_group)
+        for module in (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router)):
+            module.per_token = 1.0 / int(count)
 
     def _run(
         self,
@@ -151,13 +215,26 @@ class MegatronBackend:
         if not micro_batches:
             return [] if self.parallel.is_last_stage else None
         device = self.parallel.device
+        if not forward_only and len(micro_batches) % self.parallel.micro_batch_multiple:
+            raise InstepError(f"{len(micro_batches)} micro-batches are no multiple of {self.placement.pp_size} stages")
+        missing = -len(micro_batches) % self.parallel.micro_batch_multiple  # only scores are asked for in any number
+        inputs = [*micro_batches, *[micro_batches[0].without_routes().select([0])] * missing]
         multiple = self.placement.tp_size if self.config.sequence_parallel else 1
 
         def forward_step(iterator: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[Any, Any]:
             batch = next(iterator).to(device)
             packed = spec.pack(
-                batch, self.rope, dtype=self.dtype, multiple=multiple, with_entropy=entropy, with_logits=logits
+                batch,
+                self.rope,
+                dtype=self.dtype,
+                multiple=multiple,
+                with_entropy=entropy,
+                with_logits=logits,
+                cp=(self.placement.cp_rank, self.placement.cp_size),
             )
+            packed.routes = routes_of(batch, self.shape, packed.rows, (self.placement.tp_rank % multiple, multiple))
+            chosen = batch.sample_columns.get(CHOSEN)
+            packed.noted, packed.chosen = (chosen, None) if forward_only else (None, chosen)
             kwargs = {"fp32_output": False} if self.dtype is torch.bfloat16 else {}
             output = model(packed.tokens, None, None, packed_seq_params=packed, **kwargs)
             return output, functools.partial(loss, batch)
@@ -169,14 +246,14 @@ class MegatronBackend:
         with cpu_platform.scope():
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=[self.wrapped],
-                num_microbatches=len(micro_batches),
-                seq_length=1,  # each micro-batch announces its own
+                data_iterator=[iter(inputs) for _ in self.wrapped],
+                model=self.wrapped,
+                num_microbatches=len(inputs),
+                seq_length=self.placement.cp_size * multiple,  # each micro-batch announces its own
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return results if self.parallel.is_last_stage else None
+        return results[: len(micro_batches)] if self.parallel.is_last_stage else None
 
     def optimizer_step(self, lr: float) -> StepResult:
         if self.optimizer is None:
@@ -201,31 +278,43 @@ class MegatronBackend:
         return [p.grad for p in params if p.grad is not None]
 
     def _grad_norm(self) -> float:
-        """The norm over the whole model, in which a parameter that several ranks hold counts once."""
-        squares = torch.zeros((), device=self.parallel.device)
+        """The norm over the whole model, in which a parameter that several ranks hold counts once.
+
+        Experts lie on the ranks in a way of their own, and a stage may have none: then it has no optimizer for them.
+        """
+        from megatron.core import parallel_state as ps
+
+        squares = torch.zeros(2, device=self.parallel.device)  # without experts, of experts
         for opt in self.optimizer.chained_optimizers:
             grads = opt.get_main_grads_for_grad_norm()
             if grads:
-                squares += torch.stack(torch._foreach_norm(grads)).square().sum()
-        dist.all_reduce(squares, group=self.optimizer.get_grad_stats_parallel_group())
-        return float(squares.sqrt())
+                of_experts = int(opt.param_groups[0]["is_expert_parallel"])
+                squares[of_experts] += torch.stack(torch._foreach_norm(grads)).square().sum()
+        if self.args.use_distributed_optimizer:
+            dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
+        else:
+            dist.all_reduce(squares[:1], group=ps.get_model_parallel_group())
+            if self.shape.experts:
+                dist.all_reduce(squares[1:], group=ps.get_expert_tensor_model_pipeline_parallel_group())
+        return float(squares.sum().sqrt())
 
     def _zero_grad(self) -> None:
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._has_gradients = False
 
     # Weights and checkpoints
 
     def remark(self) -> str:
-        return ""
+        return self._remark
 
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live parameters."""
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
         assert not adapter, "adapters are trained by the hf backend"
-        parameters = local_parameters(self.model, self.placement)
+        parameters = local_parameters(self.chunks, self.placement)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
 
     def export_adapter(self, path: Path) -> None:
@@ -235,82 +324,66 @@ class MegatronBackend:
         return None
 
     def load_hf(self, path: Path) -> None:
-        parameters = local_parameters(self.model, self.placement)
-        load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
+        parameters = local_parameters(self.chunks, self.placement)
+        unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
+        if unread:
+            self._remark = f"{len(unread)} tensors of multi-token prediction ({unread[0]}, ...) are not read: they are "
+            self._remark += "neither trained nor synced nor exported"
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
     def save(self, path: Path) -> None:
-        from instep.training.megatron import checkpoint
+        from instep.training.megatron import checkpoint, legacy
 
+        self._states.ready()
+        states = None if self.args.no_save_optim else self.optimizer
         with cpu_platform.scope():
-            checkpoint.save(Path(path), self.model, None if self.args.no_save_optim else self.optimizer)
+            if self.args.ckpt_format == "torch":
+                legacy.save(Path(path), self.chunks, states, self.shape, self.placement, self.padded_vocab)
+            else:
+                checkpoint.save(Path(path), self.chunks, states, self.saver)
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         from instep.training.megatron import checkpoint
 
-        with cpu_platform.scope():
-            checkpoint.load(Path(path), self.model, self.optimizer if optimizer else None, fresh_head=fresh_head)
+        parameters = local_parameters(self.chunks, self.placement)
+        states = self.optimizer if optimizer else None
+        checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 
-    def offload(self) -> None:
-        """Move model and optimizer to host memory and drop the gradients; no-op on a CPU or if already done."""
-        if self.parallel.device.type != "cuda":
-            return
-        keep: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        drop: list[Tensor] = []
-        if self.optimizer is not None:
-            from instep.training.megatron import checkpoint
+    # Memory (parking.py)
 
-            for master in checkpoint.masters(self.optimizer).values():
-                keep += [master.tensor, *(v for v in master.state.values() if isinstance(v, Tensor))]
-            drop += [buffer.grad_data for buffer in self.wrapped.buffers]
-        self._host.take(keep, drop)
+    def _gradients(self) -> list[Tensor]:
+        if self.optimizer is None:
+            return []
+        return [b.grad_data for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
-    def onload(self) -> None:
-        self._host.give_back()
+    def _local_weights(self) -> list[Tensor]:
+        return [tensor for chunk in self.chunks for tensor in local_tensors(chunk)]
 
+    def _optimizer_states(self) -> list[Tensor]:
+        """Masters and moments on the device; in float32 the masters are the parameters."""
+        if self.optimizer is None:
+            return []
+        from instep.training.megatron import checkpoint
 
-def _initialise_parallel(args: Settings, num_layers: int, device: torch.device) -> tuple[Placement, ParallelInfo]:
-    """Make Megatron's process groups, once per process for all its models; the place of this rank in them."""
-    from megatron.core import parallel_state as ps
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        held = checkpoint.masters(self.optimizer).values()
+        tensors = [t for m in held for t in (m.tensor, *m.state.values()) if isinstance(t, Tensor)]
+        weights = {t.untyped_storage()._cdata for t in self._local_weights()}
+        here = [t for t in tensors if t.device.type == self.parallel.device.type]
+        return [t for t in here if t.untyped_storage()._cdata not in weights]
 
-    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if not ps.model_parallel_is_initialized():
-        ps.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
-    now = ps.get_tensor_model_parallel_world_size(), ps.get_pipeline_model_parallel_world_size()
-    if now != sizes:
-        raise ConfigError(
-            f"two models of one process want different tensor and pipeline parallel sizes: {now} and {sizes}",
-            remedy="use the same sizes for all models of a worker",
-            where="--tensor-model-parallel-size and --pipeline-model-parallel-size",
-        )
-    torch.manual_seed(args.seed)
-    with cpu_platform.scope():
-        model_parallel_cuda_manual_seed(args.seed)
-    placement = Placement(
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        tp_size=sizes[0],
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        pp_size=sizes[1],
-        dp_rank=ps.get_data_parallel_rank(),
-        tp_group=ps.get_tensor_model_parallel_group(),
-        pp_group=ps.get_pipeline_model_parallel_group(),
-        num_layers=num_layers,
-    )
-    last = placement.pp_rank == placement.pp_size - 1
-    parallel = ParallelInfo(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        dp_rank=placement.dp_rank,
-        dp_size=ps.get_data_parallel_world_size(),
-        tp_size=sizes[0],
-        pp_size=sizes[1],
-        is_last_stage=last,
-        is_output_rank=last and placement.tp_rank == 0,
-        dp_group=ps.get_data_parallel_group(),
-        device=device,
-    )
-    return placement, parallel
+    def offload(self, *, weights: bool = True) -> None:
+        self._states.leave()
+        if weights:
+            self._weights.leave()
+            for part in (self._states, self._weights):
+                part.free()
+            give_back(self.parallel.device)
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._weights.bring()
+        self._weights.ready()
+        if optimizer:  # masters and moments arrive while the first forward passes compute
+            self._states.bring()

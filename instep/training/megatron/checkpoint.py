@@ -1,4 +1,5 @@
-"""Model and optimizer as a Megatron `torch_dist` checkpoint, loadable under any layout and either kind of optimizer.
+"""Model and optimizer as a Megatron `torch_dist` checkpoint, loadable under any layout and either kind of optimizer;
+and what others have saved, read.
 
 The optimizer's part does not come from `optimizer.sharded_state_dict`: that one differs between the plain and the
 distributed optimizer, and loading it into the latter is broken in 0.16.x with torch's AdamW. Here every parameter has
@@ -9,6 +10,7 @@ Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,12 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.errors import CheckpointError
-from instep.models.weight_map import HEAD
+from instep.models.shape import ModelShape
+from instep.models.weight_map import EMBEDDING, HEAD
+from instep.training.megatron.layout import Placement
+from instep.training.saving import Saver
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,10 +52,15 @@ class Master:
     stop: int
 
 
-def masters(optimizer: Any) -> dict[torch.nn.Parameter, Master]:
+def real_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers of dense and expert weights, without those that have nothing to train."""
+    return [opt for opt in optimizer.chained_optimizers if not getattr(opt, "is_stub_optimizer", False)]
+
+
+def masters(optimizer: Any) -> dict[Tensor, Master]:
     """Masters by model parameter; the distributed optimizer has them for the parameters of this rank's piece."""
-    found: dict[torch.nn.Parameter, Master] = {}
-    for opt in optimizer.chained_optimizers:
+    found: dict[Tensor, Master] = {}
+    for opt in real_optimizers(optimizer):
         inner = opt.optimizer
         if isinstance(opt, DistributedOptimizer):
             ranges = [m for maps in opt.gbuf_ranges for buckets in maps.values() for m in buckets]
@@ -73,18 +84,21 @@ class InProcessSave(TorchDistSaveShardedStrategy):
     process with threads, and waits for them without a bound.
     """
 
+    def __init__(self, saver: Saver):
+        super().__init__("torch_dist", 1)
+        self._saver = saver
+
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._saver.save(mcore_to_pyt_state_dict(state, False), Path(checkpoint_dir), planner)
 
 
-def _model_state(model: Any) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    """The chunks of this rank as Megatron names them; their tensors' own names count layers over all stages."""
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
 
 
 def _sharded_parameters(model_state: dict[str, Any]) -> dict[int, Any]:
@@ -101,53 +115,74 @@ def _like(base: Any, name: str, data: Tensor) -> Any:
     return replace(base, key=key, data=data, dtype=data.dtype)
 
 
-def _names(param: torch.nn.Parameter) -> tuple[str, ...]:
+def _copies(param: torch.nn.Parameter) -> Any:
+    """The ranks that hold copies of a parameter; Megatron marks those of experts."""
+    if getattr(param, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def _names(param: Tensor) -> tuple[str, ...]:
     return MOMENTS if param.dtype is torch.float32 else (*MOMENTS, "master")
 
 
 @torch.no_grad()
-def _optimizer_state(optimizer: Any, sharded: dict[int, Any], parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+def whole_states(
+    optimizer: Any, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[torch.nn.Parameter, str, Tensor | None]]:
+    """Each parameter with the name and the value of each of its states; collective.
+
+    The value has the parameter's shape, on the first of the ranks that hold copies of it; on others it is None.
+    """
     distributed = any(isinstance(opt, DistributedOptimizer) for opt in optimizer.chained_optimizers)
     held = masters(optimizer)
-    out: dict[str, Any] = {}
     for param in parameters:
-        base, master = sharded[id(param)], held.get(param)
+        master, group = held.get(param), _copies(param)
         for name in _names(param):
             full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
             if master is not None:
                 piece = master.tensor if name == "master" else master.state.get(name)
                 if piece is not None:
                     full[master.start : master.stop] = piece.reshape(-1)
+            elif name == "master" and not param.requires_grad and group.rank() == 0:
+                full.copy_(param.reshape(-1))  # frozen here; a resume may train it
             if distributed and group.size() > 1:
                 dist.reduce(full, group=group, group_dst=0)
-            data = full.view(param.shape).cpu() if group.rank() == 0 else torch.zeros(()).expand(param.shape)
-            out[f"{name}.{len(out)}"] = _like(base, name, data)
+            yield param, name, full.view(param.shape) if group.rank() == 0 else None
+
+
+def _optimizer_state(
+    optimizer: Any, sharded: dict[int, Any], parameters: list[torch.nn.Parameter], saver: Saver
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for param, name, full in whole_states(optimizer, parameters):
+        data = torch.zeros(()).expand(param.shape) if full is None else saver.to_host(full)
+        out[f"{name}.{len(out)}"] = _like(sharded[id(param)], name, data)
     return out
 
 
-def _step(optimizer: Any) -> float:
-    """The number of steps of the optimizer (torch keeps it per parameter, Transformer Engine per group)."""
+def num_steps(optimizer: Any, device: torch.device) -> float:
+    """The number of steps of the optimizer (torch keeps it per parameter, Transformer Engine per group); collective."""
     steps = [float(master.state["step"]) for master in masters(optimizer).values() if "step" in master.state]
-    return max(steps + [float(group.get("step", 0)) for group in optimizer.param_groups])
+    # All ranks agree: a distributed optimizer may leave a rank without a single element.
+    most = torch.tensor(max(steps + [float(group.get("step", 0)) for group in optimizer.param_groups]), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
-def save(path: Path, model: Any, optimizer: Any | None) -> None:
-    """Write a checkpoint into the existing folder `path`, collectively.
+def save(path: Path, chunks: Sequence[Any], optimizer: Any | None, saver: Saver) -> None:
+    """Write a checkpoint into the existing folder `path`, collectively; see `Saver` for --async-save.
 
     Raises:
         CheckpointError: the folder cannot be written to.
     """
-    state: dict[str, Any] = {"model": _model_state(model)}
+    state = _model_state(chunks)
     if optimizer is not None:
-        # All ranks agree on the step: a distributed optimizer may leave a rank without a single element.
-        step = torch.tensor(_step(optimizer), device=next(model.parameters()).device)
-        dist.all_reduce(step, dist.ReduceOp.MAX)
-        sharded = _sharded_parameters(state["model"])
-        state["optimizer"] = _optimizer_state(optimizer, sharded, list(model.parameters()))
-        state["optimizer_step"] = float(step)
+        parameters = [param for chunk in chunks for param in chunk.parameters()]
+        state["optimizer"] = _optimizer_state(optimizer, _sharded_parameters(state), parameters, saver)
+        state["optimizer_step"] = num_steps(optimizer, parameters[0].device)
     try:
-        dist_checkpointing.save(state, str(path), InProcessSave("torch_dist", 1))
+        dist_checkpointing.save(state, str(path), InProcessSave(saver))
     except (OSError, RuntimeError, CheckpointingException, dcp.CheckpointException) as error:
         raise CheckpointError(
             f"the checkpoint was not written: {error}", where=str(path), remedy="make room on the disk, or use another"
@@ -155,55 +190,57 @@ def save(path: Path, model: Any, optimizer: Any | None) -> None:
 
 
 @torch.no_grad()
-def load(path: Path, model: Any, optimizer: Any | None, *, fresh_head: bool = False) -> None:
-    """Read what `save` wrote, collectively.
+def load(
+    path: Path,
+    shape: ModelShape,
+    placement: Placement,
+    parameters: dict[str, Tensor],
+    optimizer: Any | None,
+    *,
+    fresh_head: bool = False,
+) -> None:
+    """Read this rank's part of a Megatron checkpoint, which instep or another program of any layout wrote.
 
     Args:
+        parameters: of `local_parameters`.
         fresh_head: the output layer is not read but becomes zero.
 
     Raises:
-        CheckpointError: no such checkpoint, or one of another model.
+        CheckpointError: no such checkpoint, one of another model, or an optimizer state that cannot be read.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise CheckpointError("no Megatron checkpoint", where=str(path), remedy="point to a folder that instep saved")
-    state: dict[str, Any] = {"model": _model_state(model)}
-    head = {HEAD: model.output_layer.weight.zero_()} if fresh_head and model.post_process else {}
-    for name in head:
-        del state["model"][name]
-    parameters = list(model.parameters())
-    keys: list[tuple[torch.nn.Parameter, str, str]] = []
-    if optimizer is not None:
-        sharded, state["optimizer"] = _sharded_parameters(state["model"]), {}
-        for param in parameters:
-            for name in _names(param):
-                keys.append((param, name, f"{name}.{len(keys)}"))
-                empty = torch.zeros(param.shape, dtype=torch.float32)
-                state["optimizer"][keys[-1][2]] = _like(sharded[id(param)], name, empty)
-    try:
-        loaded = dist_checkpointing.load(state, str(path))
-    except (CheckpointingException, dcp.CheckpointException, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint does not fit: {error}", where=str(path), remedy="load it with the model that wrote it"
-        ) from error
-    model.load_state_dict(loaded["model"] | head, strict=True)
-    if optimizer is None:
-        return
-    held = masters(optimizer)
-    for param, name, key in keys:
-        if (master := held.get(param)) is None:
+    checkpoint = MegatronCheckpoint(path, shape, fresh_head=fresh_head)
+    entries = {entry.megatron: entry for entry in checkpoint.entries}
+    if shape.tied:  # the last stage of a pipeline has its own copy
+        entries[HEAD] = entries[EMBEDDING]
+    held: Mapping[Tensor, Master] = masters(optimizer) if optimizer is not None else {}
+    step = checkpoint.optimizer_step() if optimizer is not None else 0.0
+    for megatron, param in parameters.items():
+        if fresh_head and megatron == HEAD:
+            param.zero_()
             continue
-        piece = loaded["optimizer"][key].reshape(-1)[master.start : master.stop].view(master.tensor.shape)
-        if name == "master":
-            master.tensor.copy_(piece)
-        else:
-            master.state[name] = piece.to(master.tensor.device, copy=True)
-    _set_step(optimizer, held, loaded["optimizer_step"])
+        entry = entries[megatron]
+        where = (*placement.split(entry)[:2], param.shape[0])
+        param.copy_(checkpoint.local(entry, *where))
+        master = held.get(param)
+        for name in _names(param) if master is not None else ():
+            assert master is not None
+            state = checkpoint.local(entry, *where, checkpoint.optimizer_prefix(entry, name)).float()
+            piece = state.reshape(-1)[master.start : master.stop].view(master.tensor.shape)
+            if name == "master":
+                master.tensor.copy_(piece)
+            elif name in master.state:  # it may be in host memory, and flat
+                master.state[name].view(-1).copy_(piece.reshape(-1))
+            else:
+                master.state[name] = piece.to(master.tensor.device, copy=True)
+    if optimizer is not None:
+        _set_step(optimizer, held, step)
 
 
-def _set_step(optimizer: Any, held: dict[torch.nn.Parameter, Master], step: float) -> None:
-    if isinstance(optimizer.chained_optimizers[0].optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+def _set_step(optimizer: Any, held: Mapping[Tensor, Master], step: float) -> None:
+    if isinstance(real_optimizers(optimizer)[0].optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         for master in held.values():
-            master.state["step"] = torch.tensor(step)  # one each: AdamW adds to it once per parameter
+            device = master.state["step"].device if "step" in master.state else None
+            master.state["step"] = torch.tensor(step, device=device)  # one each: AdamW adds to it once per parameter
     else:
         for group in optimizer.param_groups:
             group["step"] = int(step)

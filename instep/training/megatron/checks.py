@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from instep.errors import ConfigError
 from instep.models.shape import ModelShape
+from instep.models.stages import stage_layers
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -19,7 +20,6 @@ REFUSED_OVERRIDES = {
     "calculate_per_token_loss": "the loss carries its own denominators",
     "average_in_collective": "gradients are sums",
     "use_megatron_fsdp": "its parameters are laid out differently; use --train-backend fsdp",
-    "num_moe_experts": "mixtures of experts come later",
 }
 
 
@@ -31,23 +31,68 @@ def padded_vocab_size(vocab_size: int, args: Settings) -> int:
 
 def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
     """Raise one ConfigError that names everything which this backend does not do with a model of this shape."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp, pp, cp = (getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context"))
     problems = []
     if args.sequence_parallel and tp == 1:
         problems.append("--sequence-parallel with --tensor-model-parallel-size 1")
-    if world_size % (tp * pp):
-        problems.append(f"{world_size} ranks are no multiple of tensor ({tp}) x pipeline ({pp}) parallel sizes")
+    problems += _experts(args, shape, world_size)
+    if world_size % (tp * pp * cp):
+        sizes = f"tensor ({tp}) x pipeline ({pp}) x context ({cp})"
+        problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if getattr(shape, name) % tp:
             problems.append(f"{name} {getattr(shape, name)} is no multiple of --tensor-model-parallel-size {tp}")
-    if shape.num_layers % pp:
-        problems.append(f"{shape.num_layers} layers are no multiple of --pipeline-model-parallel-size {pp}")
-    problems += [
-        f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if (args.megatron_overrides or {}).get(name)
-    ]
+    problems += _pipeline(args, shape.num_layers)
+    overrides = args.megatron_overrides or {}
+    if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
+        problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
+    if shape.experts and args.moe_grouped_gemm:
+        if "moe_act" in (overrides.get("recompute_modules") or ()):
+            problems.append("--recompute-modules moe_act with --moe-grouped-gemm (full recomputation covers it)")
+        if overrides.get("moe_apply_probs_on_input"):
+            problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
+    problems += [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
     if problems:
         raise ConfigError(
             f"the megatron train backend cannot do: {'; '.join(problems)}",
             where="the Megatron arguments",
             remedy="choose parallel sizes that divide these numbers of the model; leave out what is refused",
         )
+
+
+def _experts(args: Settings, shape: ModelShape, world_size: int) -> list[str]:
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if shape.experts is None:
+        return [f"--expert-model-parallel-size {ep} with a model without experts"] if ep > 1 else []
+    problems = []
+    if shape.experts.num % ep:
+        problems.append(f"{shape.experts.num} experts are no multiple of --expert-model-parallel-size {ep}")
+    if shape.experts.ffn_hidden_size % etp:
+        width = shape.experts.ffn_hidden_size
+        problems.append(f"the width {width} of experts is no multiple of --expert-tensor-parallel-size {etp}")
+    if shape.experts.shared_ffn_hidden_size % args.tensor_model_parallel_size:
+        width, tp = shape.experts.shared_ffn_hidden_size, args.tensor_model_parallel_size
+        problems.append(f"the width {width} of shared experts is no multiple of --tensor-model-parallel-size {tp}")
+    if world_size % (ep * etp * args.pipeline_model_parallel_size):
+        sizes = f"expert ({ep}) x expert tensor ({etp}) x pipeline ({args.pipeline_model_parallel_size})"
+        problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        problems.append("tensor parallelism of a model with experts without --sequence-parallel")
+    return problems
+
+
+def _pipeline(args: Settings, num_layers: int) -> list[str]:
+    try:
+        sizes = stage_layers(args, num_layers)
+    except ValueError as error:
+        return [str(error)]
+    layers, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if layers and len(set(sizes)) > 1:
+        return ["--num-layers-per-virtual-pipeline-stage with stages of several sizes"]
+    for size in sizes:
+        what = f"{size} layers of a pipeline rank are no multiple of"
+        if layers and size % layers:
+            return [f"{what} --num-layers-per-virtual-pipeline-stage {layers}"]
+        if stages and size % stages:
+            return [f"{what} --num-virtual-stages-per-pipeline-rank {stages}"]
+    return []

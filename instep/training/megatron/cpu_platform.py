@@ -6,6 +6,8 @@ where CUDA is available. It replaces, for the life of the process:
 - `torch.cuda.current_device`, used as `device=`: the CPU device;
 - streams, events, `synchronize`, `empty_cache`: nothing to do;
 - the CUDA random-number state, kept by `tensor_parallel.random`: the CPU generator's;
+- `maybe_move_tensor_to_cpu`, which leaves the sizes of an all-to-all as tensors if they are there: numbers;
+- collectives over parts of different sizes, which gloo lacks (`gloo.py`);
 - `jit_fuser` (torch.compile of tiny functions): off.
 
 `scope()`, to be entered around the calls into Megatron that need it, also turns `device="cuda"` literals
@@ -24,6 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from instep.errors import ConfigError
+from instep.training.megatron import gloo
 from instep.training.megatron.version import require_megatron
 
 _CPU = torch.device("cpu")
@@ -96,6 +99,14 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    gloo.install(mappings)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, record_stream=False: (
+        x.numpy() if as_numpy and torch.is_tensor(x) else x
+    )
     _installed = True
 
 

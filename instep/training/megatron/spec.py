@@ -5,25 +5,34 @@ Imports `megatron.core`, so it must itself be imported after `cpu_platform.insta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.jit import jit_fuser
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from instep.training.log_probs import log_probs_and_entropy, values
+from instep.checkpoints.megatron_files import FUSED
+from instep.training.context_parallel import share_of, shared_attention, whole
+from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
+from instep.training.megatron.experts import GroupedExperts
+from instep.training.megatron.latent_attention import latent_attention
+from instep.training.megatron.replay import before_layer
+from instep.training.megatron.rotary import Rope, rotate
+from instep.training.megatron.router import Router
 from instep.training.packed_attention import packed_attention
 from instep.training.packing import (
+    SharedPrefixes,
     cu_seqlens,
     position_ids,
     response_positions,
@@ -32,35 +41,8 @@ from instep.training.packing import (
 )
 from instep.types import TokenBatch
 
-# The number of logits that exist at a time: 1 GiB in float32, of which the head needs several copies.
+# The number of logits that exist at a time, on a rank; they and their gradients need at most 2 GiB.
 HEAD_LOGITS = 2**28
-
-
-class Rope:
-    """Rotary positions with Hugging Face's own frequencies (Su et al. 2021, arXiv 2104.09864, and its scalings).
-
-    Megatron's are not used: they loop over the packed sequences, in every layer, and know fewer scalings.
-    """
-
-    def __init__(self, hf_config: Any, head_dim: int, device: torch.device):
-        rope = hf_config.rope_parameters
-        if rope["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-            self.inv_freq, self.scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
-        else:
-            self.inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, None)
-        self.inv_freq = self.inv_freq.to(device)
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[num_tokens]` -> cos, sin `[num_tokens, 1, head_dim]`."""
-        angles = torch.outer(positions.float(), self.inv_freq).repeat(1, 2)[:, None]
-        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
-
-
-@jit_fuser
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 @dataclass(kw_only=True)
@@ -68,19 +50,41 @@ class PackedInput(PackedSeqParams):
     """A micro-batch as it travels through Megatron's layers, from the embedding to the log-probs."""
 
     tokens: Tensor  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
+    rows: Tensor  # int64 [num_tokens]: where they stand in the batch; padding repeats a token
     cos: Tensor
     sin: Tensor
+    interleaved: bool  # see `Rope`
     positions: Tensor  # whose logits predict a response token
     targets: Tensor
     temperature: Tensor  # of each response token
     with_entropy: bool
     with_logits: bool
+    padding: Tensor | None = None  # bool [1, num_tokens], where there is any
+    shared: SharedPrefixes | None = None  # context parallelism: see `context_parallel.Share`
+    own: Tensor | None = None
+    num_response_tokens: int = 0
+    routes: Tensor | None = None  # see `replay.routes_of`
+    noted: dict[int, Tensor] | None = None  # gets the experts that each layer chooses
+    chosen: dict[int, Tensor] | None = None  # what it got in an earlier pass
 
 
 def pack(
-    batch: TokenBatch, rope: Rope, *, dtype: torch.dtype, multiple: int, with_entropy: bool, with_logits: bool = False
+    batch: TokenBatch,
+    rope: Rope,
+    *,
+    dtype: torch.dtype,
+    multiple: int,
+    with_entropy: bool,
+    with_logits: bool = False,
+    cp: tuple[int, int] = (0, 1),
 ) -> PackedInput:
-    """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own."""
+    """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own.
+
+    Args:
+        cp: context-parallel rank and size; the result is this rank's share of the stream.
+    """
+    if cp[1] > 1:
+        return _pack_share(batch, rope, dtype, multiple, with_entropy, cp)
     bounds, longest = cu_seqlens(batch)
     positions, tokens = position_ids(batch), batch.tokens
     padding = -tokens.numel() % multiple
@@ -97,13 +101,44 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         tokens=tokens[None],
+        rows=torch.arange(tokens.numel(), device=tokens.device).clamp(max=batch.tokens.numel() - 1),
         cos=cos,
         sin=sin,
+        interleaved=rope.interleaved,
         positions=response_positions(batch),
         targets=response_targets(batch),
         temperature=response_temperatures(batch),
         with_entropy=with_entropy,
         with_logits=with_logits,
+        padding=torch.arange(tokens.numel(), device=tokens.device)[None] >= batch.tokens.numel() if padding else None,
+    )
+
+
+def _pack_share(
+    batch: TokenBatch, rope: Rope, dtype: torch.dtype, multiple: int, with_entropy: bool, cp: tuple[int, int]
+) -> PackedInput:
+    share = share_of(batch, *cp, multiple)
+    cos, sin = rope.cos_sin(share.positions, dtype)
+    return PackedInput(
+        qkv_format="thd",
+        cu_seqlens_q=share.shared.cu_kept,
+        cu_seqlens_kv=share.cu_seqlens,
+        max_seqlen_q=share.shared.max_kept,
+        max_seqlen_kv=share.max_seqlen,
+        tokens=batch.tokens[share.rows][None],
+        rows=share.rows,
+        cos=cos,
+        sin=sin,
+        interleaved=rope.interleaved,
+        positions=share.predicting,
+        targets=response_targets(batch)[share.own],
+        temperature=response_temperatures(batch)[share.own],
+        with_entropy=with_entropy,
+        with_logits=False,
+        padding=share.padding[None],
+        shared=share.shared,
+        own=share.own,
+        num_response_tokens=int(batch.response_lengths.sum()),
     )
 
 
@@ -124,44 +159,94 @@ class HeadRMSNorm(torch.nn.RMSNorm):
 
 
 class PackedCoreAttention(MegatronModule):
-    """Rotary positions and causal attention within each sequence of a packed stream."""
+    """Rotary positions (but for latent attention, which rotates a part of its heads itself) and causal attention within
+    each sequence of a packed stream."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__(config=config)
         self.scale = softmax_scale
 
+    def get_extra_state(self) -> None:
+        """Nothing, but checkpoints have an entry of it, as Transformer Engine's attention wants one."""
+
+    def set_extra_state(self, state: Any) -> None: ...
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedInput,
                 **__: Any) -> Tensor:  # fmt: skip
-        """`[num_tokens, heads, head_dim]` each -> `[num_tokens, heads * head_dim]`."""
-        p = packed_seq_params
-        query, key = _rotate(query, p.cos, p.sin), _rotate(key, p.cos, p.sin)
-        out = packed_attention(
-            query, key, value, cu_seqlens=p.cu_seqlens_q, max_seqlen=p.max_seqlen_q, scale=self.scale
-        )
-        return out.flatten(1)
+        """`[num_tokens, heads, head_dim]` each -> `[num_tokens, heads * head_dim]`; values may be narrower."""
+        p, width = packed_seq_params, value.shape[-1]
+        if not self.config.multi_latent_attention:
+            query, key = rotate(query, p.cos, p.sin), rotate(key, p.cos, p.sin)
+        elif width < key.shape[-1]:  # kernels want one width
+            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        bounds = dict(cu_seqlens=p.cu_seqlens_kv, max_seqlen=p.max_seqlen_kv, scale=self.scale)
+        if p.shared is None:
+            return packed_attention(query, key, value, **bounds)[..., :width].flatten(1)
+        group = parallel_state.get_context_parallel_group()
+        out = shared_attention(query, key, value, **bounds, shared=p.shared, group=group)
+        return out[..., :width].flatten(1)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with the norms and the core attention of this file."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, expert_layers: Sequence[int]
+) -> TransformerBlockSubmodules:
+    """Megatron's local layers of a chunk of this stage, with the norms and the core attention of this file."""
+    first, count = (f(config, vp_stage=vp_stage) for f in (get_transformer_layer_offset, get_num_layers_to_build))
+    layers = [_layer_spec(config, i in expert_layers) for i in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    num_experts = config.num_moe_experts if has_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        layer.submodules.self_attention = latent_attention(PackedCoreAttention, RMSNorm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    if has_experts:
+        layer.submodules.mlp.submodules.router = Router
+        if config.moe_grouped_gemm:
+            layer.submodules.mlp.submodules.experts.module = GroupedExperts
+    # Checkpoints have Transformer Engine's names, which fuses a norm with the linear layer after it.
+    qkv, mlp, *latent = FUSED
+    fused = [*(latent if config.multi_latent_attention else [qkv]), *([] if has_experts else [mlp])]
+    layer.submodules.sharded_state_dict_keys_map = dict(fused)
+    return layer
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """What is embedded needs a gradient, though the embedding be frozen: recomputed layers, which are re-entrant
+    checkpoints, would get none else."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 class PolicyModel(GPTModel):
     """A GPTModel that returns the fields of `TokenOutputs` for response tokens instead of logits of all tokens."""
 
     def __init__(
-        self, config: TransformerConfig, *, padded_vocab: int, vocab_size: int, value_head: bool, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *,
+        padded_vocab: int,
+        vocab_size: int,
+        value_head: bool,
+        vp_stage: int | None,
+        expert_layers: Sequence[int],
+        **kwargs: Any,
     ):
+        spec = block_spec(config, vp_stage, expert_layers)
         super().__init__(
-            config, block_spec(config), vocab_size=padded_vocab, position_embedding_type="none", **kwargs
+            config, spec, vocab_size=padded_vocab, position_embedding_type="none", vp_stage=vp_stage, **kwargs
         )  # the core attention rotates
         self.real_vocab_size, self.value_head = vocab_size, value_head
+        for layer in self.decoder.layers:
+            if layer.is_moe_layer:
+                layer.register_forward_pre_hook(before_layer, with_kwargs=True)
+        if self.pre_process and config.recompute_granularity == "full":
+            self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
             # Every tensor-parallel rank has the head and all of its input, so that nothing is to be reduced.
             device, dtype = torch.cuda.current_device(), config.params_dtype
@@ -170,6 +255,16 @@ class PolicyModel(GPTModel):
             # The head sees few positions: they are gathered first, and its input gradient is all-reduced.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
+
+    def forward(self, *args: Any, packed_seq_params: PackedInput, **kwargs: Any) -> Any:
+        """Routers are told which tokens are padding; Megatron cuts the mask for sequence parallelism only where it
+        embeds."""
+        mask, config = packed_seq_params.padding, self.config
+        if config.num_moe_experts is None or not torch.is_grad_enabled():
+            mask = None
+        elif mask is not None and config.sequence_parallel and not self.pre_process:
+            mask = mask.chunk(config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+        return super().forward(*args, packed_seq_params=packed_seq_params, padding_mask=mask, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInput, **_: Any) -> Any:
         if not self.post_process:
@@ -186,15 +281,12 @@ class PolicyModel(GPTModel):
             return *outputs, logits[None]
         hidden = hidden_states[p.positions]
         if self.value_head:
-            return hidden.new_empty(0), None, None, values(hidden[:, 0], self.output_layer.weight)
-        size = max(1, HEAD_LOGITS * config.tensor_model_parallel_size // self.vocab_size)
-        chunks = zip(hidden.split(size), p.targets.split(size), p.temperature.split(size), strict=True)
-        if hidden.shape[0] > size and torch.is_grad_enabled():
-            parts = [checkpoint(self._head, *chunk, p.with_entropy, use_reentrant=False) for chunk in chunks]
-        else:
-            parts = [self._head(*chunk, p.with_entropy) for chunk in chunks]
-        log_probs = torch.cat([part[0] for part in parts])
-        return log_probs, torch.cat([part[1] for part in parts]) if p.with_entropy else None
+            return hidden.new_empty(0), None, None, _whole(values(hidden[:, 0], self.output_layer.weight), p)
+        log_probs, entropy = in_chunks(
+            self._head, hidden, p.targets, p.temperature, p.with_entropy,
+            num_logits=HEAD_LOGITS * config.tensor_model_parallel_size, vocab_size=self.vocab_size,
+        )  # fmt: skip
+        return _whole(log_probs, p), None if entropy is None else _whole(entropy, p)
 
     def _head(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool
@@ -209,3 +301,10 @@ class PolicyModel(GPTModel):
         """`[num_tokens, 1, hidden]` -> this rank's columns, `[num_tokens, V_local]`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden, weight=weight)[0][:, 0]
+
+
+def _whole(column: Tensor, p: PackedInput) -> Tensor:
+    """The column of all response tokens of the micro-batch, of which a context-parallel rank computes some."""
+    if p.own is None:
+        return column
+    return whole(column, p.own, p.num_response_tokens, parallel_state.get_context_parallel_group())

@@ -13,7 +13,11 @@ from instep.training.megatron.version import require_megatron
 def apply() -> None:
     """Correct the faults in this process; no-op where they are corrected or Megatron-Core does not have them."""
     require_megatron("upstream_fixes.te_general_gemm")
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     # router_gating_linear reads `te_general_gemm`, which is only imported where Transformer Engine is there: NameError.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    # Without Transformer Engine it imports stand-ins of its classes, which are no types: isinstance() raises TypeError.
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False

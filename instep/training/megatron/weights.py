@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,40 +15,39 @@ from torch import Tensor
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
-from instep.models.weight_map import HEAD, Kind, WeightEntry, fuse, join, part_range, weight_entries
+from instep.models.weight_map import (
+    EMBEDDING,
+    EXPERT_BIAS,
+    HEAD,
+    Kind,
+    WeightEntry,
+    fuse,
+    join,
+    part_range,
+    weight_entries,
+)
+from instep.training.megatron.layout import Placement
 from instep.weights.source import TensorSpec, WeightSource
 
 
-@dataclass
-class Placement:
-    """Which part of the model this process holds. Groups are torch.distributed's."""
+def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) -> dict[str, Tensor]:
+    """The parameters of this rank's chunks, and the biases of their routers, by Megatron name.
 
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    dp_rank: int
-    tp_group: Any
-    pp_group: Any
-    num_layers: int
-
-    def stage(self, entry: WeightEntry) -> int:
-        """The pipeline stage that holds `entry` (for tied weights the first one)."""
-        if entry.layer is not None:
-            return entry.layer // (self.num_layers // self.pp_size)
-        return 0 if entry.kind is Kind.VOCAB and entry.megatron.startswith("embedding.") else self.pp_size - 1
-
-
-def local_parameters(model: torch.nn.Module, placement: Placement) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank's stage by Megatron name, layers counted over all stages."""
-    offset = placement.pp_rank * (placement.num_layers // placement.pp_size)
-    layers = "decoder.layers."
-    named = {}
-    for name, param in model.named_parameters():
-        if name.startswith(layers):
-            index, rest = name.removeprefix(layers).split(".", 1)
-            name = f"{layers}{int(index) + offset}.{rest}"
-        named[name] = param
+    Layers count over all stages, experts over all ranks.
+    """
+    layers, experts = "decoder.layers.", ".local_experts."
+    named: dict[str, Tensor] = {}
+    for chunk, model in enumerate(chunks):
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS))
+        for name, param in (*model.named_parameters(), *biases):
+            if name.startswith(layers):
+                index, rest = name.removeprefix(layers).split(".", 1)
+                name = f"{layers}{int(index) + placement.first_layer(chunk)}.{rest}"
+            if experts in name:
+                before, rest = name.split(experts)
+                index, rest = rest.split(".", 1)
+                name = f"{before}{experts}{int(index) + placement.ep_rank * placement.num_local_experts}.{rest}"
+            named[name] = param
     return named
 
 
@@ -58,7 +57,7 @@ class MegatronWeightSource(WeightSource):
 
     shape: ModelShape
     placement: Placement
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, Tensor]  # of `local_parameters`
     dtype: torch.dtype
     device: torch.device
     specs: list[TensorSpec] = field(init=False)
@@ -68,64 +67,85 @@ class MegatronWeightSource(WeightSource):
         self.entries = weight_entries(self.shape)
         self.emits = dist.get_rank() == 0
         self.specs = [
-            TensorSpec(name, shape, self.dtype)
+            TensorSpec(name, shape, self._dtype(entry))
             for entry in self.entries
             for name, shape in zip(entry.names, entry.shapes, strict=True)
         ]
 
+    def _dtype(self, entry: WeightEntry) -> torch.dtype:
+        return torch.float32 if entry.keep_fp32 else self.dtype
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         specs = iter(self.specs)
         for entry in self.entries:
-            tensors = self._gather(entry) if self.placement.dp_rank == 0 else None
+            p = self.placement
+            first = (p.copy_rank if entry.expert is None else p.expert_copy_rank) == 0
+            tensors = self._gather(entry) if first else None
             for i in range(len(entry.names)):
                 yield next(specs), None if tensors is None else tensors[i]
 
     @torch.no_grad()
     def _gather(self, entry: WeightEntry) -> list[Tensor] | None:
+        """Over tensor-parallel ranks, then from the ranks of the expert to the first ones, then to the first stage."""
         p, stage = self.placement, self.placement.stage(entry)
+        rank, size, group = p.split(entry)
+        holder, ep_rank = (0, 0) if entry.expert is None else (entry.expert // p.num_local_experts, p.ep_rank)
         tensors = None
-        if p.pp_rank == stage:
+        if p.pp_rank == stage and ep_rank == holder:
             local = self.parameters[entry.megatron].detach()
-            if entry.kind is Kind.REPLICATED or p.tp_size == 1:
+            if entry.kind is Kind.REPLICATED or size == 1:
                 parts: list[Tensor] | None = [local]
             else:
-                parts = [torch.empty_like(local) for _ in range(p.tp_size)] if p.tp_rank == 0 else None
-                dist.gather(local.contiguous(), parts, group=p.tp_group, group_dst=0)
-            if p.tp_rank == 0:
+                parts = [torch.empty_like(local) for _ in range(size)] if rank == 0 else None
+                dist.gather(local.contiguous(), parts, group=group, group_dst=0)
+            if rank == 0:
                 assert parts is not None
-                tensors = [t.to(self.dtype) for t in join(entry, parts, self.shape)]
-        if stage == 0 or p.tp_rank != 0:
-            return tensors if p.pp_rank == 0 else None
+                tensors = [t.to(self._dtype(entry)) for t in join(entry, parts, self.shape)]
+        if rank != 0:
+            return None
         if p.pp_rank == stage:
+            tensors = self._to_first(entry, tensors, p.ep_group, ep_rank, holder)
+        return self._to_first(entry, tensors, p.pp_group, p.pp_rank, stage) if ep_rank == 0 else None
+
+    def _to_first(
+        self, entry: WeightEntry, tensors: list[Tensor] | None, group: Any, rank: int, holder: int
+    ) -> list[Tensor] | None:
+        """Move the tensors of rank `holder` of a group to its first rank; None on the others."""
+        if holder == 0:
+            return tensors if rank == 0 else None
+        if rank == holder:
             assert tensors is not None
             for tensor in tensors:
-                dist.send(tensor, group=p.pp_group, group_dst=0)
-        elif p.pp_rank == 0:
-            tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in entry.shapes]
+                dist.send(tensor, group=group, group_dst=0)
+        elif rank == 0:
+            dtype = self._dtype(entry)
+            tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape in entry.shapes]
             for tensor in tensors:
-                dist.recv(tensor, group=p.pp_group, group_src=stage)
+                dist.recv(tensor, group=group, group_src=holder)
             return tensors
         return None
 
 
 @torch.no_grad()
 def load_hf(
-    path: Path, shape: ModelShape, placement: Placement, parameters: dict[str, torch.nn.Parameter], padded_vocab: int
-) -> None:
+    path: Path, shape: ModelShape, placement: Placement, parameters: dict[str, Tensor], padded_vocab: int
+) -> list[str]:
     """Read this rank's slices of the checkpoint `path` into its parameters; the head of a critic becomes zero.
+
+    Returns:
+        The names of the tensors that are not read: those of multi-token prediction.
 
     Raises:
         CheckpointError: an unreadable folder, or tensors that are not the model's.
     """
     files = weight_files(path)
-    entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
-    by_name = {entry.megatron: entry for entry in entries}
+    by_name = {entry.megatron: entry for entry in weight_entries(shape)}
     if shape.tied:  # the last stage of a pipeline has its own copy
-        by_name[HEAD] = by_name["embedding.word_embeddings.weight"]
+        by_name[HEAD] = by_name[EMBEDDING]
     with ExitStack() as stack:
         shards = {file: stack.enter_context(opened(file)) for file in sorted(set(files.values()))}
         slices = {name: shards[file].get_slice(name) for name, file in files.items()}
-        _check(path, entries, slices, headless=shape.tied or shape.value_head)
+        unread = check_tensors(path, shape, slices)
         for name, param in parameters.items():
             if shape.value_head and name == HEAD:
                 param.zero_()
@@ -137,30 +157,38 @@ def load_hf(
                 if entry.split_dim is None:
                     parts.append(stored[:])
                     continue
-                start, stop = part_range(entry, i, placement.tp_rank, placement.tp_size, padded_vocab)
+                start, stop = part_range(entry, i, *placement.split(entry)[:2], padded_vocab)
                 parts.append(stored[start:stop] if entry.split_dim == 0 else stored[:, start:stop])
             param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
+    return unread
 
 
-def _check(path: Path, entries: list[WeightEntry], slices: dict[str, Any], *, headless: bool) -> None:
-    """Every tensor of the model is in the checkpoint with its shape, and nothing else is.
+def check_tensors(path: Path, shape: ModelShape, slices: Mapping[str, Any]) -> list[str]:
+    """Every tensor of the model is in the checkpoint with its shape, and nothing else is but what is not read.
 
     Args:
-        headless: the output layer, if the checkpoint has one, is not looked at.
+        slices: of the checkpoint. The output layer of a model that has none, or of a critic, is not looked at.
+
+    Returns:
+        The names of tensors of multi-token prediction, which checkpoints hold as layers behind the model's own.
 
     Raises:
         CheckpointError: names all that are missing, unknown or of another shape.
     """
+    behind = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_mtp_layers))
+    unread = sorted(name for name in slices if name.startswith(behind))
+    entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
     wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
-    ignored = {"lm_head.weight"} if headless else set()
+    ignored = {*unread, *(["lm_head.weight"] if shape.tied or shape.value_head else [])}
     found = {name for name in slices if not name.endswith("rotary_emb.inv_freq")} - ignored
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
     for name in wanted:
-        if name in found and (shape := tuple(slices[name].get_shape())) != wanted[name]:
-            problems.append(f"{name} has shape {shape}, config.json says {wanted[name]}")
+        if name in found and (size := tuple(slices[name].get_shape())) != wanted[name]:
+            problems.append(f"{name} has shape {size}, config.json says {wanted[name]}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             "; ".join(problems[:8]) + more, where=str(path), remedy="use weights that belong to config.json"
         )
+    return unread

@@ -1,6 +1,7 @@
 """A middleware that asks for a key: `--middleware instep_vllm.auth.Middleware`, last of all, so that it is outermost.
 
 vLLM's own key covers generation only; its control routes, such as /update_weights or /collective_rpc, ask for nothing.
+Two routes that vLLM lacks are answered here: `pause.py` and `sglang.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from instep_vllm import pause, sglang
 from instep_vllm.guard import Guard
 from instep_vllm.kv_params import App, Message, Receive, Send
 
@@ -27,7 +29,12 @@ class Middleware:
         if scope["type"] != "lifespan":
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
-        if refusal is None:
+        posted = scope["path"] if (scope["type"], scope.get("method")) == ("http", "POST") else ""
+        if refusal is None and posted == pause.PATH:
+            await pause.answer(scope, send)
+        elif refusal is None and posted == sglang.PATH:
+            await sglang.answer(self.app, scope, receive, send)
+        elif refusal is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})

@@ -1,10 +1,11 @@
-"""Reads a bucket of weights from shared memory, and checks all bytes before it hands out a tensor."""
+"""Reads a bucket of weights from shared memory, and compares it (or a checkpoint) with its manifest, byte by byte."""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +86,16 @@ def read(manifest: Manifest) -> dict[str, torch.Tensor]:
         aligned = flat.clone() if t.offset % dtype.itemsize else flat
         tensors[t.name] = aligned.view(dtype).view(t.shape)
     return tensors
+
+
+def compare(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare what a checkpoint holds with its manifest. Raises WeightMismatch, which names the tensor."""
+    records = {t.name: t for t in manifest.tensors}
+    for name in sorted(tensors.keys() ^ records.keys()):
+        raise WeightMismatch(f"{name} {'was not sent' if name in tensors else 'is not in the checkpoint'}", name)
+    for name, t in records.items():
+        tensor = tensors[name]
+        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        got = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_128_hexdigest(data))
+        if got != (t.shape, t.dtype, t.digest):
+            raise WeightMismatch(f"{name} of the checkpoint is not what was sent", name)

@@ -2,10 +2,11 @@
 
 A session uses vLLM's own routes:
 
-    POST /init_weight_transfer_engine {"init_info": {"protocol": 1, "version": "3", "nonce": "..."}}
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 2, "version": "3", "nonce": "..."}}
     POST /start_weight_update
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
-                                                                                  or "nccl", "invitation", "seconds"
+                                                                    or "nccl" or "ipc", "invitation", "seconds"
+                          "restart" with path and manifest of the checkpoint that the engine was started on
                           an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk"
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
@@ -23,6 +24,7 @@ is refused with ACTIVE, and POST /finish_weight_update ends the active one.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from collections.abc import Iterable, Mapping
@@ -41,7 +43,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from instep_vllm import PROTOCOL
-from instep_vllm.bucket import Manifest, WeightMismatch, read
+from instep_vllm.async_llm import LOADED
+from instep_vllm.bucket import Manifest, WeightMismatch, compare, read
+from instep_vllm.direct import DirectLoader, loads_directly
+from instep_vllm.handles import Receiver as IpcReceiver
 from instep_vllm.lora import Receiver
 from instep_vllm.place import NoPlace, check_checkpoint
 from instep_vllm.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
@@ -63,8 +68,8 @@ class Session(WeightTransferInitInfo):
 class Update(WeightTransferUpdateInfo):
     """One step of a session.
 
-    `backend` is shm or lora (need `manifest`), disk or lora_disk (`path`), nccl (`invitation`, `seconds`) or complete
-    (`names`).
+    `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
+    (`invitation`, `seconds`) or complete (`names`).
     """
 
     backend: str
@@ -81,20 +86,24 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._session: Session | None = None
-        self._group: Group | None = None  # of the last stream
+        self._group: Group | IpcReceiver | None = None  # of the last stream
         self._delivered: set[str] = set()
-        self._complete = self._active = False
+        self._complete = self._active = self._started = False
+        self._wrote = False  # this session has loaded weights
         self._kernels: list[tuple[Any, Any]] = []  # see `_make_unpacked`
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
         self._reloading = False
         self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
+        self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure
 
     def init_transfer_engine(self, init_info: Any) -> None:
+        if isinstance(init_info, dict) and "lease" in init_info:
+            return  # this vLLM keeps none, as `async_llm.py` has said
         failure = None
         try:
             session = Session(**init_info)
@@ -113,8 +122,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     def start_weight_update(self) -> None:
         self._active = True
-        self._delivered, self._complete = set(), False
+        self._delivered, self._complete, self._started, self._wrote = set(), False, False, False
         self._adapter.clear()
+        if self._direct is not None:
+            self._direct.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         failure = None
@@ -126,20 +137,24 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             logger.exception("an update was refused")
             failure = str(error) if isinstance(error, WeightMismatch) else f"WeightMismatch[]: {error!r}"
         try:
-            self._agree(failure)
+            self._agree(failure, self._wrote)
         except RuntimeError:
             self._active = False  # on this worker vLLM, too, will see that it raised
             raise
 
-    def _agree(self, failure: str | None) -> None:
-        """If any worker has failed, end the session on all of them and raise on the last one."""
-        failures = [failure]
+    def _agree(self, failure: str | None, wrote: bool = False) -> None:
+        """If any worker has failed, end the session on all of them and raise on the last one.
+
+        Args:
+            wrote: whether this worker has loaded weights of the session.
+        """
+        failures = [(failure, wrote)]
         for group in (get_tp_group(), get_pp_group()):
             if group.world_size > 1:
                 gathered: list[Any] = [None] * group.world_size
                 torch.distributed.all_gather_object(gathered, failures, group=group.cpu_group)
                 failures = [f for part in gathered for f in part]
-        first = next((f for f in failures if f is not None), None)
+        first = next((f for f, _ in failures if f is not None), None)
         if first is None:
             return
         if first != ACTIVE:
@@ -147,7 +162,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._forget_partial_layers()
         self._end_reload()  # what did not arrive whole keeps its old weights
         if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
-            raise RuntimeError(first)
+            raise RuntimeError(first + (LOADED if any(wrote for _, wrote in failures) else ""))
 
     def receive_weights(self, update_info: Update) -> None:
         if self._session is None:
@@ -157,18 +172,21 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             self._check_names({t.name: t.shape for t in manifest.tensors})
             self._load(read(manifest))
         elif update_info.backend == "disk":
-            self._load(self._checkpoint(Path(update_info.path)))
-        elif update_info.backend == "nccl":
-            self._receive(Invitation(**update_info.invitation), update_info.seconds)
+            self._load(self._checkpoint(update_info))
+        elif update_info.backend == "restart":
+            self._compare_start(update_info)
+        elif update_info.backend in ("nccl", "ipc"):
+            self._receive(update_info.backend, Invitation(**update_info.invitation), update_info.seconds)
         elif update_info.backend == "lora":
             manifest = self._of_session(Manifest.from_json(update_info.manifest))
             self._receive_adapter(read(manifest), update_info.manifest["config"])
         elif update_info.backend == "lora_disk":
-            tensors = self._files(Path(update_info.path))
+            tensors = self._files(update_info)
             self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
         elif update_info.backend == "complete":
             self._check_complete(update_info.names)
             if self._adapter.tensors:
+                self._wrote = True
                 self._adapter.load()
             self._complete = True
         else:
@@ -208,21 +226,31 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             if self._shapes and shape != self._shapes[name]:
                 raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
 
-    def _checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
+    def _checkpoint(self, info: Update) -> dict[str, torch.Tensor]:
         """All tensors of a Hugging Face checkpoint."""
-        return {name: t for name, t in self._files(folder).items() if not self._shapes or name in self._shapes}
+        return {name: t for name, t in self._files(info).items() if not self._shapes or name in self._shapes}
 
-    def _files(self, folder: Path) -> dict[str, torch.Tensor]:
+    def _compare_start(self, info: Update) -> None:
+        """Compare the checkpoint that this engine was started on with what was sent; vLLM has loaded it by itself."""
+        if os.path.realpath(info.path) != os.path.realpath(self.model_config.model):
+            raise WeightMismatch(f"this engine was started on {self.model_config.model}, not on {info.path}")
+        self._delivered.update(self._files(info))
+        self._started = True
+
+    def _files(self, info: Update) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint on disk, compared with its manifest where one was sent."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        tensors: dict[str, torch.Tensor] = {}
+        folder, tensors = Path(info.path), dict[str, torch.Tensor]()
         try:
             check_checkpoint(str(folder))
             for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 tensors |= load_file(file)
         except (OSError, ValueError, NoPlace, SafetensorError) as error:
             raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
+        if info.manifest:
+            compare(self._of_session(Manifest.from_json(info.manifest)), tensors)
         return tensors
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
@@ -232,10 +260,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
         if missing := sorted(set(names or ()) - self._delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
-        if self._adapter.tensors:  # whose base stays as it is
+        if self._adapter.tensors or self._started:  # the base stays as it is
             return
         if not self._delivered:
             raise WeightMismatch("no tensor was delivered")
+        if self._direct is not None:
+            self._direct.check_complete()
+            return
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -256,31 +287,44 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if not self._reloading:
-            self._make_unpacked()
-            initialize_layerwise_reload(self.model)
-            self._reloading = True
+        self._wrote = True
         try:
-            self.model.load_weights((name, tensor) for name, tensor in tensors.items())
+            if self._direct is not None:
+                self._direct.load(tensors)
+            else:
+                if not self._reloading:
+                    self._make_unpacked()
+                    initialize_layerwise_reload(self.model)
+                    self._reloading = True
+                self.model.load_weights((name, tensor) for name, tensor in tensors.items())
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
             raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
         self._delivered.update(tensors)
 
-    def _receive(self, invitation: Invitation, seconds: float) -> None:
+    def _receive(self, backend: str, invitation: Invitation, seconds: float) -> None:
         """Receive all weights as a stream, and load one bucket after another."""
         assert self._session is not None, "receive_weights checks it"
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
             self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
+            if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
+                tensors = {name: t.clone() for name, t in tensors.items()}
             self._load(tensors)
 
         deadline = time.monotonic() + seconds
+        session = {"version": self._session.version, "nonce": self._session.nonce}
         try:
             if self._group is None or self._group.name != invitation.group:
                 self._leave_group()
-                self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
-            receive(self._group, {"version": self._session.version, "nonce": self._session.nonce}, load, deadline)
+                if backend == "ipc":
+                    self._group = IpcReceiver(invitation, self.device, deadline)
+                else:
+                    self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
+            if isinstance(self._group, IpcReceiver):
+                self._group.receive(session, load, deadline)
+            else:
+                receive(self._group, session, load, deadline)
         except StreamMismatch as error:
             raise WeightMismatch(str(error), error.tensor) from error
         except StreamBroken as error:

@@ -48,7 +48,11 @@ def install() -> None:
     def load_adapter(self: Any, lora_request: LoRARequest) -> LoRAModel:
         if lora_request.lora_path != REQUEST.lora_path:
             return load(self, lora_request)
-        return _model(self._adapter_manager)
+        manager = self._adapter_manager
+        if _held is None:  # no session has brought one yet: zeros leave the base as it is
+            rank = manager.lora_config.max_lora_rank
+            return manager.create_dummy_lora(REQUEST.lora_int_id, rank, self.embedding_modules)
+        return _model(manager, _moved(_held[0], manager.device), _held[1])
 
     InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
 
@@ -66,6 +70,7 @@ class Receiver:
 
     def clear(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._live: dict[str, torch.Tensor] = {}  # the same on the device, for vLLM's to change
         self._adapter: dict[str, Any] = {}
 
     def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> None:
@@ -97,9 +102,12 @@ class Receiver:
                 shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
                 if tuple(tensor.shape) != shape:
                     raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {shape}", name)
-            if not bool(torch.isfinite(tensor).all()):
-                raise WeightMismatch(f"{name} is not finite", name)
+        live = _moved(tensors, self._model.lora_manager.device)
+        finite = torch.stack(torch._foreach_norm(list(live.values()))).isfinite().tolist() if live else []
+        if odd := next((name for name, is_finite in zip(live, finite, strict=True) if not is_finite), None):
+            raise WeightMismatch(f"{odd} is not finite", odd)
         self.tensors |= tensors
+        self._live |= live
 
     def load(self) -> None:
         """Make the adapter that has arrived the one that requests use.
@@ -114,7 +122,7 @@ class Receiver:
         before, _held = _held, (self.tensors, self._adapter)
         manager: Any = self._model.lora_manager
         try:
-            model = _model(manager)
+            model = _model(manager, self._live, self._adapter)
             manager.remove_adapter(model.id)
             manager.add_adapter(model)
             manager.activate_adapter(model.id)
@@ -124,14 +132,26 @@ class Receiver:
         self.clear()
 
 
-def _model(manager: Any) -> LoRAModel:
-    """The adapter that this worker holds as vLLM's; before the first session one without layers, which is the base."""
-    if _held is None:
-        return LoRAModel(REQUEST.lora_int_id, manager.lora_config.max_lora_rank, {})
-    tensors, adapter = _held
+def _moved(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the tensors on `device`; those of one bucket are copied at once, as there are hundreds."""
+    wholes: dict[int, torch.Tensor] = {}
+    moved: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in wholes:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            wholes[storage.data_ptr()] = whole.to(device, copy=True)
+        start = tensor.storage_offset() * tensor.element_size()
+        flat = wholes[storage.data_ptr()][start : start + tensor.nbytes]
+        moved[name] = flat.view(tensor.dtype).view(tensor.shape)
+    return moved
+
+
+def _model(manager: Any, live: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
+    """The adapter as vLLM's; `live` becomes its own, as vLLM multiplies B by alpha / rank in place."""
     return LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
-        {name: tensor.clone() for name, tensor in tensors.items()},  # vLLM multiplies B by alpha / rank in place
+        live,
         PEFTHelper.from_dict(adapter),
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,

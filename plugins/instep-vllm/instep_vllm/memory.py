@@ -1,26 +1,30 @@
-"""Moves the weights of this worker's model into memory that the trainer maps, and writes down what lies where.
+"""Shares the weights of this worker's model with a trainer, and writes down what lies where.
 
 A weight of the checkpoint lies in slices of the model's parameters (fused, and with TP a part of it). The map of names
-to slices is recorded while vLLM's own `load_weights` copies a checkpoint into that memory; no architecture is known
-here. `record` of a slice: the memory's number, the offset in bytes, shape and stride in it, and offset and stride (in
+to slices is recorded while vLLM's own `load_weights` copies a checkpoint into them; no architecture is known here.
+`record` of a slice: the memory's number, the offset in bytes, shape and stride in it, and offset and stride (in
 elements) of the same elements in the weight of the checkpoint.
 
-On a CPU the memory is one file (`file_memory`). On a GPU each parameter would be a memory of its own that is opened by
-its CUDA IPC handle; only `file_memory` and the reader (`instep/weights/memory.py`) know of it.
+On a CPU all parameters move into one memory, a file (`file_memory`). On a GPU each parameter stays where it is, and its
+storage is a memory that other processes open by its CUDA IPC handle (`cuda_memories`). Only these two functions and the
+reader (`instep/weights/memory.py`) know of either.
 """
 
 from __future__ import annotations
 
+import base64
+import bisect
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALIGNMENT = 64  # bytes, of each parameter
@@ -31,12 +35,23 @@ class CannotShare(Exception):
     """The weights of this model cannot be shared with a trainer."""
 
 
-def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """A new file in `folder`, mapped by all who open it: how it is opened, and its bytes as a uint8 tensor.
+@dataclass(frozen=True)
+class Memory:
+    """One memory: how it is opened, and the addresses that it has in this process."""
+
+    record: dict[str, Any]
+    begin: int
+    end: int
+
+
+def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.Tensor]:
+    """A new file in `folder`, mapped by all who open it, and its bytes as a uint8 tensor.
 
     Raises:
         CannotShare: there is no room for it.
     """
+    for left in folder.glob(f"memory-{rank}-*.bin"):
+        left.unlink()  # of an engine that has ended; who maps it keeps it
     path = folder / f"memory-{rank}-{secrets.token_hex(8)}.bin"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -50,7 +65,46 @@ def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[dict[str, Any]
         ) from error
     finally:
         os.close(fd)
-    return {"kind": "file", "path": str(path), "bytes": num_bytes}, data
+    record = {"kind": "file", "path": str(path), "bytes": num_bytes}
+    return Memory(record, data.data_ptr(), data.data_ptr() + num_bytes), data
+
+
+def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> list[Memory]:
+    """The storages of parameters on a GPU, each once, as another process on the same GPU opens them.
+
+    They must outlive the trainer: the engine never frees a parameter.
+
+    Raises:
+        CannotShare: the allocator's memory has no IPC handles.
+    """
+    torch.cuda.synchronize(device)  # whoever opens them finds the weights
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    memories = []
+    storages = [parameter.data.untyped_storage() for parameter in parameters if parameter.numel()]
+    for begin, storage in {storage.data_ptr(): storage for storage in storages}.items():
+        try:
+            _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+        except RuntimeError as error:
+            what = f"the memory of a weight has no CUDA IPC handle: {error}"
+            raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm") from error
+        record = {
+            "kind": "cuda",
+            "uuid": uuid,
+            "bytes": size,
+            "ipc_handle_b64": _base64(handle),
+            "storage_size": size,
+            "storage_offset": offset,
+            "ref_counter_handle_b64": _base64(counter),
+            "ref_counter_offset": counter_offset,
+            "event_handle_b64": _base64(event),
+            "event_sync_required": bool(waits),
+        }
+        memories.append(Memory(record, begin, begin + size))
+    return memories
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 @dataclass(frozen=True)
@@ -60,17 +114,19 @@ class Slice:
     view: torch.Tensor
     source_offset: int
     source_stride: tuple[int, ...]
-    offset: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of the whole weight."""
+        """The same elements of the whole weight, in the dtype and on the device of the slice."""
         whole = whole.contiguous()
-        return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
+        part = whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
+        return part.to(self.view.device, self.view.dtype)
 
-    def record(self) -> dict[str, Any]:
+    def record(self, memories: Sequence[Memory]) -> dict[str, Any]:
+        address = self.view.data_ptr()
+        number = next(i for i, memory in enumerate(memories) if memory.begin <= address < memory.end)
         return {
-            "memory": 0,
-            "offset": self.offset,
+            "memory": number,
+            "offset": address - memories[number].begin,
             "shape": list(self.view.shape),
             "stride": list(self.view.stride()),
             "source_offset": self.source_offset,
@@ -78,15 +134,27 @@ class Slice:
         }
 
 
-class Recorder(TorchDispatchMode):
-    """Sees every `copy_` from a tensor of the checkpoint into `memory`, and keeps its slice by the tensor's name."""
+class Ranges:
+    """The addresses of parameters."""
 
-    def __init__(self, memory: torch.Tensor):
+    def __init__(self, parameters: Iterable[torch.Tensor]):
+        ranges = sorted({(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in parameters})
+        self._begins, self._ends = [r[0] for r in ranges], [r[1] for r in ranges]
+
+    def __contains__(self, address: int) -> bool:
+        place = bisect.bisect_right(self._begins, address) - 1
+        return place >= 0 and address < self._ends[place]
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every `copy_` from a tensor of the checkpoint into a parameter, and keeps its slice by the tensor's name."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]):
         super().__init__()
-        self._begin, self._end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        self._ranges = Ranges(parameters)
         self.sources: dict[str, torch.Tensor] = {}
         self.slices: dict[str, list[Slice]] = {}
-        self.unknown: list[tuple[int, tuple[int, ...]]] = []  # what was copied from elsewhere: offset and shape
+        self.unknown: list[tuple[int, ...]] = []  # the shapes of what was copied from elsewhere
 
     def seen(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -95,35 +163,47 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and self._begin <= args[0].data_ptr() < self._end:
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() in self._ranges:
             self._copied(args[0], args[1])
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        offset, address = target.data_ptr() - self._begin, source.data_ptr()
+        address = source.data_ptr()
         for name, whole in reversed(self.sources.items()):
             begin = whole.data_ptr()
             if begin <= address < begin + whole.numel() * whole.element_size() and source.dtype == whole.dtype:
                 place = (address - begin) // whole.element_size()
-                self.slices.setdefault(name, []).append(
-                    Slice(target.detach(), place, tuple(source.expand_as(target).stride()), offset)
-                )
+                stride = tuple(source.expand_as(target).stride())
+                self.slices.setdefault(name, []).append(Slice(target.detach(), place, stride))
                 return
-        self.unknown.append((offset, tuple(target.shape)))
+        self.unknown.append(tuple(target.shape))
 
 
-def sample(tensor: torch.Tensor) -> memoryview:
-    """The bytes of about `LENGTH` elements, spread over the tensor."""
+def sample_digests(slices: Mapping[str, Sequence[Slice]]) -> dict[str, str]:
+    """By name the digest of about `LENGTH` elements of each slice, spread over it; one copy to the host."""
+    lengths, parts = {}, []
+    for name, found in slices.items():
+        few = [_few(part.view) for part in found]
+        lengths[name] = sum(part.numel() for part in few)
+        parts += few
+    data, at, digests = memoryview(torch.cat(parts).cpu().numpy()), 0, {}
+    for name, length in lengths.items():
+        digests[name] = xxhash.xxh3_128_hexdigest(data[at : at + length])
+        at += length
+    return digests
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
     each = max(1, round(LENGTH ** (1 / max(1, tensor.ndim))))
     few = tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
-    return memoryview(few.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return few.contiguous().reshape(-1).view(torch.uint8)
 
 
 def write_manifest(
     folder: Path,
     rank: int,
     about: Mapping[str, Any],
-    memory: Mapping[str, Any],
+    memories: Sequence[Memory],
     slices: Mapping[str, list[Slice]],
     shapes: Mapping[str, Iterable[int]],
 ) -> str:
@@ -133,13 +213,18 @@ def write_manifest(
         name: {
             "shape": list(shapes[name]),
             "dtype": str(parts[0].view.dtype).removeprefix("torch."),
-            "slices": [part.record() for part in parts],
+            "slices": [part.record(memories) for part in parts],
         }
         for name, parts in slices.items()
     }
-    text = json.dumps({**about, "rank": rank, "nonce": nonce, "memories": [memory], "tensors": tensors})
-    hidden = folder / f".memory-{rank}-{nonce}"
+    own = {"rank": rank, "nonce": nonce, "memories": [m.record for m in memories], "tensors": tensors}
+    write_private(folder / f"memory-{rank}.json", json.dumps({**about, **own}))
+    return nonce
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its user can read, as a whole."""
+    hidden = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-    hidden.rename(folder / f"memory-{rank}.json")
-    return nonce
+    hidden.rename(path)

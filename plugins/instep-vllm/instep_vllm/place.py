@@ -93,3 +93,19 @@ def _file_of_ours(folder: int) -> os.stat_result | None:
 def _check(found: os.stat_result, owner: int, path: str) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != owner or found.st_nlink != 1:
         raise NoPlace(f"{path} is no file of its own of user {owner}")
+
+
+def process_mark(pid: int) -> str:
+    """A text that no other process of this host has or will have; "" for one that has ended, or is hidden from us."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{boot} {pid} {fields[19]}"
+
+
+def lives(mark: str) -> bool:
+    """Whether the process of a mark lives."""
+    pid = mark.split(" ")[1] if mark.count(" ") == 2 else ""
+    return pid.isdigit() and process_mark(int(pid)) == mark

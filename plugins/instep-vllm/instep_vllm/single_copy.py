@@ -2,10 +2,11 @@
 
 They lie in memory that both map (`memory.py`). A session has the routes of `engine.py`; nothing is loaded in it:
 
-    POST /update_weights {"update_info": {"backend": "single-copy", "digests": [{"NAME": "..."}, ...], "nonces": [...]}}
+    POST /update_weights {"update_info": {"backend": "single-copy", "digests": {"NONCE": {"NAME": "..."}, ...}}}
     POST /update_weights {"update_info": {"backend": "disk", "path": DIR}}
 
-The first compares samples of the parameters as this engine has them with what the trainer has written, rank by rank.
+The first compares samples of the parameters as each worker has them with what the trainer has written into the memory
+of that nonce.
 The second compares a whole checkpoint with them, every byte, and writes nothing.
 """
 
@@ -18,26 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from instep_vllm import MEMORY_VARIABLE
+from instep_vllm.bridge import Bridge
 from instep_vllm.bucket import WeightMismatch
 from instep_vllm.engine import ShmWeightTransferEngine, Update
-from instep_vllm.memory import ALIGNMENT, CannotShare, Recorder, Slice, file_memory, sample, write_manifest
-from instep_vllm.place import check_memory_folder
+from instep_vllm.memory import (
+    ALIGNMENT,
+    CannotShare,
+    Memory,
+    Ranges,
+    Recorder,
+    Slice,
+    cuda_memories,
+    file_memory,
+    sample_digests,
+    write_manifest,
+)
+from instep_vllm.place import check_memory_folder, process_mark
 
 logger = init_logger("vllm.instep")
 
 
 @dataclass
 class SingleCopyUpdate(Update):
-    """One step of a session; of the backend `single-copy` by rank: digests of weights, and the memory they are in."""
+    """One step of a session; of the backend `single-copy` the digests of weights, by the memory that they are in."""
 
-    digests: list[dict[str, str]] = field(default_factory=list)
-    nonces: list[str] = field(default_factory=list)
+    digests: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
@@ -45,13 +57,14 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        folder = Path(os.environ.get(MEMORY_VARIABLE, ""))
-        check_memory_folder(str(folder))
         self._refuse_what_cannot_be_shared()
         self._rank = int(self.vllm_config.parallel_config.rank)
+        self._bridge: Bridge | None = None  # of rank 0, unless a run has started this engine
+        folder = self._folder()
         with torch.no_grad():
-            memory, data = self._move(folder)
-            self._slices, shapes = self._record(data)
+            memories = [self._move(folder)] if self.device.type == "cpu" else []
+            self._slices, shapes = self._record()
+            memories = memories or cuda_memories(self.model.parameters(), self.device)
         for layer in self.model.modules():
             if "cpu_linear" in layer.__dict__:  # it multiplies with a packed copy of the weight
                 layer.cpu_linear = nn.functional.linear
@@ -60,11 +73,31 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             "architecture": self.model_config.hf_config.architectures[0],
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "num_ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            "process": process_mark(os.getpid()),
         }
-        self._nonce = write_manifest(folder, self._rank, about, memory, self._slices, shapes)
-        logger.info("rank %d shares %.1f MB of weights in %s", self._rank, data.numel() / 1e6, memory["path"])
+        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes)
+        size = sum(memory.end - memory.begin for memory in memories)
+        logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
+        get_world_group().barrier()  # the manifests of all workers are there
+        if self._bridge is not None:
+            tensor_parallel, named = parallel.tensor_parallel_size, self.model.named_parameters()
+            self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named, memories)
+            logger.info("trainers find these weights by %s", self._bridge.path)
 
     # ---- at the start --------------------------------------------------------------------------------------------
+
+    def _folder(self) -> Path:
+        """The folder of the run that has started this engine; without one a new folder, the same for all workers."""
+        if folder := os.environ.get(MEMORY_VARIABLE):
+            check_memory_folder(folder)
+            return Path(folder)
+        if self._rank == 0:
+            self._bridge = Bridge()
+        return Path(get_world_group().broadcast_object(str(self._bridge.folder) if self._bridge else None))
+
+    def shutdown(self) -> None:
+        if self._bridge is not None:
+            self._bridge.remove()
 
     def _refuse_what_cannot_be_shared(self) -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -72,12 +105,14 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
 
         plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         reason = ""
-        if self.device.type != "cpu":
-            reason = f"the weights are on {self.device.type}: only those on a CPU can be shared today"
+        if self.device.type not in ("cpu", "cuda"):
+            reason = f"the weights are on {self.device.type}: only those on a CPU or a CUDA device can be shared"
         elif self.vllm_config.lora_config is not None:
             reason = "LoRA layers keep weights of their own (--enable-lora)"
         elif getattr(self.model_config, "enable_sleep_mode", False):
             reason = "an engine that sleeps takes its memory from the trainer (--enable-sleep-mode)"
+        elif self.model_config.use_mla:
+            reason = "latent attention computes with copies of its weights"
         for path, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
             if method is not None and not isinstance(method, plain) and any(True for _ in layer.parameters(False)):
@@ -85,7 +120,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         if reason:
             raise CannotShare(f"--weight-sync single-copy: {reason}; use --weight-sync shm")
 
-    def _move(self, folder: Path) -> tuple[dict[str, Any], torch.Tensor]:
+    def _move(self, folder: Path) -> Memory:
         """Give each parameter, as it was before vLLM packed it, a place in one memory; tied ones have one place."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -112,13 +147,17 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
                 new.__dict__.update(like.__dict__)
                 made[offset] = restore_layer_refs(new, layer)
             layer._parameters[name] = made[offset]
-        return memory, data
+        return memory
 
-    def _record(self, data: torch.Tensor) -> tuple[dict[str, list[Slice]], dict[str, tuple[int, ...]]]:
-        """Load the checkpoint into the memory; returns its weights' slices, which are compared with it, and shapes."""
+    def _record(self) -> tuple[dict[str, list[Slice]], dict[str, tuple[int, ...]]]:
+        """Load the checkpoint once more; returns its weights' slices, which are compared with it, and shapes."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader import get_model_loader
 
-        recorder = Recorder(data)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and getattr(layer, "bias", None) is not None:
+                layer._register_bias = lambda: None  # vLLM 0.32's loader of Phi would make a new one
+        recorder = Recorder(self.model.parameters())
         loader = get_model_loader(self.vllm_config.load_config)
         with set_current_vllm_config(self.vllm_config), recorder:
             self.model.load_weights(recorder.seen(loader.get_all_weights(self.model_config, self.model)))
@@ -134,11 +173,11 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         if recorder.unknown:
-            offset, shape = recorder.unknown[0]
-            raise CannotShare(f"something of shape {shape} at {offset} is no plain copy of a weight of the checkpoint")
+            what = f"something of shape {recorder.unknown[0]} is no plain copy of a weight of the checkpoint"
+            raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
         for name, parts in recorder.slices.items():
             for part in parts:
-                if not torch.equal(part.view, part.of(recorder.sources[name]).to(part.view.dtype)):
+                if not torch.equal(part.view, part.of(recorder.sources[name])):
                     raise CannotShare(f"{name} is not what the engine holds after it was loaded: it is transformed")
         covered: dict[int, int] = {}
         starts = [(part.view.data_ptr(), part.view.numel()) for parts in recorder.slices.values() for part in parts]
@@ -174,7 +213,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         """Compare a whole checkpoint with the memory; nothing is loaded."""
         for name, whole in tensors.items():
             for part in self._slices.get(name, ()):
-                if not torch.equal(part.view, part.of(whole).to(part.view.dtype)):
+                if not torch.equal(part.view, part.of(whole)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
         self._delivered.update(tensors)
 
@@ -184,15 +223,15 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
 
     def _compare_samples(self, update: SingleCopyUpdate) -> None:
         """Raises WeightMismatch if the trainer has written into other memory, or other values."""
-        if len(update.digests) <= self._rank or update.nonces[self._rank] != self._nonce:
+        told = update.digests.get(self._nonce)
+        if told is None:
             raise WeightMismatch("the trainer is attached to other memory than this engine's")
-        told = update.digests[self._rank]
         if missing := sorted(self._slices.keys() - told.keys()):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
-        live = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in self.model.parameters()]
+        live, held = Ranges(self.model.parameters()), sample_digests(self._slices)
         for name, parts in self._slices.items():
-            if not all(any(begin <= part.view.data_ptr() < end for begin, end in live) for part in parts):
+            if not all(part.view.data_ptr() in live for part in parts):
                 raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
-            if xxhash.xxh3_128_hexdigest(b"".join(sample(part.view) for part in parts)) != told[name]:
+            if held[name] != told[name]:
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
         self._delivered.update(told)

@@ -7,15 +7,18 @@
                   -> Rollout        -> TrainedRollout  -> a version
 
 The workers wait for the whole rollout, which was made with the very weights that they hold. The engines wait for the
-training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs.
+training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs;
+with --async-save the workers copy their state to host memory, and threads write it while the next rounds run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.controller.controller import Controller
+from instep.controller.round import Step
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -24,20 +27,35 @@ if TYPE_CHECKING:
 
 def train(args: Args) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
+    loop = steps(args)
+    try:
+        while True:
+            next(loop)
+    except StopIteration as end:
+        return dict(end.value)
+    finally:
+        loop.close()
+
+
+def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
+    """The loop. It yields each round when it is over, and returns the summary; closing it ends the run."""
     with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
             controller.evaluate(controller.start_rollout_id)
 
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
-            rollout = controller.generate(rollout_id)
-            trained = controller.train(rollout)
-            controller.sync_weights()
-            controller.finish_step(rollout, trained)  # before the save: what a checkpoint covers is on disk
+            with controller.profile.step(rollout_id):
+                rollout = controller.generate(rollout_id)
+                trained = controller.train(rollout)
+                controller.sync_weights()
+                metrics = controller.finish_step(rollout, trained)  # before the save: what it covers is on disk
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
+            evaluation: dict[str, float] = {}
             if evaluates_after(args, rollout_id, controller.num_rollout):
-                controller.evaluate(rollout_id + 1)
+                evaluation = controller.evaluate(rollout_id + 1)
+            yield Step(rollout_id, rollout.groups, metrics, evaluation)
 
         return controller.finish()
 

@@ -1,0 +1,155 @@
+"""GRPO on one GPU, whole steps: instep with either backend against TRL's `GRPOTrainer`, both with vLLM colocated.
+
+    python benchmarks/gpu_grpo.py [--size 0.6b] [--new-tokens 512] [--steps 5] [--only NAME ...] [--out FILE]
+
+Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens` tokens each (a random model ends one
+of 300 earlier), one optimizer step. instep runs as a user runs it: fp32 masters, the log-prob of every sampled token,
+sync sessions with their proof. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing
+and larger batches. They run in turn on one machine; the first step of each does not count. `start_s` are the seconds
+to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for it. A run that
+fails is a row with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.random_model import SIZES, dimensions, prompt  # noqa: E402
+from instep.observability.versions import versions  # noqa: E402
+
+SAMPLES, PROMPT = 256, 128
+INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
+INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size --max-tokens-per-gpu 32768"
+RUNS = {
+    "instep-hf": "--train-backend hf",
+    "trl": "",
+    "instep-megatron": "--train-backend megatron",
+    "trl-tuned": "--no-checkpointing --per-device-batch 32",
+}
+
+
+async def reward(args: Any, sample: Any, **_: Any) -> float:
+    """The peer's reward (for --custom-rm-path)."""
+    return sum(map(ord, sample.response[:64])) % 97 / 97
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.6b")
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
+    parser.add_argument("--more", default="", help="further flags of instep")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script, without TRL"
+    )
+    parser.add_argument("--limit", type=float, default=400, help="seconds for each run")
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "instep-models")
+    parser.add_argument("--logs", type=Path, help="a folder for logs and metrics; default: removed at the end")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="instep-bench-") as scratch:
+        folder = options.logs.absolute() if options.logs else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = options.models.absolute() / f"{options.size}-0"
+        make = [sys.executable, str(ROOT / "benchmarks" / "random_model.py"), options.size, str(model)]
+        subprocess.run([*make, "--device", options.device], check=True)  # its process gives the memory back
+        texts = [prompt(PROMPT, int(dimensions(options.size)["vocab_size"]), seed) for seed in range(256)]
+        (model / "train.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+        rows = []
+        for name in options.only:
+            rows.append({"name": name, **measure(options, name, model, folder)})
+            print(json.dumps(rows[-1]), flush=True)
+    result = report(options, rows)
+    print(json.dumps(result["headline"]))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Run one; returns its figures, or its error."""
+    ours, out = name.startswith("instep"), folder / name
+    if ours:
+        words = f"-m instep.cli train --hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
+        words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
+        words += f"--vllm-max-model-len {PROMPT + options.new_tokens + 64} --run-dir {out} --device {options.device} "
+        words += f"--num-rollout {options.steps} "
+        words += options.more
+    else:
+        words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl {RUNS[name]} "
+        words += f"--steps {options.steps} --new-tokens {options.new_tokens} --out {out}.json"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    began, log = time.time(), folder / f"{name}.log"
+    try:
+        with log.open("wb") as file:
+            more: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": options.limit}
+            subprocess.run([sys.executable, *words.split()], cwd=folder, env=env, check=True, **more)
+    except subprocess.SubprocessError as error:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return {"error": [line for line in lines if "Error" in line][:1] or [str(error)], "log": lines[-3:]}
+    return {
+        "whole_s": round(time.time() - began, 1),
+        **(of_instep(out, began) if ours else of_trl(folder / f"{name}.json")),
+    }
+
+
+def of_instep(run: Path, began: float) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/loss" in row]
+    seconds = [after["time"] - before["time"] for before, after in zip(rows, rows[1:], strict=False)]
+    kept = ("perf/", "sync/", "memory/", "turns/")
+    names = sorted({n for n in rows[-1] if n.startswith(kept) and ("seconds" in n or "bytes" in n)})
+    parts = {n: round(median(row[n] for row in rows[1:]), 4) for n in names if all(n in row for row in rows[1:])}
+    gap = {n: rows[-1][n] for n in ("train/log_prob_gap_mean", "train/log_prob_gap_max") if n in rows[-1]}
+    start = {"start_s": round(rows[0]["time"] - rows[0]["perf/step_seconds"] - began, 1)}
+    return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **start, "parts": parts, **gap}
+
+
+def of_trl(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text())
+    seconds = [row["seconds"] for row in found["steps"][1:]]
+    about = {"peak_gib": found["steps"][-1]["peak_gib"], "versions": found["versions"]}
+    return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **about}
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    measured = {row["name"]: row["step_s"] for row in rows if "step_s" in row}
+    headline = {
+        f"{ours}_over_{peer}": round(measured[peer] / measured[ours], 2)
+        for ours in ("instep-hf", "instep-megatron")
+        for peer in ("trl", "trl-tuned")
+        if {ours, peer} <= measured.keys()
+    }
+    for row in rows:
+        if "step_s" in row:
+            row["samples_per_s"] = round(SAMPLES / row["step_s"], 1)
+            row["response_tokens_per_s"] = round(SAMPLES * options.new_tokens / row["step_s"])
+    return {
+        "benchmark": "gpu_grpo",
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "workload": {"size": options.size, "samples": SAMPLES, "prompt": PROMPT, "new_tokens": options.new_tokens},
+        "flags": INSTEP + " " + options.more,
+        "rows": rows,
+        "headline": headline,
+    }
+
+
+if __name__ == "__main__":
+    main()

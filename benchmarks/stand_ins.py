@@ -1,0 +1,112 @@
+"""An engine and a worker that cost nothing, each a real process, for `controller_share.py`.
+
+    python benchmarks/stand_ins.py engine ANSWERS    answers each request at once; prints its port
+    python benchmarks/stand_ins.py worker            answers each call at once, with metrics of zeros
+
+ANSWERS is JSON, a list of responses, each a list of token ids. They are taken by seed, and come in arrays to a client
+that accepts them, else in vLLM's JSON; `n` of a request makes it n responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.cluster.local import WorkerChannel
+from instep.engines.answers import CONTENT_TYPE, encode
+from instep.processes import follow_parent
+
+
+def log_probs_of(ids: list[int], number: int) -> list[float]:
+    """Return log-probs as an engine may have computed them: float32, all different."""
+    draws = np.random.default_rng(number).exponential(1.0, len(ids)).astype(np.float32)
+    return (-draws).tolist()
+
+
+class Answers:
+    """The bodies of all answers, made when they are first asked for."""
+
+    def __init__(self, responses: list[list[int]]):
+        self._ids = responses
+        self._log_probs = [log_probs_of(ids, i) for i, ids in enumerate(responses)]
+        self.body = functools.cache(self._body)
+
+    def _body(self, first: int, n: int, arrays: bool) -> bytes:
+        places = [(first + i) % len(self._ids) for i in range(n)]
+        if arrays:
+            return encode([{"index": i, **self._choice(place)} for i, place in enumerate(places)])
+        return json.dumps({"choices": [self._as_vllm(i, self._choice(p)) for i, p in enumerate(places)]}).encode()
+
+    def _choice(self, place: int) -> dict[str, Any]:
+        parts = {"token_ids": self._ids[place], "log_probs": self._log_probs[place]}
+        return {**parts, "finish_reason": "length", "stop_reason": None}
+
+    def _as_vllm(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        pairs = zip(choice["token_ids"], choice.pop("log_probs"), strict=True)
+        content = [{"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in pairs]
+        return {"index": index, **choice, "logprobs": {"content": content}}
+
+
+class Connection(asyncio.Protocol):
+    """One connection of a client that waits for each answer before its next request."""
+
+    def __init__(self, answers: Answers):
+        self._answers, self._data = answers, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, end, body = self._data.partition(b"\r\n\r\n")
+        if not end:
+            return
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        if len(body) < int(fields.get(b"content-length", b"0")):
+            return
+        self._data = b""
+        params = json.loads(body).get("sampling_params", {})
+        arrays = CONTENT_TYPE.encode() in fields.get(b"accept", b"")
+        answer = self._answers.body(params.get("seed", 0) % 64, params.get("n", 1), arrays)
+        kind = CONTENT_TYPE if arrays else "application/json"
+        answered = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(answer)}\r\n\r\n"
+        self._transport.write(answered.encode() + answer)
+
+
+async def serve(responses: list[list[int]]) -> None:
+    answers = Answers(responses)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(answers), "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def work() -> None:
+    """Answer the calls of a round."""
+    channel = WorkerChannel()
+    while True:
+        try:
+            method, args = channel.receive()
+        except (EOFError, OSError):
+            return
+        if method == "train":
+            batch, _, lrs, kept, *_ = args
+            lengths = batch.response_lengths.tolist()
+            metrics = [{"loss": 0.0, "grad_norm": 1.0, "skipped_steps": 0.0, "lr": lr} for lr in lrs]
+            rows = batch.token_columns["rollout_log_probs"].split(lengths)
+            channel.result((metrics, {i: rows[i] for i in kept}, 0.0))
+        else:
+            channel.result({"trainer_host_bytes": 0.0})
+
+
+if __name__ == "__main__":
+    follow_parent()
+    if sys.argv[1] == "engine":
+        asyncio.run(serve(json.loads(Path(sys.argv[2]).read_text())))
+    else:
+        work()

@@ -1,0 +1,242 @@
+"""`instep.train(...)` and `instep.Run(...)`: what `instep train` does, in a script or a notebook.
+
+Keywords are the flags of `instep train` with underscores. They become the words of a command line, so that everything
+that is checked there is checked here, with the same errors; these are raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import ConfigError, DataError, writing
+
+if TYPE_CHECKING:
+    from instep.controller.round import Step
+
+Prompts = str | Path | Sequence[str | list[dict[str, Any]] | dict[str, Any]]
+Reward = str | Callable[..., Any]
+
+_FUNCTIONS = "instep_functions"  # the module in which functions stand that no other process could import
+# Hooks that this process calls; the others are called by the trainer's processes.
+_CALLED_HERE = frozenset(
+    "custom_rm_path custom_generate_function_path custom_reward_post_process_path dynamic_sampling_filter_path "
+    "rollout_sample_filter_path rollout_all_samples_process_path buffer_filter_path custom_rollout_log_function_path "
+    "custom_eval_rollout_log_function_path rollout_function_path eval_function_path data_source_path "
+    "custom_convert_samples_to_train_data_path".split()
+)
+
+
+def train(
+    *, model: str | Path | None = None, prompts: Prompts | None = None, reward: Reward | None = None, **flags: Any
+) -> dict[str, Any]:
+    """Train as `instep train` does, to the end.
+
+    Args:
+        model: `--hf-checkpoint`.
+        prompts: `--prompt-data`; or a list of texts, of conversations (lists of messages) or of rows (dicts), which is
+            written into the run's folder. Rows have their prompt under `prompt` and their label, if any, under
+            `label`, unless `input_key` and `label_key` say otherwise.
+        reward: a function `(args, sample) -> number` or dict, async or not; a dotted path (`--custom-rm-path`); or the
+            name of a built-in reward (`--rm-type`).
+        flags: all other flags by name, `rollout_batch_size=32`. True gives a switch; None leaves a flag out, and False
+            a switch, or gives its `--no-` form. A flag of several values takes a list, or a dict of names and files
+            (`eval_prompt_data`), one of JSON a dict. A flag that names a function of the user's takes the function.
+
+    Returns:
+        The summary of the run, as in `summary.json`.
+
+    Raises:
+        InstepError: the flags are wrong, or the run cannot go on.
+    """
+    run = Run(model=model, prompts=prompts, reward=reward, **flags)
+    for _ in run:
+        pass
+    return run.summary
+
+
+class Run:
+    """A run whose loop is the user's: `for step in instep.Run(...)`. It takes what `train` takes, checked at once.
+
+    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs,
+    engines and trainer wait. When the loop is left, by its end, by `break`, by an error or by Ctrl-C, every process of
+    the run is ended and its report is written; `save` and `load` make the next `Run` go on after the last checkpoint.
+    A second loop over the same object is another session of the run. It is a context manager, too, for a loop that is
+    kept in a variable.
+
+    Attributes:
+        args: the checked arguments.
+        summary: that of the last session that came to its end; empty before.
+    """
+
+    _open: Run | None = None  # one at a time in a process
+
+    def __init__(
+        self,
+        *,
+        model: str | Path | None = None,
+        prompts: Prompts | None = None,
+        reward: Reward | None = None,
+        **flags: Any,
+    ):
+        from instep.cli import arguments
+        from instep.private import private_files
+
+        _refuse_two()
+        of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
+        given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
+        for name, (flag, value) in given.items():
+            if value is not None and flags.get(flag) is not None:
+                raise ConfigError(f"{name} and {flag} say the same", where="instep", remedy="give one of the two")
+            if value is not None:
+                flags[flag] = value
+        with private_files():
+            if prompts is not None and not isinstance(prompts, (str, Path)):
+                flags |= _written(prompts, flags)
+            self._functions: dict[str, Callable[..., Any]] = {}
+            self.args = arguments("train", list(_words(flags, self._functions)))
+        self.summary: dict[str, Any] = {}
+        self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
+
+    def __iter__(self) -> Iterator[Step]:
+        self.close()
+        session = self._steps()
+        self._session = weakref.ref(session)  # the loop alone holds it: it ends with the loop
+        return session
+
+    def _steps(self) -> Generator[Step, None, None]:
+        from instep.observability.output import lasting_output
+        from instep.private import private_files
+        from instep.rollout.tokens import forget_tokenizers
+        from instep.train_sync import steps
+
+        _refuse_two()
+        forget_tokenizers()  # of a run before
+        _import_as_module(self._functions)  # another Run may have been made meanwhile
+        Run._open, loop = self, steps(self.args)
+
+        @contextlib.contextmanager
+        def at_work() -> Iterator[None]:  # not in the user's part of the loop
+            with private_files(), lasting_output(Path(self.args.run_dir) / "logs"):
+                yield
+
+        try:
+            while True:
+                with at_work():
+                    try:
+                        step = next(loop)
+                    except StopIteration as end:
+                        self.summary = end.value
+                        return
+                yield step
+        finally:
+            Run._open = None
+            with at_work():
+                loop.close()
+
+    def close(self) -> None:
+        """End the session, if one is open."""
+        if (session := self._session()) is not None:
+            session.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _refuse_two() -> None:
+    if Run._open is not None:
+        what = f"the run in {Run._open.args.run_dir} is still open, and a process holds one at a time"
+        raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
+
+
+def _written(prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
+    depends on what they are, so that a resume finds them, and no other run's are replaced."""
+    from instep.atomic import write_text
+
+    rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(row) + "\n")
+        except (TypeError, ValueError) as error:
+            remedy = "give texts, lists of messages, or dicts of what JSON can hold"
+            raise DataError(f"the prompt is no JSON: {error}", where=f"prompts[{number}]", remedy=remedy) from error
+    text = "".join(lines)
+    folder = Path(flags.get("run_dir") or "runs/train")
+    path = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    with writing(path, "run_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    label = "label" if any("label" in row for row in rows) else None
+    keys = {"input_key": flags.get("input_key") or "prompt", "label_key": flags.get("label_key") or label}
+    return {"prompt_data": path, **keys}
+
+
+def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Iterator[str]:
+    """The words of a command line that say what the keywords say; functions that no module has go into `functions`."""
+    from instep.arguments.all_flags import find
+    from instep.arguments.extra import find_on_path
+
+    for name, value in flags.items():
+        word = "--" + name.replace("_", "-")
+        flag = find(word) or find_on_path(word)
+        if callable(value):
+            value = _path(name, value, functions)
+        if flag is None or (value is True):
+            yield word if value is None or isinstance(value, bool) else f"{word}={value}"
+        elif value is None:
+            continue
+        elif value is False and flag.is_switch:
+            off = (p + "no-" + word.removeprefix(p) for p in ("--vllm-", "--router-", "--") if word.startswith(p))
+            yield from [no for no in off if (found := find(no)) is not None and found.status == "acts"][:1]
+        elif isinstance(value, Mapping) and not flag.nargs:
+            yield f"{word}={json.dumps(value)}"
+        elif isinstance(value, (Mapping, list, tuple)):
+            parts = [x for pair in value.items() for x in pair] if isinstance(value, Mapping) else value
+            yield from [f"{word}={part}" for part in parts] if flag.append else [word, *map(str, parts)]
+        else:
+            yield f"{word}={value}"
+    _import_as_module(functions)
+
+
+def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
+    """The dotted path of a hook that is given as a function; one that no module has is added to `functions`."""
+    module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module not in (None, "__main__", _FUNCTIONS) and getattr(sys.modules.get(module), own, None) is function:
+        return f"{module}.{own}"
+    if name not in _CALLED_HERE:
+        raise ConfigError(
+            f"{own or function!r} stands in no module that the processes of the trainer could import",
+            where=f"{name}=...",
+            remedy="put the function into a file beside this one, and import it from there",
+        )
+    own = getattr(function, "__name__", "")
+    own = own if own.isidentifier() and own not in functions else name
+    functions[own] = function
+    return f"{_FUNCTIONS}.{own}"
+
+
+def _import_as_module(functions: dict[str, Callable[..., Any]]) -> None:
+    """Let hooks find `functions` by path; a function that is defined anew, in a notebook, replaces the one before."""
+    from instep.hooks import defined_at, load_function
+    from instep.rollout import execute
+    from instep.rollout.rewards import dispatch, trl
+
+    module = ModuleType(_FUNCTIONS, "Functions that instep.train and instep.Run were given.")
+    module.__spec__ = ModuleSpec(_FUNCTIONS, None)
+    vars(module).update(functions)
+    sys.modules[_FUNCTIONS] = module
+    for cached in (load_function, defined_at, execute._parameters, dispatch.takes_lists, trl.is_trls):
+        cached.cache_clear()

@@ -1,0 +1,84 @@
+"""Rollouts beside the training: `instep train-async`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup
+from instep.arguments.rollout import DEFAULT_ROLLOUT
+from instep.weights.way import SINGLE_COPY
+
+ASYNCHRONOUS = FlagGroup(
+    "Asynchronous training (docs/async.md)",
+    (
+        Flag(
+            "--update-weights-interval",
+            COUNT,
+            1,
+            "`instep train-async`: rollouts between two syncs; one more comes before a checkpoint and an evaluation",
+            whose="C",
+        ),
+        Flag(
+            "--max-staleness",
+            INDEX,
+            None,
+            "`instep train-async`: groups are generated all the time, and no token is trained by weights that are more "
+            "than so many versions newer; 0: as `instep train`. Default: one rollout ahead, which ends before a sync",
+        ),
+        Flag(
+            "--stale-groups",
+            default="drop",
+            choices=("drop", "requeue"),
+            help="what becomes of a group that is beyond --max-staleness all the same: it is left out, or begun anew",
+        ),
+    ),
+)
+
+
+def only_async(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """The flags of asynchronous runs act nowhere else; slime's default is what every other run does."""
+    if args.command in ("train-async", "plan"):
+        return
+    for name in sorted({flag.attribute for flag in ASYNCHRONOUS.flags} & given):
+        if (name, getattr(args, name)) != ("update_weights_interval", 1):
+            yield Problem("acts in `instep train-async` only", flag_name(name), "use that command, or leave it out")
+
+
+def both_at_work(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Trainer and engines work at the same time: neither can lend the other its memory."""
+    if args.command != "train-async":
+        return
+    asked = [flag_name(name) for name in ("offload", "offload_train", "offload_rollout") if name in given]
+    if asked:
+        what = "trainer and engines work at the same time, and none can sleep meanwhile"
+        remedy = "leave it out (both then share the GPU's memory: --vllm-gpu-memory-utilization), or use `instep train`"
+        yield Problem(what, " and ".join(asked), remedy)
+    if args.weight_sync == SINGLE_COPY:
+        what = "the engines would compute with weights that a step is changing"
+        yield Problem(what, f"--weight-sync {SINGLE_COPY}", "use another --weight-sync, or `instep train`")
+
+
+def staleness(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """What a bound on the age of tokens goes with."""
+    bound, where = args.max_staleness, "--max-staleness"
+    if args.command != "train-async":
+        return
+    if not bound and "stale_groups" in given:
+        yield Problem("has no effect without --max-staleness of at least 1", "--stale-groups", "give both")
+    if bound == 0 and args.update_weights_interval > 1:
+        what = "weights that are trained and not sent are newer than all tokens"
+        yield Problem(what, f"{where} 0 with --update-weights-interval", f"use {where} 1, or sync after every rollout")
+    if bound == 0 and args.partial_rollout:
+        what = "a response that is continued has older tokens"
+        yield Problem(what, f"{where} 0 with --partial-rollout", f"leave one of them out, or use {where} 1")
+    if bound and args.rollout_function_path != DEFAULT_ROLLOUT:
+        what = "a rollout function of one's own makes whole rounds"
+        yield Problem(what, f"{where} with --rollout-function-path", f"leave {where} out: it then runs one round ahead")
+    for name in ("over_sampling_batch_size", "partial_rollout"):
+        if bound and name in given:
+            what = f"has no effect with {where}: groups begin as others end, and go on after each sync"
+            yield Problem(what, flag_name(name), refused=False)
+
+
+RULES = (only_async, both_at_work, staleness)

@@ -1,0 +1,98 @@
+"""Trainer and engines that take turns on the same GPUs (`--colocate`): what each of them frees for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.algorithms.catalog import ONLINE
+from instep.arguments.concern import Given, Problem, Settings, flag_name
+from instep.arguments.flag import POSITIVE, Flag, refused, switch
+from instep.weights.way import RESTART, SINGLE_COPY
+
+_DEFAULT = "default: with --colocate, on GPUs"
+
+FLAGS: tuple[Flag, ...] = (
+    switch("--offload", "--offload-train and --offload-rollout", "C"),
+    switch(
+        "--offload-train",
+        f"while engines generate, the trainer's weights, masters and moments wait in pinned host memory; {_DEFAULT}",
+        "C",
+    ),
+    switch("--no-offload-train", "the trainer keeps its GPU memory", "C"),
+    switch(
+        "--offload-rollout",
+        "while the trainer works, the policy's engines on its GPUs sleep: they free their weights and KV cache; "
+        + _DEFAULT,
+        "C",
+    ),
+    switch("--no-offload-rollout", "the engines keep their GPU memory", "C"),
+    Flag("--gpu-memory-gb", POSITIVE, 80.0, "memory of a GPU in GiB, for the estimate of `instep plan`"),
+    *refused(
+        "the trainer's processes live as long as the run, and wait without GPU memory",
+        "C",
+        "--release-train",
+        instead="--offload-train",
+    ),
+)
+
+
+_NO_TURNS = {
+    SINGLE_COPY: "trainer and engine compute with the same weights, so that neither can free them",
+    RESTART: "an engine that is started anew in a sync is awake",
+}
+
+
+_KEEP = "an engine that sleeps keeps no responses"
+
+
+def shares_gpus(args: Settings) -> bool:
+    """Whether engines that this run starts and syncs use the trainer's GPUs."""
+    both = args.command in (*ONLINE, "plan") and not args.debug_train_only and not args.debug_rollout_only
+    return bool(both and args.colocate and not args.rollout_external_engine_addrs)
+
+
+def _wanted(args: Settings, given: Given, name: str) -> bool:
+    """As the flag or `--offload` says, else on GPUs if nothing forbids it; only where both share them."""
+    if args.command == "train-async":
+        return False
+    default = args.device != "cpu" and args.weight_sync not in _NO_TURNS and args.pause_mode != "keep"
+    return shares_gpus(args) and f"no_{name}" not in given and (name in given or args.offload or default)
+
+
+def offload_train(args: Settings, given: Given) -> bool:
+    return _wanted(args, given, "offload_train")
+
+
+def offload_rollout(args: Settings, given: Given) -> bool:
+    return _wanted(args, given, "offload_rollout")
+
+
+RESOLVERS = (offload_train, offload_rollout)
+
+
+def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Only those free memory who share the GPU, and whose memory nobody else reads."""
+    if args.command not in (*ONLINE, "plan"):
+        return
+    for name in ("offload_train", "offload_rollout"):
+        if {name, f"no_{name}"} <= given:
+            yield Problem(f"contradicts {flag_name(name)}", flag_name(f"no_{name}"), "give one of the two")
+    asked = [flag_name(name) for name in ("offload", "offload_train", "offload_rollout") if name in given]
+    if asked and not shares_gpus(args):
+        what = "has no effect where trainer and engines do not share GPUs (--colocate)"
+        yield Problem(what, " and ".join(asked), refused=False)
+    elif (args.offload_train or args.offload_rollout) and args.weight_sync in _NO_TURNS:
+        where = " and ".join(flag_name(name) for name in ("offload_train", "offload_rollout") if getattr(args, name))
+        what = _NO_TURNS[args.weight_sync]
+        yield Problem(
+            what, f"{where} with --weight-sync {args.weight_sync}", "leave it out, or use another --weight-sync"
+        )
+    elif args.pause_mode == "keep" and args.offload_rollout:
+        remedy = "use --pause-mode abort or wait, or leave it out"
+        yield Problem(_KEEP, "--offload-rollout with --pause-mode keep", remedy)
+    elif args.pause_mode == "keep" and shares_gpus(args) and args.device == "cuda":
+        if "no_offload_rollout" not in given:
+            yield Problem(f"{_KEEP}, so that engines keep their GPU memory", "--pause-mode keep", refused=False)
+
+
+RULES = (turns,)

@@ -1,0 +1,155 @@
+"""Flags that instep does not know: those of a user's `train.py`, and those of a modified Megatron on PYTHONPATH.
+
+Both are argparse's. Hooks read them as `args.<name>`; one that is given and names a field of one of megatron-core's
+configurations sets that field, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from instep.arguments.flag import Flag, text
+from instep.errors import ConfigError
+
+Provider = Callable[[argparse.ArgumentParser], Any]  # adds its flags, and may return the parser
+
+IMPORT_SECONDS = 300.0  # the command line of Megatron imports all of Megatron
+ARGUMENTS = "megatron/training/arguments.py"
+_TYPES: dict[str, Any] = {"int": int, "float": float}
+
+_ATTRIBUTES = ("dest", "nargs", "const", "default", "type", "choices", "required", "help")
+
+_MARK = "flags: "  # before the JSON, among what Megatron prints
+
+_of_user: dict[str, Flag] = {}
+
+
+def add(provider: Provider, known: Callable[[str], Flag | None]) -> None:
+    """Learn the flags that `provider` adds to a parser.
+
+    Args:
+        known: finds the record of a flag of instep.
+
+    Raises:
+        ConfigError: a flag that instep has, or one of a form that is not read here.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in map(_flag, _actions(provider(parser) or parser)):
+        if any(known(name) is not None for name in (flag.name, *flag.aliases)):
+            raise ConfigError(f"{flag.name} is a flag of instep", where="extra_args_provider", remedy="rename it")
+        _of_user.update(dict.fromkeys((flag.name, *flag.aliases), flag))
+
+
+def of_user() -> dict[str, Flag]:
+    """The flags that were added, by each of their names."""
+    return _of_user
+
+
+def find_on_path(name: str) -> Flag | None:
+    """The record of a flag of the `megatron.training` on `sys.path`, if there is one; it is looked at but once.
+
+    Raises:
+        ConfigError: there is one, and it cannot be imported; or a form of flag that is not read here.
+    """
+    folder = next((Path(p).absolute() for p in sys.path if Path(p, ARGUMENTS).is_file()), None)
+    if folder is None:
+        return None
+    records, why = _of_megatron(folder)
+    if why:
+        what = f"is no flag of instep, and the Megatron in {folder} cannot be asked: {why}"
+        raise ConfigError(what, where=name, remedy="install what Megatron needs, or take it off PYTHONPATH")
+    return replace(_flag(records[name]), passed_to="megatron") if name in records else None
+
+
+@cache
+def _of_megatron(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """The flags of the Megatron in `folder`, by each of their names, or why they are not known."""
+    path = os.pathsep.join([str(folder), *(p or "." for p in sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "instep.arguments.extra"]  # the import is long, and starts many things
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"its import takes over {IMPORT_SECONDS:.0f} s"
+    line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
+    if done.returncode or line is None:
+        return {}, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    records = [{**r, "type": _TYPES.get(r["type"], text)} for r in json.loads(line.removeprefix(_MARK))]
+    return {name: record for record in records for name in record["names"]}, ""
+
+
+class _Parser(Exception):
+    """Carries Megatron's parser out of Megatron's function."""
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
+    for action in parser._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        yield {
+            "names": action.option_strings,
+            "kind": type(action).__name__,
+            **{
+                key: getattr(action, key)
+                for key in ("dest", "nargs", "const", "default", "required", "choices", "help")
+            },
+            "type": action.type,
+        }
+
+
+def _flag(record: dict[str, Any]) -> Flag:
+    name, *aliases = record["names"]
+    kind, nargs, read = record["kind"], record["nargs"], record["type"] or text
+    common: dict[str, Any] = dict(dest=record["dest"], default=record["default"], help=record["help"] or "")
+    if kind in ("_StoreTrueAction", "_StoreFalseAction", "_StoreConstAction"):
+        return Flag(name, bool, aliases=tuple(aliases), constant=record["const"], **common)
+    if kind not in ("_StoreAction", "_AppendAction") or nargs not in (None, "+", "*") or record["required"]:
+        raise ConfigError(
+            "has a form that instep does not read (an action of its own, nargs that is neither '+' nor '*', required)",
+            where=f"the flag {name}",
+            remedy="give it one value or a list of them, and a default",
+        )
+
+    def convert(value: str) -> Any:
+        try:
+            return read(value)
+        except (argparse.ArgumentTypeError, TypeError) as error:
+            raise ValueError(str(error)) from None
+
+    if isinstance(common["default"], str):  # as argparse does
+        common["default"] = convert(common["default"])
+    choices = tuple(record["choices"] or ())
+    return Flag(
+        name, convert, choices=choices, nargs=nargs, append=kind == "_AppendAction", aliases=tuple(aliases), **common
+    )
+
+
+def _print_flags() -> None:
+    """Print the flags of the Megatron on PYTHONPATH in a line of JSON."""
+
+    def capture(parser: argparse.ArgumentParser) -> NoReturn:
+        raise _Parser(parser)
+
+    sys.argv[1:] = []
+    arguments = importlib.import_module("megatron.training.arguments")
+    try:
+        arguments.parse_args(capture, ignore_unknown_args=True)
+    except _Parser as found:
+        records = [{**r, "type": getattr(r["type"], "__name__", "")} for r in _actions(found.args[0])]
+        print("\n" + _MARK + json.dumps(records, default=str))
+
+
+if __name__ == "__main__":
+    _print_flags()

@@ -1,0 +1,85 @@
+"""The size of a micro-batch on GPUs where no flag says it: the largest that the plan of the memory finds room for.
+
+A run whose GPUs are not known chooses none, and a note says what the plan does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from instep.arguments.args import Draft
+from instep.arguments.concern import Given, Problem, Settings
+from instep.errors import ConfigError
+from instep.models.sizes import shape_of
+from instep.plan.memory import plan_memory
+
+TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more is no faster
+ROOM = 0.9  # of a GPU, which the plan may fill: estimates are good to about 10 %
+
+
+def _plans(args: Settings) -> bool:
+    """Whether a trainer on GPUs has a model that can be planned; `instep plan` takes an open --device for GPUs."""
+    on_gpus = args.device == "cuda" or (args.command == "plan" and args.device == "auto")
+    return on_gpus and not args.debug_rollout_only and shape_of(args.hf_checkpoint) is not None
+
+
+def _knows(args: Settings, given: Given | set[str]) -> bool:
+    """Whether the memory of the GPUs is known: measured or given; `instep plan` assumes it."""
+    return args.command == "plan" or "gpu_memory_gb" in given
+
+
+def _chooses(args: Settings, given: Given) -> bool:
+    """Whether the plan knows all that the size of micro-batches follows from.
+
+    It knows not what a custom loss makes of the logits, nor well enough what virtual pipeline stages keep.
+    """
+    virtual = args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
+    return _plans(args) and _knows(args, given) and args.loss_type != "custom_loss" and not virtual
+
+
+def use_dynamic_batch_size(args: Settings, given: Given) -> bool:
+    """On GPUs micro-batches are filled with tokens, unless --micro-batch-size counts samples."""
+    sizes = {"micro_batch_size", "max_tokens_per_gpu"}
+    return args.use_dynamic_batch_size or (sizes.isdisjoint(given) and _chooses(args, given))
+
+
+def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
+    """As given; else the most tokens of a micro-batch with which trainer and engines have room on their GPUs.
+
+    Where the plan knows too little for that, the fewest: a longer sample is a micro-batch of its own.
+    """
+    if args.max_tokens_per_gpu is not None or not args.use_dynamic_batch_size or not _plans(args):
+        return args.max_tokens_per_gpu
+    sizes = TOKENS if _chooses(args, given) else ()
+    return next((size for size in sizes if _has_room(args, size)), TOKENS[-1])
+
+
+def _has_room(args: Settings, tokens: int) -> bool:
+    all_trained = {
+        "only_train_params_name_list": None,
+        "freeze_params_name_list": None,
+    }  # the most that may be selected
+    changed = cast(Draft, args).replace(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, **all_trained)
+    try:
+        gpus = plan_memory(changed, shares=False)
+    except ConfigError:  # the rule `placement` reports it
+        return False
+    return all(kind.need("training") <= ROOM * kind.size for kind in gpus if kind.trains)
+
+
+def unknown(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Notes about what the plan does not know."""
+    if not _plans(args):
+        return
+    if not _knows(args, given):
+        what = "the memory of the GPUs is not known, so that nothing is planned with it"
+        yield Problem(what, "--gpu-memory-gb", "give the GiB of the smallest one", refused=False)
+    if patterns := args.only_train_params_name_list or args.freeze_params_name_list:
+        flag = "--only-train-params-name-list" if args.only_train_params_name_list else "--freeze-params-name-list"
+        what = "the plan does not count gradients and moments of what is selected"
+        yield Problem(what, f"{flag} {' '.join(patterns)}", refused=False)
+
+
+RESOLVERS = (use_dynamic_batch_size, max_tokens_per_gpu)
+RULES = (unknown,)

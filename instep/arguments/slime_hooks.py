@@ -1,0 +1,35 @@
+"""What users' functions import from slime, or name in a flag, and where it is here.
+
+vime's modules have the same names.
+"""
+
+from __future__ import annotations
+
+# The module there, the module here, and what of it there is.
+MODULES: dict[str, tuple[str, str]] = {
+    "slime.utils.types": ("instep.types", "Sample"),
+    "slime.rollout.base_types": ("instep.types", "RolloutFnTrainOutput RolloutFnEvalOutput"),
+    "slime.utils.http_utils": ("instep.rollout.http", "post get"),
+    "slime.utils.misc": ("instep.hooks", "load_function"),
+    "slime.rollout.sglang_rollout": ("instep.rollout.vllm_rollout", "generate_rollout generate get_model_url"),
+    "vime.rollout.vllm_rollout": ("instep.rollout.vllm_rollout", "generate_rollout generate get_model_url"),
+    "slime.rollout.sft_rollout": ("instep.rollout.sft_rollout", "generate_rollout"),
+    "slime.rollout.filter_hub.base_types": ("instep.rollout.filters", "DynamicFilterOutput"),
+    "slime.rollout.filter_hub.dynamic_sampling_filters": (
+        "instep.rollout.filters",
+        "check_reward_nonzero_std check_reward_nonzero_std_with_fallback",
+    ),
+    "slime.rollout.data_source": ("instep.data.source", "RolloutDataSourceWithBuffer"),
+    "slime.backends.megatron_utils.cp_utils": (
+        "instep.training.slime_api",
+        "all_gather_with_cp slice_log_prob_with_cp",
+    ),
+    "slime.backends.megatron_utils.loss": ("instep.training.slime_api", "get_log_probs_and_entropy"),
+}
+
+
+def instep_hook(path: str) -> str:
+    """instep's function in the place of slime's or vime's at this dotted path; empty if there is none."""
+    module, _, name = path.rpartition(".")
+    ours, names = MODULES.get(module) or MODULES.get(module.replace("vime.", "slime.", 1), ("", ""))
+    return f"{ours}.{name}" if name in names.split() else ""

@@ -1,0 +1,280 @@
+"""Megatron's checkpoints, as instep, slime, vime and Megatron-LM write them, read one slice of one tensor at a time.
+
+Two formats, told apart by what lies in the folder:
+
+- `torch_dist`: `.metadata` says for each tensor in which file its chunks begin; any layout of ranks wrote them;
+- `torch`: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, what each tensor-, pipeline- and expert-parallel rank held.
+
+Nothing of Megatron is imported, nothing that a checkpoint names is called. A tensor is found under each of the names
+that Megatron's models give it: layers in one tensor (`decoder.layers.mlp.linear_fc2.weight`, `[layers, ...]`) or by
+number; experts in one tensor or by number, their gate and up rows apart or not; norms by themselves, or fused into the
+layer after them as Transformer Engine has them (`self_attention.linear_qkv.layer_norm_weight`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoints.megatron_files import (
+    EXPERTS,
+    FUSED,
+    LAYERS,
+    LOCAL_EXPERTS,
+    RANK_FILE,
+    Stored,
+    full_shape,
+    torch_dist_tensors,
+    torch_tensors,
+)
+from instep.checkpoints.plain import METADATA, load_data
+from instep.errors import CheckpointError
+from instep.models.shape import ModelShape
+from instep.models.weight_map import HEAD, Kind, WeightEntry, join, weight_entries
+
+_OPTIMIZER = re.compile(r"(?P<prefix>(?:\w+\.)?optimizer\.(?:state\.)?)exp_avg\.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Megatron parameter, or half of one, in a stored tensor: `index` picks the layer and the expert."""
+
+    key: str
+    stored: Stored
+    index: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[len(self.index) :]
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The box at `offsets` with `sizes`. Raises LookupError: the chunks do not cover it."""
+        if not math.prod(sizes):  # a rank whose rows of the vocabulary are padding
+            return torch.empty(tuple(sizes), dtype=self.stored.dtype)
+        lead = len(self.index)
+        start, size = (*self.index, *offsets), ((1,) * lead + tuple(sizes))
+        out, missing, seen = None, math.prod(sizes), set()
+        for chunk in self.stored.at(self.index):
+            low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, start, size, strict=True)]
+            if chunk.offsets in seen or any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            seen.add(chunk.offsets)
+            boxes = zip(low, high, chunk.offsets, strict=True)
+            piece = chunk.read().view(chunk.sizes)[tuple(slice(a - o, b - o) for a, b, o in boxes)]
+            if piece.numel() == math.prod(sizes):
+                return piece.reshape(tuple(sizes))
+            out = torch.empty(size, dtype=self.stored.dtype) if out is None else out
+            out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))] = piece
+            missing -= piece.numel()
+        if missing or out is None:
+            raise LookupError(f"no file has all of its box of shape {list(size)} at {list(start)}")
+        return out.view(tuple(sizes))
+
+
+class MegatronCheckpoint:
+    """The weights of the checkpoint `folder` (`iter_0000010`, `release`), which are those of a model of this shape.
+
+    Args:
+        fresh_head: the output layer is not looked at.
+
+    Raises:
+        CheckpointError: another layout; a file is missing; the checkpoint of another model.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape, *, fresh_head: bool = False):
+        self.folder, self.shape = folder, shape
+        self.entries = weight_entries(shape)
+        if (folder / METADATA).is_file():
+            _check_backend(folder)
+            self.stored = torch_dist_tensors(folder)
+        elif any(folder.glob(f"mp_rank_*/{RANK_FILE}")):
+            self.stored = torch_tensors(folder, self.entries)
+            if shape.tied:
+                self.stored.pop(HEAD, None)  # the last stage's copy of the embedding
+        else:
+            raise CheckpointError(
+                "no Megatron checkpoint: neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)",
+                where=str(folder),
+                remedy="name a checkpoint that instep, slime, vime or Megatron-LM saved in one of the two formats; "
+                "convert others to Hugging Face's where they were written",
+            )
+        self._check([e for e in self.entries if not (fresh_head and e.megatron == HEAD)])
+
+    def _check(self, entries: Sequence[WeightEntry]) -> None:
+        problems, used = [], set()
+        for entry in entries:
+            parts, want = self._parts(entry, ""), full_shape(entry)
+            used |= {part.key for part in parts}
+            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) if parts else ()
+            padded = entry.kind is Kind.VOCAB and shape[1:] == want[1:] and shape[:1] >= want[:1]
+            outside = [
+                part for part in parts if any(i >= n for i, n in zip(part.index, part.stored.shape, strict=False))
+            ]
+            if not parts or outside:
+                problems.append(f"{entry.megatron} is missing")
+            elif shape != want and not padded:
+                problems.append(f"{entry.megatron} has shape {shape}, config.json says {want}")
+            elif parts[0].index and parts[0].key.startswith(LAYERS) and not parts[0].key[len(LAYERS)].isdigit():
+                if parts[0].stored.shape[0] != self.shape.num_layers:
+                    problems.append(
+                        f"{parts[0].key} has {parts[0].stored.shape[0]} layers, not {self.shape.num_layers}"
+                    )
+        weights = ("embedding.", "decoder.", "output_layer.")
+        head = {HEAD} if len(entries) < len(self.entries) else set()
+        problems += [f"{key} is no tensor of this model" for key in self.stored
+                     if key.startswith(weights) and key not in used | head]  # fmt: skip
+        if problems:
+            problems = list(dict.fromkeys(problems))
+            more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
+            raise CheckpointError(
+                f"the checkpoint does not fit: {'; '.join(problems[:6])}{more}",
+                where=str(self.folder),
+                remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
+            )
+
+    def local(self, entry: WeightEntry, rank: int, size: int, rows: int, prefix: str = "") -> Tensor:
+        """The Megatron parameter of `entry` on rank `rank` of `size`, in the type that it is stored in.
+
+        Args:
+            rows: of the result; more than a vocabulary has are zeros.
+            prefix: of the names: "" for weights, `optimizer_prefix(...)` for a state of the optimizer.
+
+        Raises:
+            CheckpointError: it is not there, or its file is damaged.
+        """
+        parts, full = self._parts(entry, prefix), full_shape(entry)
+        zeros = (0,) * (len(full) - 1)
+        if not parts:
+            raise self._damaged(f"{prefix}{entry.megatron} is missing")
+        if prefix and entry.kind is not Kind.VOCAB and sum(part.shape[0] for part in parts) != full[0]:
+            raise self._damaged(f"{parts[0].key} has shape {parts[0].stored.shape}, not the parameter's")
+        try:
+            if entry.kind is Kind.GATE_UP:
+                step = full[0] // 2 // size
+                up = (parts[1], 0) if len(parts) > 1 else (parts[0], full[0] // 2)
+                halves = [(parts[0], 0), up]
+                pieces = [part.read((o + rank * step, *zeros), (step, *full[1:])) for part, o in halves]
+                return torch.cat(pieces)
+            if entry.split_dim == 1:
+                step = full[1] // size
+                return parts[0].read((0, rank * step), (full[0], step))
+            if entry.kind is Kind.VOCAB:
+                start = min(rank * rows, full[0])
+                found = parts[0].read((start, *zeros), (min(rows, full[0] - start), *full[1:]))
+                return torch.nn.functional.pad(found, (0, 0, 0, rows - found.shape[0]))
+            step = full[0] if entry.split_dim is None else full[0] // size
+            start = 0 if entry.split_dim is None else rank * step
+            return parts[0].read((start, *zeros), (step, *full[1:]))
+        except (LookupError, RuntimeError, OSError, ValueError) as error:
+            raise self._damaged(f"{parts[0].key} cannot be read: {error}") from error
+
+    def tensors(self, entry: WeightEntry) -> list[Tensor]:
+        """The Hugging Face tensors of `entry`, in the order of its names. Raises CheckpointError as `local`."""
+        return join(entry, [self.local(entry, 0, 1, full_shape(entry)[0])], self.shape)
+
+    def dtype(self, entry: WeightEntry) -> torch.dtype:
+        return self._parts(entry, "")[0].stored.dtype
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(what, where=str(self.folder), remedy="restore its files, or take another checkpoint")
+
+    def _parts(self, entry: WeightEntry, prefix: str) -> list[Part]:
+        for name, index in _names(entry):
+            if (stored := self.stored.get(prefix + name)) is not None:
+                return [Part(prefix + name, stored, index)]
+            halves = [self.stored.get(f"{prefix}{name}_{half}") for half in "wv"]  # gate and up, apart
+            if halves[0] is not None and halves[1] is not None:
+                return [Part(f"{prefix}{name}_{x}", h, index) for x, h in zip("wv", halves, strict=True) if h]
+        return []
+
+    # The optimizer
+
+    def optimizer_prefix(self, entry: WeightEntry, name: str) -> str:
+        """The prefix of the names of the optimizer's state `name`: `exp_avg`, `exp_avg_sq` or `master`.
+
+        Raises:
+            CheckpointError: it is not there, or lies in a layout that only the ranks that wrote it can read.
+        """
+        for prefix in self._optimizer_prefixes:
+            state = "fp32_param" if name == "master" and prefix.endswith("state.") else name
+            if self._parts(entry, f"{prefix}{state}."):
+                return f"{prefix}{state}."
+        if name == "master" and self.dtype(entry) is torch.float32:
+            return ""  # the weights were saved as they are
+        raise self._no_state(f"it has no optimizer state {name} of {entry.megatron}")
+
+    def _no_state(self, what: str) -> CheckpointError:
+        remedy = "--no-load-optim begins with fresh moments"
+        if any(key.startswith("optimizer.distributed.") for key in self.stored):
+            what = "its optimizer state is in the buckets of the ranks that wrote it (dp_reshardable)"
+            remedy += "; Megatron's --dist-ckpt-optim-fully-reshardable saves what others can read"
+        return CheckpointError(what, where=str(self.folder), remedy=remedy)
+
+    @cached_property
+    def _optimizer_prefixes(self) -> list[str]:
+        return sorted({m["prefix"] for key in self.stored if (m := _OPTIMIZER.match(key))})
+
+    def optimizer_step(self) -> float:
+        """The number of steps that the optimizer has made. Raises CheckpointError: it has none that can be read."""
+        if not self._optimizer_prefixes:
+            raise self._no_state("it has no optimizer state by parameter")
+        place = next(iter(sorted(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))), self.folder / "common.pt")
+        steps = list(_steps(load_data(place)))
+        if not steps:
+            raise self._no_state(f"the number of the optimizer's steps is not written down in {place.name}")
+        return max(steps)
+
+
+def _check_backend(folder: Path) -> None:
+    """Refuse what has an index like `torch_dist`'s, and other tensors. Raises CheckpointError."""
+    try:
+        backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError):
+        backend = None
+    if backend != "torch_dist":
+        what = f"of the format {backend}" if backend else "of --train-backend hf, torch_dcp or fsdp_dtensor"
+        raise CheckpointError(
+            f"no Megatron checkpoint of the format torch_dist or torch: it is one {what}",
+            where=str(folder),
+            remedy="go on with what wrote it, and export it there to a Hugging Face folder (--save-hf)",
+        )
+
+
+def _steps(node: Any, name: str = "") -> Iterator[float]:
+    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters."""
+    if name in ("optimizer_step", "common_step", "step"):
+        if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
+            yield float(node)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if name or key in ("optimizer", "optimizer_step"):
+                yield from _steps(value, str(key))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _steps(value, name)
+
+
+def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every name that the parameter may have in a checkpoint, and its place in the tensor of that name."""
+    if entry.layer is None:
+        yield entry.megatron, ()
+        return
+    rest = entry.megatron.removeprefix(f"{LAYERS}{entry.layer}.")
+    inner: list[tuple[str, tuple[int, ...]]] = [(rest, ())]
+    if entry.expert is not None:
+        within = rest.removeprefix(f"{LOCAL_EXPERTS}{entry.expert}.")
+        inner = [(EXPERTS + within, (entry.expert,)), (f"{EXPERTS}{entry.expert}.{within}", ())]
+    inner += [(fused + rest.removeprefix(own), ()) for own, fused in FUSED if rest.startswith(own)]
+    for name, index in inner:
+        yield f"{LAYERS}{entry.layer}.{name}", index
+        yield LAYERS + name, (entry.layer, *index)

@@ -1,0 +1,247 @@
+"""The tensors that lie in the folder of a Megatron checkpoint, of either format; `megatron.py` knows what they are."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from instep.checkpoints.plain import NO_PICKLE, load_data, read_index
+from instep.errors import CheckpointError
+from instep.models.weight_map import Kind, WeightEntry
+
+# Megatron's local name of a norm, and Transformer Engine's of the same within the layer after it.
+FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),  # latent attention
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts.", "mlp.experts.experts."
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+RANK_FILE = "model_optim_rng.pt"
+# The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
+OPTIMIZER = "optimizer_by_parameter"
+# A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a stored tensor: where it begins, its shape, and how it is read."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint, in chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    _by_lead: dict[int, dict[tuple[int, ...], list[Chunk]]] = field(default_factory=dict, compare=False, repr=False)
+
+    def at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
+        """The chunks that have a part of the tensor at these leading indices, of a layer or an expert."""
+        if (lead := len(index)) not in self._by_lead:
+            places: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in self.chunks:
+                ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)]
+                for place in product(*ranges):
+                    places.setdefault(place, []).append(chunk)
+            self._by_lead[lead] = places
+        return self._by_lead[lead].get(index, ())
+
+
+def full_shape(entry: WeightEntry) -> tuple[int, ...]:
+    """The shape of the Megatron parameter of one rank that holds all of it."""
+    return (sum(shape[0] for shape in entry.shapes), *entry.shapes[0][1:])
+
+
+def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
+    index = read_index(folder)
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    ends: dict[str, int] = {}
+    for where, info in (index.storage_data or {}).items():
+        places[where.fqn, tuple(where.offset or ())] = info
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        path = folder / name
+        if path.parent != folder or not path.is_file() or path.stat().st_size < end:
+            raise CheckpointError(
+                f"{name} is {'cut off' if path.is_file() else 'missing'}",
+                where=str(folder),
+                remedy="copy the checkpoint again, with all its files, or take another one",
+            )
+
+    @lru_cache(1)  # the parts of a fused parameter lie in one chunk
+    def read(path: Path, offset: int, length: int) -> Tensor:
+        with path.open("rb", buffering=0) as file:
+            try:
+                tensor = torch.load(_View(file, offset, length), map_location="cpu", weights_only=True)
+            except (RuntimeError, AssertionError, ArithmeticError, struct.error, *NO_PICKLE) as error:
+                what = f"{path.name} holds no tensor at byte {offset} ({type(error).__name__})"
+                raise ValueError(what) from error
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{path.name} holds no tensor at byte {offset}")
+        return tensor
+
+    stored = {}
+    for key, about in index.state_dict_metadata.items():
+        if not isinstance(about, TensorStorageMetadata):
+            continue
+        chunks = []
+        for chunk in about.chunks:
+            info = places.get((key, tuple(chunk.offsets)))
+            if info is None or getattr(info, "transform_descriptors", None):
+                continue  # whoever asks for it is told that it is not there
+            args = (folder / info.relative_path, info.offset, info.length)
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(read, *args)))
+        stored[key] = Stored(about.properties.dtype, tuple(about.size), tuple(chunks))
+    return stored
+
+
+class _View:
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: Any, offset: int, length: int):
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        self.at = to + (0, self.at, self.length)[whence]
+        if self.at < 0:
+            raise ValueError("it begins before the file")
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
+        self.file.seek(self.offset + self.at)
+        count = 0
+        while count < len(view) and (got := self.file.readinto(view[count:])):  # at most 2 GiB a call
+            count += got
+        self.at += count
+        return count
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.length - self.at)
+        buffer = bytearray(left if size < 0 else min(size, left))
+        return bytes(buffer[: self.readinto(buffer)])
+
+
+def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Stored]:
+    """The ranks' files as tensors of the whole model: parts of tensor-parallel ranks are chunks."""
+    ranks = _ranks(folder)
+    by_name = {entry.megatron: entry for entry in entries}
+    counts = {
+        (chunk, pp): len({name.split(".")[2] for name in weights if name.startswith(LAYERS)})
+        for (tp, pp, ep), chunks in ranks.items()
+        for chunk, weights in enumerate(chunks)
+        if tp == ep == 0
+    }
+    found: dict[str, dict[int, Tensor]] = {}
+    for (tp, pp, ep), chunks in sorted(ranks.items()):
+        for chunk, weights in enumerate(chunks):
+            first = sum(n for place, n in counts.items() if place < (chunk, pp))
+            for name, tensor in weights.items():
+                if isinstance(tensor, Tensor) and not name.endswith("_extra_state"):  # Transformer Engine's
+                    prefix, own = _split(name)
+                    found.setdefault(prefix + _whole_name(own, first, ep, weights), {}).setdefault(tp, tensor)
+    stored = {}
+    for name, parts in found.items():
+        own = _split(name)[1]
+        entry = by_name.get(own) or by_name.get(_own_name(own))
+        stored[name] = _joined(entry, [parts[tp] for tp in sorted(parts)])
+    return stored
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The prefix of a state of the optimizer, which is empty for a weight, and the parameter's name."""
+    match = re.match(r"optimizer\.\w+\.", name)
+    return (match[0], name[match.end() :]) if match else ("", name)
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
+    """What each rank (tensor, pipeline, expert) has of the model, in its chunks."""
+    files = {m: p for p in sorted(folder.iterdir()) if (m := _RANK_FOLDER.fullmatch(p.name))}
+    models: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for match, path in files.items():
+        state = load_data(path / RANK_FILE)
+        keys = [k for k in ("model", *(f"model{i}" for i in range(len(state)))) if k in state]
+        chunks, states = [state[k] for k in keys], state.get(OPTIMIZER) or {}
+        if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
+            raise CheckpointError("it holds no model", where=str(path / RANK_FILE), remedy="take another checkpoint")
+        models[tuple(g for g in match.groups() if g is not None)] = [
+            chunk | {f"optimizer.{name}": tensor for name, tensor in states.get(key, {}).items()}
+            for key, chunk in zip(keys, chunks, strict=True)
+        ]
+    # With one number after the tensor-parallel rank it is the stage's, unless every rank has the embedding.
+    stages = not all(any("word_embeddings" in name for chunk in c for name in chunk) for c in models.values())
+    out = {}
+    for numbers, chunks in models.items():
+        tp, *more = map(int, numbers)
+        if len(more) == 1 and not stages:
+            more = [0, *more]
+        pp, ep = (*more, 0, 0)[:2]
+        out[tp, pp, ep] = chunks
+    return out
+
+
+def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
+    """The name in the whole model of what a rank calls `name`: layers over all stages, experts over all ranks."""
+    if not name.startswith(LAYERS):
+        return name
+    layer, rest = name.removeprefix(LAYERS).split(".", 1)
+    rest = _GROUPED.sub(rf"{LOCAL_EXPERTS}\3.\1.\2", rest)
+    if rest.startswith(LOCAL_EXPERTS):
+        other = (
+            rf"{re.escape(LAYERS)}{layer}\.mlp\.experts\.(local_experts\.\d+\.linear_fc2\.weight|linear_fc2\.weight\d+)"
+        )
+        local = sum(re.fullmatch(other, key) is not None for key in weights)
+        expert, within = rest.removeprefix(LOCAL_EXPERTS).split(".", 1)
+        rest = f"{EXPERTS}{ep * local + int(expert)}.{within}"
+    return f"{LAYERS}{int(layer) + first}.{rest}"
+
+
+def _own_name(name: str) -> str:
+    """Megatron's local name of a tensor that Transformer Engine or an expert-parallel rank calls `name`."""
+    for own, fused in FUSED:
+        name = re.sub(rf"^({re.escape(LAYERS)}\d+\.){re.escape(fused)}", rf"\1{own}", name)
+    return name.replace(EXPERTS, LOCAL_EXPERTS)
+
+
+def _joined(entry: WeightEntry | None, parts: Sequence[Tensor]) -> Stored:
+    first = parts[0]
+    dim = None if entry is None else entry.split_dim
+    if entry is None or dim is None or len(parts) == 1 or first.shape[dim] == full_shape(entry)[dim]:
+        parts, dim = parts[:1], 0
+    chunks, at = [], 0
+    for part in parts:
+        if entry is not None and entry.kind is Kind.GATE_UP:  # a rank's gate rows, then its up rows
+            half = part.shape[0] // 2
+            for piece, start in ((part[:half], at), (part[half:], len(parts) * half + at)):
+                offsets = (start, *[0] * (part.ndim - 1))
+                chunks.append(Chunk(offsets, tuple(piece.shape), piece.contiguous))
+            at += half
+        else:
+            offsets = tuple(at if d == dim else 0 for d in range(part.ndim))
+            chunks.append(Chunk(offsets, tuple(part.shape), part.contiguous))
+            at += part.shape[dim]
+    shape = list(first.shape)
+    if shape:
+        shape[dim] = sum(part.shape[dim] for part in parts)
+    return Stored(first.dtype, tuple(shape), tuple(chunks))

@@ -1,0 +1,176 @@
+"""Writes weights as Megatron's `torch_dist`, as Transformer-Engine models name them, one parameter at a time.
+
+torch's own writer of the format keeps the tensors of a file in memory until the file is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from instep.checkpoints.megatron_files import EXPERTS, FUSED, LAYERS, LOCAL_EXPERTS, full_shape
+from instep.checkpoints.plain import METADATA
+from instep.errors import CheckpointError
+from instep.models.shape import ModelShape
+from instep.models.weight_map import Kind, WeightEntry, fuse, weight_entries
+
+FILE_BYTES = 5 * 10**9
+VOCAB_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
+
+
+class TorchDistWriter:
+    """A context manager that fills the existing folder `folder`; its index is written at the end of the block.
+
+    Layers are apart (`decoder.layers.3...`), which `content_metadata` tells Megatron; experts are in one tensor.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self.folder, self.shape = folder, shape
+        self.names = {entry.megatron for entry in weight_entries(shape)}
+        self._tensors: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._file: Any = None
+
+    def __enter__(self) -> TorchDistWriter:
+        self._checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # they take as long as the writing, and nothing reads them
+        return self
+
+    def add(self, entry: WeightEntry, tensors: Sequence[Tensor]) -> int:
+        """Write the parameter that the Hugging Face tensors make; returns their bytes.
+
+        Raises:
+            CheckpointError: they are of different types.
+        """
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{', '.join(entry.names)} are one tensor to Megatron, and of different types: {dtypes}",
+                where=str(self.folder),
+                remedy="save the Hugging Face checkpoint in one type",
+            )
+        size = full_shape(entry)
+        rows = size[0] if entry.kind is not Kind.VOCAB else -(-size[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        fused = fuse(entry, tensors, self.shape, rows)
+        key, place, count = self._key(entry)
+        stacked = fused[None] if place else fused
+        shape = torch.Size((*count, *fused.shape))
+        offsets = torch.Size((*place, *[0] * fused.ndim))
+        about = self._tensors.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=fused.dtype), shape, chunks=[])
+        )
+        about.chunks.append(ChunkStorageMetadata(offsets, stacked.shape))
+        self._write(MetadataIndex(key, offsets), stacked)
+        module, _, kind = key.rpartition(".")
+        if kind == "weight" and (".linear_" in key or module.endswith("layernorm")):  # a norm by itself has one, too
+            self._extra_state(module, place, count)
+        if entry.megatron.endswith("self_attention.linear_proj.weight"):
+            self._extra_state(module.replace("linear_proj", "core_attention"), (), ())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _key(self, entry: WeightEntry) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The name that a Transformer-Engine model has for it, and which expert of how many it is."""
+        if entry.layer is None:
+            return entry.megatron, (), ()
+        layer = f"{LAYERS}{entry.layer}."
+        rest = entry.megatron.removeprefix(layer)
+        if entry.expert is not None:
+            assert self.shape.experts is not None
+            rest = EXPERTS + rest.removeprefix(f"{LOCAL_EXPERTS}{entry.expert}.")
+            return layer + rest, (entry.expert,), (self.shape.experts.num,)
+        for own, fused in FUSED:  # a norm is fused where the layer has the module after it
+            if rest.startswith(own) and f"{layer}{fused.rpartition('.')[0]}.weight" in self.names:
+                rest = fused + rest.removeprefix(own)
+        return layer + rest, (), ()
+
+    def _extra_state(self, module: str, place: tuple[int, ...], count: tuple[int, ...]) -> None:
+        """What Transformer Engine's modules ask for: their scales of FP8, of which there are none."""
+        number, size = (".".join(map(str, n)) for n in (place or (0,), count or (1,)))
+        key, data = f"{module}._extra_state/shard_{number}_{size}", io.BytesIO()
+        torch.save([torch.empty(0, dtype=torch.uint8)], data)  # Megatron keeps a list of objects
+        self._tensors[key] = BytesStorageMetadata()
+        self._write(MetadataIndex(key), data)
+
+    def _write(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
+        if self._file is None or self._file.tell() > FILE_BYTES:
+            self._close()
+            number = len({info.relative_path for info in self._places.values()})
+            self._file = open(self.folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
+        start = self._file.tell()
+        if isinstance(data, Tensor):
+            torch.save(_alone(data), self._file)
+        else:
+            self._file.write(data.getbuffer())
+        self._places[index] = _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch.serialization.set_crc32_options(self._checksums)
+        self._close()
+        if kind is not None:
+            return
+        content = {"non_homogeneous_layers": True, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        common = {
+            "args": megatron_arguments(self.shape),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": content,
+        }
+        torch.save(common, self.folder / "common.pt")
+        config = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch")
+        (self.folder / "metadata.json").write_text(json.dumps({**config, "common_backend_version": 1}))
+        with (self.folder / METADATA).open("wb") as file:
+            pickle.dump(Metadata(self._tensors, planner_data={}, storage_data=self._places), file)
+
+
+def megatron_arguments(shape: ModelShape, **others: Any) -> argparse.Namespace:
+    """Megatron's arguments, which its loader compares; `others` instead of those of `instep convert`."""
+    own = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        num_experts=shape.experts.num if shape.experts else None,
+        max_position_embeddings=shape.max_position_embeddings,
+        untie_embeddings_and_output_weights=not shape.tied,
+        add_position_embedding=True,
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=-(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        make_vocab_size_divisible_by=VOCAB_MULTIPLE,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        no_save_optim=True,
+        no_save_rng=True,
+        ckpt_format="torch_dist",
+    )
+    return argparse.Namespace(**own | others)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor over a storage that holds nothing else, because `torch.save` writes all of a storage."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
+        return tensor
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.frombuffer(flat.numpy(), dtype=tensor.dtype).view(tensor.shape)

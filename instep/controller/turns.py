@@ -1,0 +1,208 @@
+"""Who has the GPUs of a colocated run: the engines while they generate, the trainer while it computes.
+
+    rollout       engines awake                        trainer parked
+    training      engines asleep                       trainer there
+    sync          engines' weights awake, no KV cache  trainer's weights there; the rest is on its way to the host
+    the probe     scored by the trainer, which then parks; the KV cache wakes, and the engines score it
+
+`--offload-rollout` lets engines sleep, `--offload-train` parks the trainer; with one of them the other side stays where
+it is. Engines wake in two stages, so that weights and KV cache never lie beside the whole of the trainer. One side
+leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that is started
+anew takes memory, too: it starts in the engines' turn, and the trainer's next turn waits until it is ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal
+
+from instep.controller.role import RoleTrainer
+from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
+from instep.errors import EngineError
+from instep.spans import span
+from instep.weights.way import OF_ADAPTERS
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+    from instep.controller.sync.session import Session
+
+LOOK_SECONDS = 0.1
+KEEP, DROP = 1, 2  # levels of sleep: what becomes of the weights
+Part = Literal["nothing", "weights", "all"]
+
+
+class Turns:
+    """The turns of one run. Without `--offload-train` and `--offload-rollout` nobody moves.
+
+    Attributes:
+        roles: actor and critic; none until they are loaded.
+        parks: whether the trainer frees its memory.
+        sleeps: whether engines do.
+        seconds: what the moves took since `take_seconds`, by name.
+    """
+
+    def __init__(self, args: Settings):
+        self._args = args
+        self.parks, self.sleeps = args.offload_train, args.offload_rollout
+        self._level = KEEP if args.weight_sync in OF_ADAPTERS else DROP  # else a sync brings every weight
+        self.roles: Sequence[RoleTrainer] = ()
+        self.seconds: dict[str, float] = {}
+        self._has: Part = "all"
+        self._asleep = False  # whether engines are, or go to sleep
+        self._starting, self._closed = 0, False  # engines that start anew, and whether none may begin to
+        self._changed = threading.Condition()
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether anybody moves."""
+        return self.parks or self.sleeps
+
+    def take_seconds(self) -> dict[str, float]:
+        """The seconds of the moves since the last call, as metrics."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"turns/{name}_seconds": value for name, value in seconds.items()}
+
+    # ---- the turns ---------------------------------------------------------------------------------------------------
+
+    def to_trainer(self, session: Session) -> None:
+        """The engines of the session sleep, without their weights if a sync brings them; the trainer gets all."""
+        self._sleep(session, self._level)
+        self._onload(optimizer=True)
+
+    def to_sync(self, session: Session) -> None:
+        """Engines and trainer have their weights, and room for nothing else is taken."""
+        if self._has == "nothing":
+            self._sleep(session, self._level)
+        elif self._has == "all":
+            self._offload(weights=False)
+        self._onload(optimizer=False)
+        self._wake(session, WEIGHTS)
+
+    def to_engines(self, session: Session) -> None:
+        """The trainer parks, and the engines wake; they do not generate before the caller resumes them."""
+        self._offload(weights=True)
+        self._wake(session, WEIGHTS)
+        self._wake(session, KV_CACHE)
+        self._set(asleep=False)
+
+    @contextlib.contextmanager
+    def borrowed(self, session: Session, *, optimizer: bool) -> Iterator[None]:
+        """Let a parked trainer compute within the engines' turn; the engines keep their weights meanwhile.
+
+        Args:
+            optimizer: whether masters and moments are needed as well.
+        """
+        if self._has != "nothing":
+            yield
+            return
+        self._sleep(session, KEEP)
+        self._onload(optimizer=optimizer)
+        yield
+        self.to_engines(session)
+        session.resume()
+
+    def begin(self, engines: Sequence[Engine]) -> None:
+        """Before the trainer is there: engines that are ready sleep, with the weights that they have loaded."""
+        self._set(asleep=True)
+        with self._timed("sleep"), ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(lambda e: e.sleep(KEEP, timeout=self._args.sync_timeout), engines))
+
+    def leave(self) -> None:
+        """Before engines touch the GPUs: the trainer parks."""
+        self._offload(weights=True)
+
+    # ---- moves -------------------------------------------------------------------------------------------------------
+
+    def _sleep(self, session: Session, level: int) -> None:
+        if self.sleeps:
+            self._set(asleep=True)  # from now on no engine starts
+            self._engines("sleep", session, lambda e: e.sleep(level, timeout=session.seconds_left()))
+
+    def _wake(self, session: Session, tag: str) -> None:
+        if self.sleeps:
+            self._engines("wake", session, lambda e: e.wake(tag, timeout=session.seconds_left()))
+
+    def _engines(self, name: str, session: Session, move: Callable[[Engine], None]) -> None:
+        with self._timed(name):
+            session.each(move)
+
+    def _offload(self, *, weights: bool) -> None:
+        """Let the trainer leave; one that does not park gives back what its last passes needed, before engines wake."""
+        if self._has == "nothing" or (self._has == "weights" and not weights) or not self.are_taken:
+            return
+        with self._timed("offload"):
+            for finish in [role.offload(weights=weights) for role in self.roles]:
+                finish()
+        if self.parks:
+            self._set(has="nothing" if weights else "weights")
+
+    def _onload(self, *, optimizer: bool) -> None:
+        if not self.parks or self._has == "all" or (self._has == "weights" and not optimizer):
+            return
+        self._set(has="all" if optimizer else "weights")  # from now on no engine starts
+        with self._timed("onload"):
+            for finish in [role.onload(optimizer=optimizer) for role in self.roles]:
+                finish()
+
+    def _set(self, *, has: Part | None = None, asleep: bool | None = None, closed: bool | None = None) -> None:
+        with self._changed:
+            self._has = self._has if has is None else has
+            self._asleep = self._asleep if asleep is None else asleep
+            self._closed = self._closed if closed is None else closed
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        with span(name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    # ---- engines that are started anew -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def room_to_start(self, closed: threading.Event) -> Iterator[None]:
+        """Wait for the engines' turn, and keep the trainer away while an engine starts and measures its memory."""
+        with self._changed:
+            while (self._closed or self._asleep or (self.parks and self._has != "nothing")) and not closed.is_set():
+                self._changed.wait(LOOK_SECONDS)
+            self._starting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def no_starts(self, watch: Callable[[], None]) -> Iterator[None]:
+        """Wait until no engine is starting, and let none begin within the block, in which memory changes hands.
+
+        Raises:
+            EngineError: an engine has not become ready within --engine-start-timeout.
+        """
+        if not self.are_taken:
+            yield
+            return
+        self._set(closed=True)
+        try:
+            self._wait_for_starts(watch)
+            yield
+        finally:
+            self._set(closed=False)
+
+    def _wait_for_starts(self, watch: Callable[[], None]) -> None:
+        deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # one that is late is ended first
+        while self._starting:
+            watch()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    "an engine that was started anew is not ready, and the trainer waits for its GPU",
+                    where="--engine-start-timeout",
+                    remedy="see the engine's log",
+                )
+            time.sleep(LOOK_SECONDS)

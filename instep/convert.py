@@ -1,0 +1,286 @@
+"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, one parameter in memory at a time.
+
+What is written is read back and compared with its source bit by bit, and only then gets its name: a conversion that is
+killed leaves a hidden folder, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from torch import Tensor
+
+from instep.atomic import sync_folder
+from instep.checkpoints.folders import RELEASE, find_checkpoint, iteration_folder
+from instep.checkpoints.hf_export import (
+    check_export_folder,
+    check_hf_checkpoint,
+    check_unquantized,
+    copy_companions,
+    new_export,
+    write_weights,
+)
+from instep.checkpoints.integrity import TRACKER, check_whole
+from instep.checkpoints.megatron import MegatronCheckpoint
+from instep.checkpoints.megatron_writer import TorchDistWriter
+from instep.checkpoints.remote_code import own_code_named
+from instep.checkpoints.weight_files import opened, weight_files
+from instep.errors import CheckpointError, ConfigError
+from instep.models.shape import ModelShape, model_shape
+from instep.models.weight_map import WeightEntry, weight_entries
+from instep.training.megatron.weights import check_tensors
+from instep.weights.source import TensorSpec
+
+TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
+Tell = Callable[[int], None]  # of how many bytes are done
+Tensors = Callable[[WeightEntry], list[Tensor]]  # the Hugging Face tensors of an entry
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, remedy="`instep convert --help` explains it")
+
+
+def _iteration(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is no iteration: 0, 1, ...")
+    return int(word)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `instep convert`."""
+    top = _Parser("instep convert", description="Convert weights, read them back, and compare them bit by bit.")
+    ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF}")
+    to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
+    to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
+    to_hf = ways.add_parser(TO_HF, help="a Hugging Face folder of a torch_dist or torch checkpoint of any layout")
+    to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
+    to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
+    to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
+    for way in (to_megatron, to_hf):
+        way.add_argument("--save", type=Path, required=True, help="the new folder")
+        way.add_argument("--trust-remote-code", action="store_true", help="run the Python files of --hf-checkpoint")
+    return top
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command, and return its exit code."""
+    options = parser().parse_args(words)
+    if options.way == TO_MEGATRON:
+        config = check_hf_checkpoint(options.hf_checkpoint)
+        check_unquantized(config, str(options.hf_checkpoint), "be converted, as Megatron's names have no scales")
+    shape = _shape(options.hf_checkpoint, options.trust_remote_code)
+    _check_apart(options.save, *(path for path in (options.hf_checkpoint, getattr(options, "load", None)) if path))
+    check_export_folder(options.save, "--save", "conversion")
+    console, began = Console(), time.monotonic()
+    if options.way == TO_MEGATRON:
+        rows = hf_to_megatron(options.hf_checkpoint, options.save, shape, console)
+    else:
+        found = find_checkpoint(options.load, options.ckpt_step)
+        if found is None:
+            what = f"{options.load} has no {TRACKER}"
+            raise ConfigError(what, where="--load", remedy="name the folder in which iter_* or release lie")
+        check_whole(found[0], tell=console.print)
+        rows = megatron_to_hf(found[0], options.hf_checkpoint, options.save, shape, console)
+    table = Table(show_header=False)
+    rows["seconds"] = f"{time.monotonic() - began:,.1f}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    return 0
+
+
+def _check_apart(save: Path, *sources: Path) -> None:
+    """Refuse a `--save` that would replace, or lie in, what is read. Raises ConfigError."""
+    for source in sources:
+        ours, read = (Path(os.path.realpath(path)) for path in (save, source))
+        if ours == read or ours in read.parents or read in ours.parents:
+            how = "is" if ours == read else "contains" if ours in read.parents else "lies in"
+            what = f"{save} {how} {source}, which is read"
+            raise ConfigError(what, where="--save", remedy="name a folder of its own, outside of what is converted")
+
+
+def _shape(folder: Path, trusted: bool) -> ModelShape:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    remedy = "give a folder with the config.json of the model"
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder", where="--hf-checkpoint", remedy=remedy)
+    try:
+        with own_code_named(str(folder), "model"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"no readable config.json: {error}", where="--hf-checkpoint", remedy=remedy) from error
+    return model_shape(config)
+
+
+def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
+    """Convert the Hugging Face folder `source`: `save` gets a `release` folder and the file that points to it.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        CheckpointError: unreadable or unknown weights, no room on the disk, or a comparison that failed.
+    """
+    with HuggingFace(source, shape) as weights, _new_folder(save, weights.num_bytes) as new:
+        release = iteration_folder(new, RELEASE)
+        release.mkdir()
+        with _bar(console, "converting", weights.num_bytes) as tell, TorchDistWriter(release, shape) as writer:
+            for entry, tensors in zip(weights.entries, _ahead(weights.tensors, weights.entries), strict=True):
+                tell(writer.add(entry, tensors))
+        (new / TRACKER).write_text("release")
+        with _on_disk(new), _bar(console, "comparing", weights.num_bytes) as tell:
+            _compare(weights.entries, weights.tensors, MegatronCheckpoint(release, shape).tensors, tell)
+    left = {"left out": f"{len(weights.unread)} tensors of multi-token prediction"} if weights.unread else {}
+    return _figures(source, save / release.name, weights.entries, weights.num_bytes) | left
+
+
+def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
+    """Convert the checkpoint `folder` to the Hugging Face folder `save`, with configuration and tokenizer of `hf`.
+
+    Returns, raises: as `hf_to_megatron`.
+    """
+    checkpoint = MegatronCheckpoint(folder, shape)
+    entries = checkpoint.entries
+    specs = [
+        TensorSpec(name, size, checkpoint.dtype(entry))
+        for entry in entries
+        for name, size in zip(entry.names, entry.shapes, strict=True)
+    ]
+    num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+    def weights(tell: Tell) -> Iterator[Tensor]:
+        for tensors in _ahead(checkpoint.tensors, entries):
+            for tensor in tensors:
+                yield tensor
+                tell(tensor.nbytes)
+
+    with _new_folder(save, num_bytes) as new:
+        with _bar(console, "converting", num_bytes) as tell:
+            write_weights(specs, weights(tell), new)
+        copy_companions(hf, new, specs)
+        with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
+            _compare(entries, checkpoint.tensors, written.tensors, tell)
+    return _figures(folder, save, entries, num_bytes)
+
+
+class HuggingFace:
+    """A context manager: the weights of the Hugging Face folder `folder`, which are those of a model of this shape.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or tensors are missing, unknown or of another shape.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self.entries, self._files, self._stack = weight_entries(shape), weight_files(folder), ExitStack()
+        with self._stack:
+            shards = {path: self._stack.enter_context(opened(path)) for path in sorted(set(self._files.values()))}
+            slices = {name: shards[path].get_slice(name) for name, path in self._files.items()}
+            self.unread = check_tensors(folder, shape, slices)
+            self._stack = self._stack.pop_all()
+        self._shards, self._advised = shards, set[Path]()
+        self.num_bytes = sum(
+            tensor.nbytes for entry in self.entries for tensor in self.tensors(entry)
+        )  # mapped, not read
+
+    def __enter__(self) -> HuggingFace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def tensors(self, entry: WeightEntry) -> list[Tensor]:
+        """The tensors of `entry`, in the order of its names; the kernel begins to read the file of the first one."""
+        path = self._files[entry.names[0]]
+        if path not in self._advised:
+            self._advised.add(path)
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # page by page it would be slow
+        return [self._shards[self._files[name]].get_tensor(name) for name in entry.names]
+
+
+@contextmanager
+def _new_folder(save: Path, num_bytes: int) -> Iterator[Path]:
+    """`new_export`, refused where there is no room for `num_bytes`."""
+    disk = next(p for p in Path(os.path.realpath(save)).parents if p.is_dir())
+    if (free := shutil.disk_usage(disk).free) < num_bytes * 1.02:
+        what = f"{num_bytes / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+        raise CheckpointError(what, where=str(save), remedy="free space, or name a folder on another disk")
+    with new_export(save, "conversion") as new:
+        yield new
+
+
+@contextmanager
+def _on_disk(folder: Path) -> Iterator[None]:
+    """Bring the files of a folder to the disk while the block reads them. Raises OSError."""
+    with ThreadPoolExecutor(1) as pool:
+        flushed = [pool.submit(sync_folder, path) for path in (*folder.rglob("*"), folder)]  # files, too
+        yield
+        for done in flushed:
+            done.result()
+
+
+@contextmanager
+def _bar(console: Console, title: str, num_bytes: int) -> Iterator[Tell]:
+    columns = (TextColumn(f"{title:<10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=num_bytes)
+        yield lambda done: progress.advance(task, done)
+
+
+def _ahead(read: Tensors, entries: Sequence[WeightEntry]) -> Iterator[list[Tensor]]:
+    """What `read` returns for each entry, read by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(read, entries[0])
+        for entry in entries[1:]:
+            tensors, coming = coming.result(), pool.submit(read, entry)
+            yield tensors
+        yield coming.result()
+
+
+def _compare(entries: Sequence[WeightEntry], source: Tensors, written: Tensors, tell: Tell) -> None:
+    """Read each tensor back, and compare its type, shape and bits. Raises CheckpointError: one of them differs."""
+    for entry, first, second in zip(entries, _ahead(source, entries), _ahead(written, entries), strict=True):
+        for name, ours, theirs in zip(entry.names, first, second, strict=True):
+            same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            if not same or not _same_bits(ours, theirs):
+                raise CheckpointError(
+                    f"{name} was read back with other bits than were written",
+                    where=entry.megatron,
+                    remedy="convert again; if it happens again, the disk or the memory of this host is at fault",
+                )
+            tell(ours.nbytes)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bytes; NaN is equal to itself, 0 is not -0."""
+    flat = [tensor.contiguous().view(-1) for tensor in (a, b)]
+    whole = all(t.nbytes % 8 == 0 and t.storage_offset() * t.itemsize % 8 == 0 for t in flat)
+    word = torch.int64 if whole else torch.uint8  # the former is compared faster
+    return torch.equal(flat[0].view(word), flat[1].view(word))
+
+
+def _figures(source: Path, to: Path, entries: Sequence[WeightEntry], num_bytes: int) -> dict[str, str]:
+    num = sum(len(entry.names) for entry in entries)
+    return {
+        "from": str(source),
+        "to": str(to),
+        "tensors": f"{num:,} of Hugging Face's, {len(entries):,} of Megatron's",
+        "gigabytes": f"{num_bytes / 1e9:,.2f}",
+        "comparison": "all tensors were read back and are equal, bit by bit",
+    }

@@ -1,0 +1,61 @@
+"""Texts of byte-level tokenizers (Qwen, Llama 3, GPT-2, ...) without the tokenizer: each token stands for some bytes.
+
+The tokenizer's own `decode` takes several times as long for a whole response.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+
+class ByteTexts:
+    """What `tokenizer.decode` returns, for a byte-level tokenizer.
+
+    Args:
+        tokens: every token by its id, in the alphabet of byte-level tokenizers.
+        special: the ids of special tokens.
+    """
+
+    def __init__(self, tokens: dict[int, str], special: set[int]):
+        size = max(tokens, default=-1) + 1
+        self._whole = [_bytes_of(tokens.get(i, "")) for i in range(size)]  # an id of no token has no text
+        self._without_special = [b"" if i in special else text for i, text in enumerate(self._whole)]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `ids`; bytes that are no character become U+FFFD. Raises IndexError for an id that is too big."""
+        texts = self._without_special if skip_special_tokens else self._whole
+        return b"".join(map(texts.__getitem__, ids)).decode("utf-8", errors="replace")
+
+
+def byte_texts(tokenizer: Any) -> ByteTexts | None:
+    """The texts of a Hugging Face tokenizer; None if it is not byte-level, or does something else to its texts."""
+    from tokenizers.decoders import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    own = any(getattr(type(tokenizer), n, None) is not getattr(PreTrainedTokenizerFast, n) for n in _METHODS)
+    if own or tokenizer.clean_up_tokenization_spaces or type(getattr(backend, "decoder", None)) is not ByteLevel:
+        return None
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    return ByteTexts({i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}, special)
+
+
+_METHODS = ("decode", "_decode")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others, in order, for the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _bytes_of(token: str) -> bytes:
+    known = _byte_of_character()
+    try:
+        return bytes([known[character] for character in token])
+    except KeyError:  # an added token is itself
+        return token.encode()

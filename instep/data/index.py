@@ -1,0 +1,200 @@
+"""The index of a data file that is too large for the memory: where its usable rows begin.
+
+It is built when the file is first read, which takes as long as checking, rendering and counting the tokens of all rows,
+and kept in a cache as long as file, flags and tokenizer are the same. The rows stay in the file; those of a parquet
+file, from which none can be read alone, are unpacked into the cache as JSON.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from instep.atomic import write_text
+from instep.data.rows import BadRows, RawRow, parse_path, place, unreadable
+from instep.errors import DataError, writing
+
+LARGE = {".jsonl": 64 << 20, ".parquet": 16 << 20}  # bytes; the rows of smaller files are held in memory
+FORMAT = 1  # of the cache, and of what counts as a usable row
+TELL_SECONDS = 30.0
+_PLACE = struct.Struct("<qq")  # where a row begins, and its number
+Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
+
+
+@dataclass
+class Found:
+    """What there was in a file: rows that are used, rows left out; `digest` is of the content of all usable rows."""
+
+    num_rows: int = 0
+    num_too_long: int = 0
+    bad_rows: BadRows = field(default_factory=BadRows)
+    digest: str = ""
+
+
+def is_large(path_spec: str) -> bool:
+    path, _ = parse_path(path_spec)
+    return path.is_file() and path.stat().st_size >= LARGE.get(path.suffix, sys.maxsize)
+
+
+def num_indexed(path_spec: str, checked: Any, cache_path: str | None) -> int | None:
+    """The usable rows of a file, however long, by an index that there is; None: there is none.
+
+    Args:
+        checked: what decides, with the file, whether a row is usable.
+    """
+    if not is_large(path_spec):
+        return None
+    folders = _cache(cache_path).glob(f"{_name(path_spec, checked)}-*")
+    found = next(filter(None, map(_found, folders)), None)
+    return None if found is None else found.num_rows + found.num_too_long
+
+
+class Index:
+    """The rows of a large file, each read when it is asked for. All methods may be called from several threads.
+
+    Raises:
+        DataError: the file was changed while it was read.
+    """
+
+    def __init__(self, path: Path, folder: Path, found: Found):
+        self.path, self.found = path, found
+        try:
+            self._places = open(folder / "places", "rb")
+            self._rows = open(path if path.suffix == ".jsonl" else folder / "rows.jsonl", "rb")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self._stat = _identity(os.fstat(self._rows.fileno()))
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, path_spec: str, checked: Any, kept: Any, cache_path: str | None, chunks: Chunks) -> Index:
+        """The index of a file, from the cache if it is there.
+
+        Args:
+            checked: what decides, with the file, whether a row is usable.
+            kept: what decides which usable rows are left out.
+            chunks: reads the file: rows that are used, some at a time; fills a `Found`.
+            cache_path: the folder of indices; None: one among the user's caches.
+
+        Raises:
+            OutputError: the cache cannot be written.
+            ConfigError, DataError: as `chunks`.
+        """
+        path, _ = parse_path(path_spec)
+        name = _name(path_spec, checked, kept)
+        folder = _cache(cache_path) / name
+        with writing(folder, "--data-cache-path"), _locked(folder):
+            found = _found(folder)
+            if found is None:
+                found = _build(path, folder, chunks)
+                if _name(path_spec, checked, kept) != name:
+                    raise _changed(path)
+                _keep(folder, found)
+            return cls(path, folder, found)
+
+    def __len__(self) -> int:
+        return self.found.num_rows
+
+    def __getitem__(self, i: int) -> tuple[bytes, str]:
+        """Row `i` as JSON, and its file and line."""
+        i = range(len(self))[i]
+        try:
+            with self._lock:
+                self._places.seek(i * _PLACE.size)
+                offset, number = _PLACE.unpack(self._places.read(_PLACE.size))
+                self._rows.seek(offset)
+                line = self._rows.readline()
+                now = _identity(os.fstat(self._rows.fileno()))
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if now != self._stat:
+            raise _changed(self.path)
+        return line, place(self.path, number)
+
+
+def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
+    size = path.stat().st_size / 1e9
+    print(f"{path} ({size:.1f} GB): building the index of its rows, once, in {folder} ...", file=sys.stderr, flush=True)
+    found, told = Found(), time.monotonic()
+    with open(folder / "places", "wb") as places, open(folder / "rows.jsonl", "wb") as rows:
+        for chunk in chunks(found):
+            for raw, line, _ in chunk:
+                places.write(_PLACE.pack(rows.tell() if raw.offset is None else raw.offset, raw.number))
+                if raw.offset is None:
+                    rows.write(line + b"\n")
+            if chunk and time.monotonic() > told + TELL_SECONDS:
+                told = time.monotonic()
+                print(f"{place(path, chunk[-1][0].number)} ...", file=sys.stderr, flush=True)
+    return found
+
+
+def _keep(folder: Path, found: Found) -> None:
+    """Make the index count, and remove those of the file as it was."""
+    errors = [[e.what, e.where, e.remedy] for e in found.bad_rows.errors]
+    record = {**vars(found), "bad_rows": {"num": found.bad_rows.num, "errors": errors}}
+    write_text(folder / "index.json", json.dumps(record))
+    path, content, *_ = folder.name.split("-")
+    for old in folder.parent.glob(f"{path}-*"):
+        if old.name.split("-")[1] != content:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _found(folder: Path) -> Found | None:
+    """What an index in `folder` says; None: there is none, or not all of it."""
+    try:
+        record = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        whole = (folder / "places").stat().st_size == record["num_rows"] * _PLACE.size
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    bad = record.pop("bad_rows")
+    errors = [DataError(what, where=where, remedy=remedy) for what, where, remedy in bad["errors"]]
+    return Found(**record, bad_rows=BadRows(bad["num"], errors)) if whole else None
+
+
+def _cache(cache_path: str | None) -> Path:
+    if cache_path is not None:
+        return Path(cache_path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep" / "data"
+
+
+def _name(path_spec: str, checked: Any, kept: Any = None) -> str:
+    """The folder of an index; its parts stand for path and user, the file's content, the rows that are read, `kept`."""
+    path, part = parse_path(path_spec)
+    rows = [FORMAT, part.start, part.stop, checked]
+    parts = [[os.path.realpath(path), os.getuid()], _identity(path.stat()), rows, kept]
+    names = [xxhash.xxh3_64_hexdigest(json.dumps(one, sort_keys=True, default=str).encode()) for one in parts]
+    return "-".join(names[: 3 if kept is None else 4])
+
+
+def _identity(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+def _changed(path: Path) -> DataError:
+    return DataError("the data file was changed while the run read it", where=str(path), remedy="start the run again")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds this index."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # rows of a file that others may not read
+    with open(folder / ".lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{folder}: another process builds this index; waiting for it ...", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

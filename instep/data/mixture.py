@@ -1,0 +1,103 @@
+"""The order in which the rows of one or several data sets are read; it depends on nothing but counts of rows read."""
+
+from __future__ import annotations
+
+import random
+import struct
+from array import array
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
+
+import xxhash
+
+from instep.data.dataset import Dataset, Record
+from instep.data.rows import BadRows
+
+MAX_SHUFFLED = 1 << 20  # rows whose order is held in memory; it is Python's shuffle, as in slime
+
+
+class Order:
+    """The rows of pass after pass over `size` rows: in file order, or with a `seed` shuffled by seed and epoch."""
+
+    def __init__(self, size: int, seed: int | None):
+        self._size, self._seed = size, seed
+        self._epoch, self._rows = -1, array("q")
+
+    def __getitem__(self, count: int) -> int:
+        """The row that is read when `count` rows have been read."""
+        epoch, i = divmod(count, self._size)
+        if self._seed is None:
+            return i
+        if self._size > MAX_SHUFFLED:
+            return scattered(i, self._size, self._seed + epoch)
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, array("q", range(self._size))
+            random.Random(self._seed + epoch).shuffle(self._rows)
+        return self._rows[i]
+
+
+def scattered(i: int, size: int, seed: int) -> int:
+    """Place `i` of a random order of range(size), without making the whole of it.
+
+    It is a Feistel network of four rounds on numbers of 2n bits, the fewest that hold `size` (M. Luby and C. Rackoff,
+    How to construct pseudorandom permutations, 1988), which is repeated until its result is below `size` (J. Black and
+    P. Rogaway, Ciphers with arbitrary finite domains, 2002).
+    """
+    bits = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << bits) - 1
+    while True:
+        for step in range(4):
+            high, low = i >> bits, i & mask
+            i = low << bits | high ^ xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, low)) & mask
+        if i < size:
+            return i
+
+
+class Mixture:
+    """Data sets that are read together.
+
+    Without weights they are one: an epoch passes over the rows of the first, then of the next, or over all of them in
+    a shuffled order. With weights each has passes of its own, and of the rows read so far those of each data set are
+    its share, to less than one row per data set.
+
+    The state of reading is a list of counts of rows read: of each data set, or without weights of all together.
+
+    Args:
+        seed: of the shuffled orders; None: file order.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float] | None, seed: int | None):
+        self.datasets = datasets
+        self._ends = list(accumulate(map(len, datasets)))
+        self._shares = [w / sum(weights) for w in weights] if weights else [1.0]
+        sizes = [len(d) for d in datasets] if weights else [len(self)]
+        seeds = [seed if seed is None else seed + (i << 32) for i in range(len(sizes))]  # of two files no same orders
+        self._orders = [Order(size, one) for size, one in zip(sizes, seeds, strict=True)]
+
+    def __len__(self) -> int:
+        """The rows of all data sets."""
+        return self._ends[-1]
+
+    @property
+    def bad_rows(self) -> BadRows:
+        each = [d.bad_rows for d in self.datasets]
+        return BadRows(sum(b.num for b in each), [e for b in each for e in b.errors])
+
+    @property
+    def num_too_long(self) -> int:
+        return sum(d.num_too_long for d in self.datasets)
+
+    def start(self) -> list[int]:
+        return [0] * len(self._orders)
+
+    def next(self, counts: list[int]) -> Record:
+        """The row after those that `counts` says were read; it is counted there."""
+        num = sum(counts) + 1
+        which = max(range(len(counts)), key=lambda i: self._shares[i] * num - counts[i])
+        row = self._orders[which][counts[which]]
+        counts[which] += 1
+        if len(counts) == 1:
+            which = bisect(self._ends, row)
+            row -= self._ends[which] - len(self.datasets[which])
+        return self.datasets[which][row]

@@ -1,0 +1,144 @@
+"""The turns of a conversation as the chat template renders all of it at last, or as they stand in the data.
+
+No engine has seen the text before such a turn as it is: the template may have dropped reasoning from it since.
+"""
+
+from __future__ import annotations
+
+from instep.data.branches import Branch, Message, Render, Turn, ended, window
+from instep.errors import DataError
+
+_MARK = "\ue000"  # private use: in no conversation
+
+
+def as_rendered(messages: list[Message], turns: list[int], text_of: Render, special: list[str], where: str) -> Branch:
+    """The turns `turns` (indices of messages) of a conversation that is rendered once, as a whole.
+
+    Where a turn stands is found out in a window of the conversation, and verified in the whole text; where that fails,
+    in the whole conversation.
+
+    Raises:
+        DataError: the template hides where a turn begins and ends.
+    """
+    text = text_of(messages, generation_prompt=False)
+    branch: Branch = []
+    end = 0
+    for turn in turns:
+        found = _in_window(messages, branch[-1].index, turn, text_of, special) if branch else None
+        if found is None or not text.startswith(found[0] + found[1], end):
+            span = _turn_span(messages, turn, text, text_of, special)
+            start, stop = (max(span[0], end), span[1]) if span else (0, -1)
+            if stop < start:
+                raise DataError(
+                    f"the chat template hides where message {turn} (assistant) begins and ends",
+                    where=where,
+                    remedy="set step_loss_mask 0 for it, or leave --loss-mask-type qwen3_5 out",
+                )
+            found = text[end:start], text[start:stop]
+        branch.append(Turn(turn, found[0], ended(found[1], special)[0]))
+        end += len(found[0]) + len(branch[-1].text)
+    return branch
+
+
+def as_it_stands(messages: list[Message], text_of: Render, special: list[str], where: str) -> Branch:
+    """The last message after its prompt: its content, and the end-of-turn token that the template writes after it.
+
+    A tag that the generation prompt ends with, such as `<think>`, is no part of what is generated: it is taken off the
+    content.
+    """
+    prompt = text_of(messages[:-1], generation_prompt=True)
+    rendered = text_of(messages, generation_prompt=False).rstrip()
+    content, end = messages[-1].get("content"), next((t for t in special if rendered.endswith(t)), "")
+    if not isinstance(content, str) or messages[-1].get("tool_calls"):
+        raise DataError(
+            "the last message has tool calls, or content that is no text: it cannot be taken as it stands",
+            where=where,
+            remedy="leave --loss-mask-type distill_qwen out",
+        )
+    tag = prompt[prompt.rfind("<") :].rstrip()
+    if messages[-1].get("reasoning_content") or (tag == "<think>" and "</think>" not in content):
+        raise DataError(
+            "the last message has its reasoning beside its content, or none where the prompt opens it",
+            where=where,
+            remedy="write <think>...</think> into the content, or leave --loss-mask-type distill_qwen out",
+        )
+    if tag.startswith("<") and content.startswith(tag):
+        content = content.removeprefix(tag).removeprefix(prompt[len(prompt.rstrip()) :])
+    return [Turn(len(messages) - 1, prompt, content.removesuffix(end) + end)]
+
+
+def _in_window(
+    messages: list[Message], before: int, turn: int, text_of: Render, special: list[str]
+) -> tuple[str, str] | None:
+    """The text between the turns `before` and `turn`, and that of the second, where a few messages stand around them;
+    None: they cannot be told there."""
+    kept, earlier = window(messages, before)
+    following = [i for i in range(turn + 1, len(messages)) if messages[i]["role"] in ("user", "assistant")]
+    assistant = next((i for i in following if messages[i]["role"] == "assistant"), len(messages) - 1)
+    user = [i for i in following if messages[i]["role"] == "user" and i > assistant][:1]
+    part = [*kept, *messages[earlier : assistant + 1], *(messages[i] for i in user)]
+    if len(part) >= len(messages):
+        return None
+    shift = len(kept) - earlier
+    try:
+        text = text_of(part, generation_prompt=False)
+        one, other = (_turn_span(part, i + shift, text, text_of, special) for i in (before, turn))
+    except DataError:
+        return None
+    if one is None or other is None:
+        return None
+    end = one[0] + len(ended(text[slice(*one)], special)[0])
+    return (text[end : other[0]], text[slice(*other)]) if other[0] >= end else None
+
+
+def _turn_span(
+    messages: list[Message], turn: int, text: str, text_of: Render, special: list[str]
+) -> tuple[int, int] | None:
+    """The places in `text` where the turn's text begins and ends; None if the template hides them.
+
+    The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
+    it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
+    the place of the mark is the turn. A turn that a tool's answer stands in is hidden, too: it is not the model's.
+    """
+    start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
+    end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
+    if start is not None and end is not None:
+        return start, end
+    place = _place_of(messages, turn, {"role": "assistant", "content": _MARK}, text, text_of)
+    if place is None:
+        return None
+    if end is None:
+        marker = next((t for t in special if text.startswith(t, place[1])), "")
+        end = place[1] + len(marker)
+    start = place[0] if start is None else start
+    for i, message in enumerate(messages[turn + 1 :], turn + 1):  # some templates write a tool's answer into the turn
+        if message["role"] in ("system", "user", "assistant"):
+            break
+        answer = _place_of(messages, i, {**message, "content": _MARK}, text, text_of)
+        if answer is None or (answer[0] < end and answer[1] > start):
+            return None
+    return start, end
+
+
+def _place_of(
+    messages: list[Message], index: int, marked: Message, text: str, text_of: Render
+) -> tuple[int, int] | None:
+    """The part of `text` whose place the mark takes when message `index` becomes `marked`; None: it cannot be told."""
+    try:
+        changed = text_of([*messages[:index], marked, *messages[index + 1 :]], generation_prompt=False)
+    except DataError:  # some templates want the tool calls
+        return None
+    before, mark, after = changed.partition(_MARK)
+    if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+        return None
+    return len(before), len(text) - len(after)
+
+
+def _prefix_length(messages: list[Message], text: str, text_of: Render, *, generation_prompt: bool) -> int | None:
+    if not messages:
+        return None
+    try:
+        prefix = text_of(messages, generation_prompt=generation_prompt)
+    except DataError:  # some templates refuse a part of a conversation
+        return None
+    return len(prefix) if text.startswith(prefix) else None

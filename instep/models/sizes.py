@@ -1,0 +1,200 @@
+"""The numbers of a model that its memory and its time follow from: from config.json and the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from instep.models.shape import FAMILIES, num_experts, read_config
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LONGEST = 10**8  # bytes of a header, by the format
+_WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Attributes:
+        ffn: width of the feed-forward part that a token passes, all its experts together; where some layers have no
+            experts, the mean.
+        layer: parameters of one layer, the mean.
+        total: parameters of the model; a tied output layer counts once.
+        used: those that a token is multiplied with, the output layer included and the input embedding not.
+        experts: those of `total` that are in experts; 0 in a dense model.
+        cached: what an engine keeps of a token in a layer on every rank, where attention is latent (numbers, not
+            bytes); 0 where it keeps keys and values. `kv_heads` and `head_dim` are those that a trainer computes.
+    """
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    layer: int
+    total: int
+    used: int
+    context: int
+    experts: int = 0
+    value_head: bool = False
+    cached: int = 0
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys; that of the values is the same."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside of the layers."""
+        return self.total - self.num_layers * self.layer
+
+    def flops(self, length: int) -> float:
+        """Of the forward pass over a sequence, with logits of all its tokens; a backward pass has twice as many."""
+        return 2.0 * self.used * length + 2.0 * self.num_layers * self.queries * length**2
+
+    def as_critic(self) -> Shape:
+        """The same decoder with a value head."""
+        total = self.total - (0 if self.tied else self.embedding) + self.hidden
+        return replace(self, tied=False, total=total, used=self.used - self.embedding, value_head=True)
+
+
+@lru_cache(maxsize=16)
+def shape_of(folder: str | None) -> Shape | None:
+    """The shape of the model in a Hugging Face folder; None where config.json is none of a decoder, or not there.
+
+    Parameters are counted in the headers of the safetensors files, which takes milliseconds; where there are none (or
+    packed or further weights, as of a quantized or a multimodal model) they follow from config.json.
+    """
+    if folder is None:
+        return None
+    try:
+        config = read_config(folder)
+    except (OSError, ValueError):
+        return None
+    shape = shape_in(config)
+    if shape is None:
+        return None
+    counted = None if "text_config" in config else _counted(Path(folder), shape)
+    if counted is None:
+        return shape
+    total, experts = counted
+    layer = (total - shape.outside) // shape.num_layers
+    used = shape.used + (layer - shape.layer) * shape.num_layers
+    return replace(shape, layer=layer, total=total, used=used, experts=experts)
+
+
+@lru_cache(maxsize=16)
+def quantized_bytes(folder: str | None) -> int | None:
+    """The bytes of the weights of a model that is stored quantized; None of any other, or without its files."""
+    if folder is None:
+        return None
+    try:
+        files = _files(Path(folder)) if "quantization_config" in read_config(folder) else []
+        return sum(file.stat().st_size for file in files) or None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def shape_in(config: Mapping[str, Any]) -> Shape | None:
+    """The shape that a config.json describes; None where it is none of a decoder."""
+    try:
+        return _of_config(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _of_config(config: Mapping[str, Any]) -> Shape:
+    hidden, layers, vocab = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    heads = int(config["num_attention_heads"])
+    kv_heads, head_dim = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
+    experts, name = num_experts(config), str(config.get("model_type", ""))
+    chosen = int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1
+    ffn = int((config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"])
+    family, tied = (
+        FAMILIES.get(name) or FAMILIES.get(name.removesuffix("_moe")),
+        bool(config.get("tie_word_embeddings")),
+    )
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    qk_norm = family is not None and family.qk_norm
+    small = 2 * hidden + 2 * head_dim * qk_norm
+    small += queries + 2 * keys if family is not None and family.qkv_bias else 0
+    attention, cached = 2 * hidden * (queries + keys), 0
+    if kv_rank := int(config.get("kv_lora_rank") or 0):
+        attention, kv_heads = _latent_attention(config, hidden, heads, kv_rank), heads
+        head_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+        cached = kv_rank + int(config["qk_rope_head_dim"])
+    router = (hidden + bool(family and family.sigmoid)) * experts if experts > 1 else 0
+    dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts > 1 else 0
+    shared = ffn * int(config.get("n_shared_experts") or 0) if experts > 1 else 0
+    mixed, dense_width = layers - dense, int(config.get("intermediate_size") or ffn)
+    around = layers * (attention + small) + mixed * router + 3 * hidden * (dense * dense_width + mixed * shared)
+    in_experts = mixed * 3 * hidden * ffn * max(1, experts)
+    total = around + in_experts + vocab * hidden * (1 if tied else 2) + hidden
+    used = around + mixed * 3 * hidden * ffn * chosen + vocab * hidden + hidden
+    width = (dense * dense_width + mixed * (shared + ffn * chosen)) // layers
+    return Shape(
+        layers, hidden, width, heads, kv_heads, head_dim, vocab, tied, qk_norm, (around + in_experts) // layers, total,
+        used, int(config.get("max_position_embeddings") or 2**17), in_experts if experts > 1 else 0, cached=cached,
+    )  # fmt: skip
+
+
+def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_rank: int) -> int:
+    """Parameters of latent attention in a layer, with the norms of its latent vectors."""
+    content, rotary, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    q_rank, rows = int(config.get("q_lora_rank") or 0), heads * (content + rotary)
+    queries = q_rank * (hidden + 1 + rows) if q_rank else hidden * rows
+    return queries + hidden * (kv_rank + rotary) + kv_rank * (1 + heads * (content + value)) + heads * value * hidden
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, as transformers chooses them: other forms of it may lie in the same folder."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
+    """The elements of all tensors in the model's safetensors files, and those of experts; None where it is not clear.
+
+    That is so of quantized models, without files, and with damaged ones, which others report. Layers behind the model's
+    own, of multi-token prediction, do not count.
+    """
+    count = experts = 0
+    try:
+        for path in _files(folder):
+            with path.open("rb") as file:
+                header = json.loads(file.read(min(_LONGEST, int.from_bytes(file.read(8), "little"))))
+            for name, tensor in header.items():
+                behind = (index := _LAYER.search(name)) is not None and int(index[1]) >= shape.num_layers
+                if name == "__metadata__" or behind or (shape.tied and name == "lm_head.weight"):
+                    continue
+                if tensor["dtype"] not in _WHOLE:
+                    return None
+                size = prod(tensor["shape"])
+                count += size
+                experts += size if ".experts." in name else 0
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return (count, experts) if count else None

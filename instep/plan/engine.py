@@ -1,0 +1,107 @@
+"""The memory of one GPU of an engine: weights, what its work needs, and how many tokens its KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from instep.engines.kind import planned_kind
+from instep.engines.spec import EngineSpec
+from instep.engines.topology import num_tokens
+from instep.models.sizes import Shape, quantized_bytes
+from instep.plan.trainer import CONTEXT, GB, PHASES, PROCESS, Item, lengths
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+GRAPHS = 0.3 * GB  # CUDA graphs of all batch sizes, beyond CONTEXT
+BLOCK = 16  # tokens of a block of the KV cache
+VLLM_FRACTION = 0.9  # of a card, unless a flag says otherwise
+LARGE_CARD = 70 * 2**30  # bytes
+VLLM_TOKENS, VLLM_REQUESTS = 8192, 1024  # of a step, on a large card
+SMALL_TOKENS, SMALL_REQUESTS = 2048, 256  # on a smaller one
+EMBEDDED_REQUESTS = 256
+HOST = 4 * GB  # host memory of vLLM's processes
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """A GPU of an engine.
+
+    Attributes:
+        work: activations, logits, CUDA graphs and context.
+        cache: bytes of the KV cache; tokens: what it holds, of all of the engine's GPUs that share a model.
+        requests: how many requests of the longest prompt and response it holds at once; longest: their tokens;
+            per_request: bytes of one on this GPU.
+    """
+
+    spec: EngineSpec
+    weights: float
+    work: float
+    cache: float
+    tokens: int
+    requests: int
+    longest: int
+    per_request: float
+
+    def items(self) -> list[Item]:
+        who, sleeps = self.spec.name, self.spec.sleeps
+        awake = PHASES if not sleeps else ("rollout",)
+        weights = dict.fromkeys((*awake, "sync"), self.weights)
+        rest = dict.fromkeys(PHASES, CONTEXT if sleeps else self.work) | {"rollout": self.work}
+        return [
+            Item(who, "weights", weights),
+            Item(who, "KV cache", dict.fromkeys(awake, max(0.0, self.cache))),
+            Item(who, "work, graphs, CUDA", rest, PROCESS + HOST),
+        ]
+
+
+def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> EnginePlan:
+    """What the engine takes of each of its GPUs of `card` bytes."""
+    words = {**spec.words, **spec.own}
+    e = 4 if args.precision == "fp32" else 2
+    weights = _weights(spec, shape, 1 if "quantization" in words else e)
+    stream = 1 if _last(words, "kv_cache_dtype", "auto").startswith("fp8") else e
+    heads = max(1, shape.kv_heads // spec.parallel.tensor)
+    per_token = shape.num_layers / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
+    prompt, response = lengths(args, shape)
+    longest = prompt + response
+    if planned_kind(args).name != "vllm":
+        most = num_tokens(_last(words, "max_num_seqs", EMBEDDED_REQUESTS)) or EMBEDDED_REQUESTS
+        at_once = min(_rollout_samples(args), most)
+        cache = at_once * longest * per_token
+        work = CONTEXT + at_once * shape.vocab * 8.0
+    else:
+        large = card >= LARGE_CARD
+        most_tokens, most = (VLLM_TOKENS, VLLM_REQUESTS) if large else (SMALL_TOKENS, SMALL_REQUESTS)
+        tokens = num_tokens(_last(words, "max_num_batched_tokens", most_tokens)) or most_tokens
+        requests = num_tokens(_last(words, "max_num_seqs", most)) or most
+        given = num_tokens(_last(words, "kv_cache_memory_bytes", ""))
+        if given and args.rollout_batch_size:  # else vLLM keeps room for the logits of as many as it may run
+            requests = min(requests, _rollout_samples(args))
+        activations = tokens * e * (4 * shape.hidden + 3 * shape.ffn / spec.parallel.tensor)
+        work = CONTEXT + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
+        fraction = float(_last(words, "gpu_memory_utilization", VLLM_FRACTION))
+        cache = float(given) if given else fraction * card - weights - work
+    held = max(0, int(cache / per_token)) // BLOCK * BLOCK
+    requests = held // (-(-longest // BLOCK) * BLOCK)
+    return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token)
+
+
+def _weights(spec: EngineSpec, shape: Shape, per_number: float) -> float:
+    """Bytes on one GPU. Experts lie on all GPUs of a stage, whole or in parts; a quantized model is as it is stored."""
+    p = spec.parallel
+    whole = quantized_bytes(spec.path)
+    per_number = per_number if whole is None else whole / shape.total
+    spread = max(p.expert, p.tensor * p.data)
+    return per_number * ((shape.total - shape.experts) / p.tensor + shape.experts / spread) / p.pipeline
+
+
+def _rollout_samples(args: Settings) -> int:
+    """Samples that an engine generates at once, if all of a rollout are begun."""
+    return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
+
+
+def _last(words: dict[str, list[str]] | dict[str, Sequence[str]], name: str, default: object) -> str:
+    return str(words[name][-1] if name in words else default)

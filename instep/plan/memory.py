@@ -1,0 +1,210 @@
+"""The memory of every kind of GPU of a run, by phase; which phase is the tightest, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from instep.algorithms.catalog import uses_reference
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.placement import make_plan
+from instep.engines.spec import EngineSpec, Slot
+from instep.models.sizes import Shape, shape_of
+from instep.plan.engine import EnginePlan, plan_engine
+from instep.plan.trainer import BUCKETS, GB, LIBRARIES, PHASES, Item, frozen, items, rank_of
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+MARGIN = 1.1  # the estimate is within 10 %: what needs more than this times a card is refused, less is not
+TIGHT = 0.95  # of a card; what needs more is named
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs that hold the same.
+
+    Attributes:
+        size: bytes of one of them.
+        names: where they are, such as "node 0: 0-3"; count: how many.
+        requests: a line for each engine on them.
+    """
+
+    size: float
+    names: str
+    count: int
+    items: tuple[Item, ...]
+    engines: tuple[EnginePlan, ...]
+
+    def need(self, phase: str) -> float:
+        """Bytes in use at the fullest moment of a phase."""
+        return sum(item.gpu.get(phase, 0.0) for item in self.items)
+
+    @property
+    def tightest(self) -> str:
+        return max(PHASES, key=self.need)
+
+    @property
+    def most(self) -> float:
+        return self.need(self.tightest)
+
+    @property
+    def host(self) -> float:
+        """Host memory that belongs to one of the GPUs."""
+        return sum(item.host for item in self.items)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a rank of a trainer is on it."""
+        return any(item.owner in ("actor", "critic") for item in self.items)
+
+    @property
+    def starved(self) -> EnginePlan | None:
+        """An engine whose KV cache holds no request, even by a lower estimate; vLLM does not start with it."""
+        slack = (MARGIN - 1) * self.size
+        return next((engine for engine in self.engines if engine.cache + slack < engine.per_request), None)
+
+    @property
+    def fits(self) -> bool:
+        return self.most <= self.size and all(engine.requests for engine in self.engines)
+
+    @property
+    def is_refused(self) -> bool:
+        return self.most > MARGIN * self.size or self.starved is not None
+
+
+def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
+    """Each kind of GPU of a run; empty on a CPU, and where the model's configuration is not known.
+
+    Args:
+        shares: whether what samples of a group begin with alike is computed once, as `hf` does.
+
+    Raises:
+        ConfigError: ranks and engines cannot be placed.
+    """
+    shape, size = shape_of(args.hf_checkpoint), args.gpu_memory_gb * 2**30
+    if shape is None or args.device == "cpu":
+        return []
+    plan, engines = make_plan(args), plan_engines(args)
+    holders: dict[Slot, list[Any]] = {}
+    for role, slots in (("actor", plan.actor), ("critic", plan.critic)):
+        for slot in slots:
+            holders.setdefault(slot, []).append(role)
+    for engine in engines:
+        for slot in engine.slots:
+            holders.setdefault(slot, []).append(engine)
+    alike: dict[tuple[Any, ...], list[Slot]] = {}
+    for slot, held in sorted(holders.items()):
+        alike.setdefault(tuple(_kind(h) for h in held), []).append(slot)
+    out = []
+    for same in alike.values():
+        parts: list[Item] = []
+        planned: list[EnginePlan] = []
+        for holder in holders[same[0]]:
+            if isinstance(holder, str):
+                parts += _trainer(args, shape, holder, shares)
+            elif (served := shape_of(holder.path)) is not None:
+                planned.append(plan_engine(args, holder, served, size))
+                parts += planned[-1].items()
+        out.append(Gpus(size, _where(same), len(same), tuple(parts), tuple(planned)))
+    return out
+
+
+def _kind(holder: str | EngineSpec) -> Any:
+    if isinstance(holder, str):
+        return holder
+    return holder.path, holder.role, holder.parallel, holder.flags, holder.sleeps
+
+
+def _trainer(args: Settings, shape: Shape, role: str, shares: bool) -> list[Item]:
+    rank = rank_of(args, shape, role, shares=shares)
+    out = items(rank)
+    if role == "actor":
+        if uses_reference(args) and not rank.adapter:
+            out.append(frozen(rank, shape_of(args.ref_load) or shape, "reference"))
+        if args.opd_teacher_load:
+            out.append(frozen(rank, shape_of(args.opd_teacher_load) or shape, "teacher"))
+    return out
+
+
+def allocated(args: Settings, *, shares: bool = True, synced: bool = True) -> float:
+    """The bytes that torch has allocated on an actor's GPU at the fullest moment of a training (`perf/gpu_peak_bytes`).
+
+    Args:
+        synced: whether there has been a sync, whose buckets stay.
+    """
+    shape = shape_of(args.hf_checkpoint)
+    assert shape is not None, "a model with a config.json"
+    without = {LIBRARIES} if synced else {LIBRARIES, BUCKETS}
+    found = items(rank_of(args, shape, shares=shares))
+    return sum(item.gpu.get("training", 0.0) for item in found if item.name not in without)
+
+
+def _where(slots: Sequence[Slot]) -> str:
+    nodes: dict[int, list[int]] = {}
+    for slot in slots:
+        nodes.setdefault(slot.node, []).append(slot.gpu)
+    return "; ".join(f"node {node} GPU {','.join(map(str, gpus))}" for node, gpus in nodes.items())
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def tables(gpus: Sequence[Gpus]) -> Iterator[Any]:
+    """A table for each kind of GPU, for `rich`, and lines about it."""
+    from rich.table import Table
+
+    for kind in gpus:
+        each = "" if kind.count == 1 else f", each of {kind.count}"
+        table = Table(title=f"GB on {kind.names}{each} ({kind.size / GB:.0f} GB), estimated", title_justify="left")
+        table.add_column("whose, what")
+        for name in (*PHASES, "host"):
+            table.add_column(name, justify="right")
+        for item in kind.items:
+            sizes = [*(item.gpu.get(phase, 0.0) for phase in PHASES), item.host]
+            if any(size >= 0.005 * GB for size in sizes):
+                table.add_row(f"{item.owner}: {item.name}", *map(_shown, sizes))
+        table.add_section()
+        table.add_row("sum", *(_shown(kind.need(phase)) for phase in PHASES), _shown(kind.host))
+        free = [_shown(kind.size - kind.need(phase), "-") for phase in PHASES]
+        table.add_row("free", *free, "")
+        yield table
+        yield from _lines(kind)
+
+
+def _lines(kind: Gpus) -> Iterator[str]:
+    left = kind.size - kind.most
+    rest = f"{left / GB:.1f} GB free" if left >= 0 else f"{-left / GB:.1f} GB too many"
+    yield f"tightest: {kind.tightest}, {kind.most / GB:.1f} of {kind.size / GB:.1f} GB, {rest}"
+    if kind.fits and kind.most > TIGHT * kind.size:
+        yield "that is close: the estimate is good to about 10 %"
+    for engine in kind.engines:
+        yield (
+            f"{engine.spec.name}: the KV cache holds {engine.tokens:,} tokens, {engine.requests:,} requests of "
+            f"{engine.longest:,} tokens at once"
+        )
+
+
+def _shown(size: float, none: str = "") -> str:
+    return none if abs(size) < 0.005 * GB else f"{size / GB:.2f}"
+
+
+def as_json(gpus: Sequence[Gpus]) -> list[dict[str, Any]]:
+    """Bytes by kind of GPU, item and phase."""
+    return [
+        {
+            "gpus": kind.names,
+            "count": kind.count,
+            "bytes": kind.size,
+            "need": {phase: kind.need(phase) for phase in PHASES},
+            "host_bytes": kind.host,
+            "fits": kind.fits,
+            "items": [{"owner": i.owner, "name": i.name, **i.gpu, "host": i.host} for i in kind.items],
+            "engines": [
+                {"name": e.spec.name, "kv_tokens": e.tokens, "requests": e.requests, "request_tokens": e.longest}
+                for e in kind.engines
+            ],
+        }
+        for kind in gpus
+    ]

@@ -1,0 +1,354 @@
+"""The memory of one trainer rank, item by item: what it holds, and the most that forward and backward passes need.
+
+Bytes of a token in a layer are those of the tensors that autograd keeps; `tests/unit/test_plan_activations.py` counts
+them in the models themselves. `e` is the size of an element that is computed with: 2 in bf16, 4 in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from instep.algorithms.catalog import algorithm_of
+from instep.models.sizes import Shape
+from instep.models.stages import num_chunks, stage_layers
+from instep.weights.way import SINGLE_COPY
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+GB = 1e9
+LIBRARIES, BUCKETS = "CUDA, libraries", "sync buckets"  # items
+PHASES = ("rollout", "log-probs", "training", "sync")
+CONTEXT = 1.5 * GB  # of a process on a GPU: CUDA, NCCL, kernels, workspaces (measured on an H100)
+PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
+HEAD_LOGITS = 2**28  # of a chunk, as in both train backends
+_COPIES = 0.25  # bytes for each logit of a chunk, of those that exist in float32 at a time
+PROMPT = 1024  # tokens, where no flag bounds prompts
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes that one owner needs for one purpose.
+
+    Attributes:
+        gpu: by phase; a phase that is not there needs none.
+    """
+
+    owner: str
+    name: str
+    gpu: Mapping[str, float] = field(default_factory=dict)
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the memory of a rank follows from.
+
+    Attributes:
+        stream: tokens of a micro-batch; responses: those of them that are scored.
+        tokens: those that are computed: `hf` computes once what samples of a group begin with alike.
+        role: actor or critic.
+    """
+
+    args: Settings
+    shape: Shape
+    stream: int
+    tokens: int
+    responses: int
+    role: str = "actor"
+
+    @property
+    def e(self) -> int:
+        return 4 if self.args.precision == "fp32" else 2
+
+    @property
+    def tp(self) -> int:
+        return self.args.tensor_model_parallel_size
+
+    @property
+    def is_megatron(self) -> bool:
+        return self.args.train_backend == "megatron"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers run as fused code, which keeps no intermediate result of norms, rotations and gates."""
+        return self.is_megatron or (self.tp == 1 and not self.args.no_torch_compile)
+
+    @property
+    def pieces(self) -> int:
+        """The ranks that share weights, as they are stored."""
+        return self.tp * self.args.pipeline_model_parallel_size if self.is_megatron else self._world
+
+    @property
+    def _world(self) -> int:
+        args = self.args
+        if self.role == "actor":
+            return args.world_size
+        nodes = args.critic_num_nodes or args.actor_num_nodes
+        return int(nodes * (args.critic_num_gpus_per_node or args.actor_num_gpus_per_node))
+
+    @property
+    def state_pieces(self) -> int:
+        """The ranks that share masters and moments."""
+        return self._world if self.is_megatron and self.args.use_distributed_optimizer else self.pieces
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether it computes with the engine's weights."""
+        return self.args.weight_sync == SINGLE_COPY and self.role == "actor"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 makes whole layers of shards, or bf16 of fp32."""
+        return not self.is_megatron and (self._world > 1 or self.e == 2) and not self.mirrors
+
+    @property
+    def adapter(self) -> int:
+        """Parameters of the adapter; 0 where all weights are trained."""
+        if not self.args.lora_rank or self.role != "actor":
+            return 0
+        s = self.shape
+        sizes = {"q_proj": s.hidden + s.queries, "k_proj": s.hidden + s.keys, "v_proj": s.hidden + s.keys}
+        sizes |= {"o_proj": s.queries + s.hidden, "gate_proj": s.hidden + s.ffn, "up_proj": s.hidden + s.ffn}
+        sizes |= {"down_proj": s.ffn + s.hidden}
+        names = {name.rpartition(".")[2] for name in self.args.lora_target_modules or sizes}
+        return self.args.lora_rank * s.num_layers * sum(size for name, size in sizes.items() if name in names)
+
+    @property
+    def selects(self) -> bool:
+        """Whether names choose the weights that are trained: how many these are is not known here."""
+        args = self.args
+        return self.role == "actor" and bool(args.only_train_params_name_list or args.freeze_params_name_list)
+
+    def held(self, shape: Shape) -> float:
+        """Parameters of a model that this rank holds; Megatron's ranks share experts in a way of their own."""
+        if not self.is_megatron:
+            return shape.total / self.pieces
+        stages = self.args.pipeline_model_parallel_size
+        return ((shape.total - shape.experts) / self.tp + shape.experts / self._expert_pieces) / stages
+
+    @property
+    def _expert_pieces(self) -> int:
+        """The ranks of a stage that share its experts."""
+        return self.args.expert_model_parallel_size * (self.args.expert_tensor_parallel_size or self.tp)
+
+    def in_stage(self) -> float:
+        """Parameters of the fullest pipeline stage that one of Megatron's ranks holds."""
+        s, stages = self.shape, self.args.pipeline_model_parallel_size
+        layers = max(stage_layers(self.args, s.num_layers))
+        dense = layers * (s.layer - s.experts / s.num_layers) + (
+            s.outside if stages == 1 else max(s.embedding, s.outside / 2)
+        )  # of the first or the last
+        return dense / self.tp + s.experts * layers / s.num_layers / self._expert_pieces
+
+    @property
+    def trained(self) -> float:
+        """Parameters of this rank that have a gradient."""
+        return 0.0 if self.selects else self.adapter / self.pieces if self.adapter else self.held(self.shape)
+
+    @property
+    def states(self) -> float:
+        """Parameters whose masters and moments this rank holds."""
+        if self.selects or self.state_pieces == self.pieces:
+            return self.trained
+        return (self.adapter or self.shape.total) / self.state_pieces
+
+
+def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
+    """Tokens of the longest prompt and response, as far as flags say it."""
+    context = min(
+        shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
+    )
+    response = min(args.rollout_max_response_len or PROMPT, context)
+    prompt = args.rollout_max_prompt_len
+    if prompt is None or prompt >= context - 1:  # a bound that follows from the context says nothing about prompts
+        prompt = PROMPT
+    return max(1, min(prompt, context - response)), response
+
+
+def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool = True) -> Rank:
+    """A rank with its largest micro-batch; without `shares` no two samples begin alike."""
+    prompt, response = lengths(args, shape)
+    longest = prompt + response
+    members = 2 if algorithm_of(args).name == "dpo" else 1  # samples that are never parted
+    cp = args.context_parallel_size  # ranks that share each sample's tokens
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
+        samples = max(1, args.max_tokens_per_gpu * cp // (longest * members)) * members
+        stream = max(args.max_tokens_per_gpu, -(-longest * members // cp))
+    else:
+        samples = args.micro_batch_size * members
+        stream = -(-samples * longest // cp)
+    tokens, group = stream, max(members, args.n_samples_per_prompt)
+    if shares and args.train_backend == "hf" and group > 1:
+        prompts = min(samples, -(-samples // group) + 1)  # the first and the last group need not be whole
+        computed = samples * response + prompts * prompt
+        tokens = min(stream, computed * stream // (samples * longest))
+    responses = stream * response // longest
+    return Rank(args, shape.as_critic() if role == "critic" else shape, stream, tokens, responses, role)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def kept_in_layer(r: Rank, recompute: str | None) -> float:
+    """Bytes of a token that a layer keeps for its backward pass."""
+    s, e, tp = r.shape, r.e, r.tp
+    h = s.hidden / (tp if r.args.sequence_parallel else 1)
+    q, k, f, norm = s.queries / tp, s.keys / tp, s.ffn / tp, int(s.qk_norm)
+    sums = 4 * s.heads / tp  # of attention's softmax
+    if recompute == "full":
+        return e * h
+    if recompute == "selective" and not r.is_megatron:  # products and attention
+        return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
+    if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
+        return e * (4 * h + (2 + norm) * (q + k) + 3 * f) + sums
+    scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
+    norms = 2 * h * (4 + 2 * e) + norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
+    return norms + 2 * e * (q + k) + 4 * e * f + sums + scales - (2 * h + norm * (q + k)) * e * bool(r.adapter)
+
+
+def kept(r: Rank) -> float:
+    """Bytes that all layers keep for the backward pass of a micro-batch."""
+    s, args = r.shape, r.args
+    layer = kept_in_layer(r, args.recompute_granularity)
+    groups = s.num_layers
+    if args.recompute_granularity == "full" and r.is_megatron:
+        per_group = args.recompute_num_layers or 1
+        if args.recompute_method == "block":  # so many layers of each stage
+            again = min(groups, per_group * args.pipeline_model_parallel_size)
+            layers = r.tokens * (again * layer + (groups - again) * kept_in_layer(r, None))
+            return _interleaved(r) * layers + _ends(r)
+        groups = -(-groups // per_group)
+    layers = groups * (r.tokens * layer + _copied(r, args.recompute_granularity))
+    return _interleaved(r) * layers + _ends(r)
+
+
+def _interleaved(r: Rank) -> float:
+    """How much more of the layers virtual pipeline stages keep, by more micro-batches that are begun."""
+    if not r.is_megatron:
+        return 1.0
+    stages = r.args.pipeline_model_parallel_size
+    chunks = max(1, num_chunks(r.args, r.shape.num_layers))
+    return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+
+
+def _copied(r: Rank, recompute: str | None) -> float:
+    """Bytes of the keys and values that attention gets for every sample, beyond those that are computed, in a layer."""
+    return 0.0 if recompute else 2.0 * r.e * r.shape.keys / r.tp * (r.stream - r.tokens)
+
+
+def _ends(r: Rank) -> float:
+    """The last norm, the hidden states that are scored, and their logits where they are one chunk."""
+    hidden = r.tokens * r.shape.hidden * (4 + r.e) + r.responses * r.shape.hidden * r.e
+    return hidden + (0.0 if r.responses > _chunk(r) or r.shape.value_head else _chunk_bytes(r, r.e))
+
+
+def _chunk(r: Rank) -> int:
+    return max(1, HEAD_LOGITS * r.tp * 15 // (16 * r.shape.vocab))  # `log_probs.in_chunks`
+
+
+def _chunk_bytes(r: Rank, per_logit: float) -> float:
+    return min(r.responses, _chunk(r)) * (r.shape.vocab / r.tp) * per_logit
+
+
+def _head_work(r: Rank) -> float:
+    """Bytes of a chunk's logits and their gradient while the chunk is computed; not what `_ends` counts already."""
+    if r.shape.value_head:
+        return 4.0 * r.responses * r.shape.hidden
+    return _chunk_bytes(r, 2 * r.e + _COPIES) - (0 if r.responses > _chunk(r) else _chunk_bytes(r, r.e))
+
+
+def work(r: Rank) -> float:
+    """The most bytes that a backward pass needs beside what is kept: at the output layer, or in a layer."""
+    s, e = r.shape, r.e
+    head_grad = e * s.embedding / r.tp if not r.shape.value_head and not r.adapter else 0.0
+    h, f = s.hidden, s.ffn / r.tp
+    layer = r.tokens * e * (2 * f + 2 * h)  # when gate times up is differentiated, which needs the most
+    if r.args.recompute_granularity is not None:
+        layer += r.tokens * (kept_in_layer(r, None) - kept_in_layer(r, r.args.recompute_granularity)) + _copied(r, None)
+    if r.gathers and not r.adapter:  # a layer's gradient in both types, before it becomes a shard
+        layer += s.layer * (e + 4)
+    return head_grad + max(_head_work(r) + head_grad, layer)
+
+
+def forward_work(r: Rank) -> float:
+    """The most bytes of a forward pass without gradients."""
+    s, e = r.shape, r.e
+    layer = r.tokens * e * (2 * s.hidden + 3 * s.ffn / r.tp)
+    logits = 0.0 if s.value_head else _chunk_bytes(r, e + _COPIES)
+    return max(layer, r.tokens * s.hidden * (4 + e) + logits)
+
+
+# ---- what is held ----------------------------------------------------------------------------------------------------
+
+
+def weights(r: Rank) -> float:
+    """In the type that is computed with: Megatron's copy, a frozen base, or what FSDP2 gathers."""
+    s, e = r.shape, r.e
+    if r.mirrors and e == 2 and not r.is_megatron:
+        return 0.0  # the engine has them
+    gathered = e * (s.outside + 2 * s.layer) / r.tp if r.gathers else 0.0
+    if r.is_megatron:
+        return e * r.in_stage()
+    return gathered + (e * s.total / r.pieces if r.adapter or e == 4 else 0.0)
+
+
+def masters(r: Rank) -> float:
+    if r.adapter:
+        return 4.0 * r.trained
+    if r.e == 4:
+        return 0.0
+    return 4.0 * (r.states if r.is_megatron else r.held(r.shape))  # hf has all weights in fp32, also frozen ones
+
+
+def gradients(r: Rank) -> float:
+    return 4.0 * r.trained
+
+
+def moments(r: Rank) -> float:
+    per = 2.03 if r.args.optimizer == "adamw_8bit" else 8.0  # with a scale for each 256 numbers
+    return per * r.states
+
+
+def _buckets(r: Rank) -> float:
+    """What the ways of GPUs send weights from; it stays."""
+    ways = ("ipc", "nccl")
+    return 2.0 * r.args.update_weight_buffer_size if r.args.weight_sync in ways and r.role == "actor" else 0.0
+
+
+def _gathered(r: Rank) -> float:
+    """The largest weight, whole, as a sync sends it."""
+    if r.mirrors or r.role != "actor" or r.adapter:
+        return 0.0
+    return (r.e + 4 * r.gathers) * r.shape.embedding
+
+
+def frozen(r: Rank, shape: Shape, name: str) -> Item:
+    """A model that only scores; on the GPU while it does, or always where nothing is parked."""
+    size = r.e * r.held(shape)
+    parks = r.args.offload_train
+    phases = ("log-probs",) if parks else PHASES
+    return Item(r.role, name, dict.fromkeys(phases, size), size if parks else 0.0)
+
+
+def items(r: Rank) -> list[Item]:
+    """Everything that a rank holds or needs, but for models that only score."""
+    args, there = r.args, PHASES[1:] if r.args.offload_train else PHASES
+    computes, parks = PHASES[1:], args.offload_train
+    on_host = bool(args.optimizer_cpu_offload)
+    held: list[tuple[str, float, tuple[str, ...]]] = [
+        ("weights", weights(r), computes if r.gathers else there),
+        ("masters", masters(r), there if not (parks and r.is_megatron) else ("log-probs", "training")),
+        ("moments", 0.0 if on_host else moments(r), there if not parks else ("log-probs", "training")),
+        ("gradients", gradients(r), ("log-probs", "training") if r.is_megatron else ("training",)),
+        ("activations", kept(r), ("training",)),
+    ]
+    out = [Item(r.role, name, dict.fromkeys(phases, size)) for name, size, phases in held]
+    out.append(Item(r.role, "work", {"log-probs": forward_work(r), "training": work(r), "sync": _gathered(r)}))
+    out.append(Item(r.role, BUCKETS, dict.fromkeys(PHASES, _buckets(r))))
+    out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, CONTEXT), PROCESS))
+    stored = masters(r) + (weights(r) if r.is_megatron or r.adapter or r.e == 4 else 0.0)
+    host = (stored if parks else 0.0) + (moments(r) if parks or on_host else 0.0)
+    return [*out, Item(r.role, "parked, offloaded", {}, host)]

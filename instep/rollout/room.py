@@ -1,0 +1,85 @@
+"""The room that engines have for samples that are generated at once.
+
+A vLLM engine starts every request whose prompt fits into its KV cache. When the responses grow beyond the cache, it
+throws some of them out and computes their tokens anew later, which costs up to half of its throughput
+(docs/performance.md). So a rollout sends no more than what is expected to fit; the rest waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from contextvars import ContextVar
+from typing import NamedTuple
+
+SAMPLES_PER_ENGINE = 512  # at once; an engine queues the requests that it cannot run
+
+# Whether groups wait for the room of this sample: it leaves alone then, and asks for its response alone.
+others_wait: ContextVar[bool] = ContextVar("others_wait", default=False)
+
+
+class _Turn(NamedTuple):
+    """Samples that wait for room together."""
+
+    num_samples: int
+    tokens: float
+    come: asyncio.Future[None]
+
+
+class Room:
+    """Groups come in one after the other, as soon as there is room for all their samples; each sample leaves by itself.
+
+    Whatever its size, a group comes in when nobody else is inside.
+
+    Args:
+        num_samples: how many may be inside at once.
+        num_tokens: how many tokens the samples inside are expected to have at most, prompts and responses.
+    """
+
+    def __init__(self, num_samples: int, num_tokens: float = math.inf):
+        self._num_samples, self._num_tokens = num_samples, num_tokens
+        self._waiting: deque[_Turn] = deque()
+        self.num_inside, self.tokens_inside = 0, 0.0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._waiting)
+
+    async def enter(self, num_samples: int, tokens: float) -> None:
+        """Wait until `num_samples` samples of `tokens` expected tokens each are inside."""
+        if not self._waiting and self._fits(num_samples, tokens):
+            self._take(num_samples, tokens)
+            return
+        turn = _Turn(num_samples, tokens, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        try:
+            await turn.come
+        except asyncio.CancelledError:
+            if turn.come.done() and not turn.come.cancelled():  # its turn has come meanwhile
+                self._take(-num_samples, tokens)
+            elif turn in self._waiting:  # else `_call` has passed it over
+                self._waiting.remove(turn)
+            self._call()
+            raise
+
+    def leave(self, tokens: float) -> None:
+        """Let one sample out, which came in with `tokens`."""
+        self._take(-1, tokens)
+        self._call()
+
+    def _fits(self, num_samples: int, tokens: float) -> bool:
+        in_tokens = self.tokens_inside + num_samples * tokens <= self._num_tokens
+        return not self.num_inside or (self.num_inside + num_samples <= self._num_samples and in_tokens)
+
+    def _take(self, num_samples: int, tokens: float) -> None:
+        self.num_inside += num_samples
+        self.tokens_inside += num_samples * tokens
+
+    def _call(self) -> None:
+        while self._waiting and self._fits(self._waiting[0].num_samples, self._waiting[0].tokens):
+            turn = self._waiting.popleft()
+            if not turn.come.done():  # else it was cancelled
+                self._take(turn.num_samples, turn.tokens)
+                turn.come.set_result(None)

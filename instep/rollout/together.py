@@ -1,0 +1,131 @@
+"""A group's samples by one request: what the default generate function does, without a task for each sample.
+
+Most of the controller's time in a large rollout is the tasks, calls and waits around each sample. Where nobody looks
+at them, the responses are asked for, read and put into their samples together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from instep.data.sampling import distribution_of
+from instep.engines.grouped_wire import MAX_TOGETHER, GroupedWire, may_be_several
+from instep.engines.wire import Completion, GenerationRequest
+from instep.errors import EngineError
+from instep.hooks import Hook
+from instep.rollout.client import MAX_RETRIES, get_model_url, sender, to_vllm, wire_of
+from instep.rollout.execute import DEFAULT_GENERATE
+from instep.rollout.outputs import check_sample
+from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
+from instep.types import Group, Sample, Status
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
+_HOOK = Hook("--custom-generate-function-path", DEFAULT_GENERATE)
+
+
+async def generate_group(
+    args: HookSettings, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> None:
+    """Generate the responses of samples that have none, which differ in nothing but their seed.
+
+    Nothing is done where one request cannot be for all: prompts that differ, or an engine that is asked one by one.
+
+    Args:
+        sampling_params: with slime's names; `seed` is that of the first sample, the next has the next.
+
+    Raises:
+        EngineError: the engine refused the request, or did not answer.
+    """
+    wire, params, tokens = wire_of(args), to_vllm(sampling_params), prompt_ids(args, group[0])
+    if not isinstance(wire, GroupedWire) or asks_alone(args) or not may_be_several(params):
+        return
+    if len(group) > MAX_TOGETHER or params.get("max_tokens", 1) <= 0:
+        return
+    if any(prompt_ids(args, sample) != tokens for sample in group):
+        return
+    for sample in group:
+        sample.tokens = list(tokens)
+    params |= experts_wanted(args, group[0], evaluation)
+    url = get_model_url(args, endpoint=wire.generate_route)
+    way = way_of(args, group[0])
+    request = GenerationRequest(url, str(args.hf_checkpoint), tokens, params, way["session"])
+    with naming_prompt(group[0]):
+        completions = await wire.complete_group(request, len(group), sender(url, **way))
+    turn = distribution_of(params)
+    for i, (sample, out) in enumerate(zip(group, completions, strict=True)):
+        sample.sampling_params = {**params, "seed": params["seed"] + i}
+        sample.sampling_turns = [dict(turn)] if out.token_ids else []
+        await take(args, sample, params, out, evaluation=evaluation)
+        if sample.status is not Status.ABORTED:
+            check_sample(sample, _HOOK)
+
+
+async def take(
+    args: HookSettings, sample: Sample, params: dict[str, Any], out: Completion, *, evaluation: bool
+) -> None:
+    """Append an engine's completion to `sample`, and set its status and the text of the whole response.
+
+    Args:
+        params: those of the request, with vLLM's names.
+
+    Raises:
+        EngineError: experts were asked for, and did not come.
+    """
+    before = sample.response_length
+    if args.use_rollout_routing_replay and out.token_ids and out.routed_experts is None:
+        raise EngineError(
+            "the engine's answer has no routed experts",
+            where="--use-rollout-routing-replay",
+            remedy="start your engines with --enable-return-routed-experts, or leave the flag out",
+        )
+    experts = None if evaluation else out.routed_experts
+    sample.append_plain(out.token_ids, out.log_probs, out.weight_versions, experts)
+    sample.status = out.status
+    if sample.response_length:
+        skip = bool(params.get("skip_special_tokens", True))
+        ids = sample.tokens[-sample.response_length :]
+        sample.response = await decode(args, ids, skip_special_tokens=skip)
+        stop = out.stop_reason
+        if stop is None and params.get("stop") and out.finish_reason == "stop":
+            before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
+            stop = stop_string(sample.response, before_last, params["stop"])
+        if isinstance(stop, str):
+            former = await decode(args, ids[:before], skip_special_tokens=skip)
+            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
+
+
+def experts_wanted(args: HookSettings, sample: Sample, evaluation: bool) -> dict[str, int]:
+    """The parameter that says of which tokens a request asks for routed experts; none without routing replay."""
+    if not args.use_rollout_routing_replay:
+        return {}
+    known = sample.routes_that_hold()  # not all that it has: vLLM 0.26 ends at a start behind the prompt
+    start = len(sample.tokens) - 1 if evaluation else 0 if known is None else len(known)
+    return {"routed_experts_prompt_start": start}
+
+
+def asks_alone(args: HookSettings) -> bool:
+    """Whether engines get each request by itself: those that prefill for others hand over one response's cache."""
+    return bool(args.no_fast_log_probs or args.prefill_num_servers or args.vllm_config)
+
+
+def way_of(args: HookSettings, sample: Sample) -> dict[str, Any]:
+    """How a request for `sample` is sent; see `client.sender`."""
+    retries = MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4
+    session = f"group-{sample.group_index}"
+    return {"timeout": args.rollout_timeout, "max_retries": retries, "session": session}
+
+
+@contextmanager
+def naming_prompt(sample: Sample) -> Iterator[None]:
+    """Let an engine's error in the block name the place of the sample's prompt in the data."""
+    try:
+        yield
+    except EngineError as error:
+        place = f", for the prompt of {sample.extra.get('where')}"
+        if "where" in sample.extra and place not in error.where:  # one error may end several requests
+            error.where += place
+        raise

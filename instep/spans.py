@@ -1,0 +1,171 @@
+"""What the processes of a run do, as spans on one clock. They are kept only while a profile records.
+
+`span` marks a block of code. While nothing records it hands out one empty context, which costs less than a microsecond.
+
+The clock is nanoseconds of the wall clock. A process reads the wall clock once against its monotonic clock and measures
+with the latter, so that all processes of a host agree within microseconds; hosts agree as well as NTP lets them. Events
+of torch's profiler come with the same clock, within a tenth of a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gzip
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Facts = Callable[[], dict[str, Any]]
+Lane = str | int
+
+ROLLOUT = "rollout"  # the track of samples, which are made in the controller's process
+MAIN = "main"  # the lane of a process's main thread
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_CPU = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "overhead")
+
+
+class Span(NamedTuple):
+    """A time in which something was done.
+
+    Attributes:
+        track: the process, or the part of one, that has done it, as the profile names it.
+        lane: a row of the track. Numbers are tasks and threads, which come and go: they share rows.
+        begin, end: in nanoseconds of the wall clock.
+        facts: what is known of it; JSON can hold it. `kind` is torch's category of an event.
+    """
+
+    track: str
+    lane: Lane
+    name: str
+    begin: int
+    end: int
+    facts: dict[str, Any]
+
+
+class _Recorder:
+    def __init__(self, track: str):
+        self.track, self.spans = track, list[Span]()
+        pairs = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(9)]
+        before, wall, after = min(pairs, key=lambda pair: pair[2] - pair[0])
+        self._offset = wall - (before + after) // 2
+
+    def now(self) -> int:
+        return time.monotonic_ns() + self._offset
+
+
+class _Block:
+    """A block that is recorded, also where it raises."""
+
+    def __init__(self, recorder: _Recorder, name: str, track: str, facts: Facts | None):
+        self._recorder, self._name, self._track, self._facts = recorder, name, track, facts
+
+    def __enter__(self) -> None:
+        self._begin = self._recorder.now()
+
+    def __exit__(self, *error: object) -> None:
+        recorder, facts = self._recorder, self._facts() if self._facts is not None else {}
+        track = self._track or recorder.track
+        recorder.spans.append(Span(track, _lane(), self._name, self._begin, recorder.now(), facts))
+
+
+_recorder: _Recorder | None = None
+_NOTHING = contextlib.nullcontext()
+
+
+def start(track: str) -> None:
+    """Record from now on. Spans that name no track of their own are of `track`, the name of this process."""
+    global _recorder
+    _recorder = _Recorder(track)
+
+
+def stop() -> list[Span]:
+    """End the recording; returns the spans that have ended. Without a recording there are none."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    return recorder.spans if recorder is not None else []
+
+
+def now() -> int | None:
+    """The time, in nanoseconds of the wall clock; None while nothing records."""
+    return _recorder.now() if _recorder is not None else None
+
+
+def span(name: str, track: str = "", facts: Facts | None = None) -> AbstractContextManager[None]:
+    """Mark the block; `facts` is asked at its end, while a profile records."""
+    return _NOTHING if _recorder is None else _Block(_recorder, name, track, facts)
+
+
+def add(name: str, lane: Lane, begin: int, facts: dict[str, Any]) -> None:
+    """Record a span of this process that has begun at `begin` (see `now`) and ends now."""
+    if (recorder := _recorder) is not None:
+        recorder.spans.append(Span(recorder.track, lane, name, begin, recorder.now(), facts))
+
+
+def timed(function: Callable[P, T], name: str, settle: Callable[[], object] | None = None) -> Callable[P, T]:
+    """`function`, each call of which is a span; `settle` is called within it, after the function."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with span(name):
+            result = function(*args, **kwargs)
+            if settle is not None:
+                settle()
+            return result
+
+    return call
+
+
+def _lane() -> Lane:
+    """The asyncio task that runs, else the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        task = None
+    if task is not None:
+        return id(task)
+    thread = threading.current_thread()
+    return MAIN if thread is threading.main_thread() else threading.get_ident()
+
+
+def of_torch(path: Path, track: str) -> list[Span]:
+    """The spans of a trace that torch's profiler has written: operators, calls of CUDA, kernels and copies.
+
+    Raises: ValueError: the file is cut, or not a trace.
+    """
+    try:
+        return _of_torch(path, track)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} is no whole trace: {error!r}") from error
+
+
+def _of_torch(path: Path, track: str) -> list[Span]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        trace = json.load(file)
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    spans = []
+    for event in trace["traceEvents"]:
+        kind = event.get("cat")
+        if event.get("ph") == "X" and (kind in ON_GPU or kind in ON_CPU):
+            lane = f"GPU {event['pid']} stream {event['tid']}" if kind in ON_GPU else f"thread {event['tid']}"
+            begin = base + int(event["ts"] * 1000)
+            end = begin + int(event.get("dur", 0) * 1000)
+            spans.append(Span(track, lane, event["name"], begin, end, {"kind": kind}))
+    return spans
+
+
+def within(spans: Iterable[Span], begin: int, end: int, most: int) -> list[Span]:
+    """At most `most` of the spans that lie between `begin` and `end`: of the CPU's operators the long ones stay, then
+    the GPU's kernels; what has no kind (see `Span`) stays before both."""
+    inside = [s for s in spans if begin <= s.begin and s.end <= end]
+    if len(inside) > most:
+        inside.sort(key=lambda s: ("kind" in s.facts, s.facts.get("kind") not in ON_GPU, s.begin - s.end))
+    return inside[:most]

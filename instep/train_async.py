@@ -1,0 +1,55 @@
+"""The schedule of an asynchronous run: engines generate while workers train. Time runs to the right; a dot waits.
+
+                | take n          | train n         | sync                        | finish_step, save, evaluate
+    engines     | # n             | # n + 1         | # n + 1, load, probe        | # responses
+    workers     | .               | # score, steps  | . then send, probe          | # files
+    controller  | # rewards       | # rewards       | # rewards, proof            | # metrics, state
+                  -> Rollout        -> TrainedRollout  -> a version
+
+Workers wait in `take` for groups that are not ready. One step ahead they also wait before a sync, for the rollout under
+way; with `--max-staleness` groups are generated all the time. docs/async.md says who else waits for what, and how old a
+token may become.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from instep.algorithms.catalog import algorithm_of
+from instep.controller.ahead import rollouts_ahead
+from instep.controller.controller import Controller
+from instep.train_sync import evaluates_after, evaluates_at, saves_after
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import Settings
+
+
+def train_async(args: Args) -> dict[str, Any]:
+    """Run `instep train-async`; returns the summary that is also written to `summary.json`."""
+    with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
+        controller.sync_weights()
+        if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
+            controller.evaluate(controller.start_rollout_id)
+
+        ahead = rollouts_ahead(controller, lambda n: syncs_after(args, n, controller.num_rollout))
+        for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
+            with controller.profile.step(rollout_id):
+                rollout = ahead.take(rollout_id)  # and others begin
+                trained = controller.train(rollout)
+                if syncs_after(args, rollout_id, controller.num_rollout):
+                    ahead.sync(rollout_id)
+                controller.finish_step(rollout, trained)
+            if saves_after(args, rollout_id, controller.num_rollout):
+                controller.save(rollout_id)
+            if evaluates_after(args, rollout_id, controller.num_rollout):
+                controller.evaluate(rollout_id + 1)
+
+        return controller.finish()
+
+
+def syncs_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
+    """Whether to sync after a rollout: every `--update-weights-interval` rollouts, and before a checkpoint or an
+    evaluation, so that the weights of a checkpoint have a version and an evaluation is of the newest ones."""
+    due = (rollout_id + 1) % args.update_weights_interval == 0
+    return due or saves_after(args, rollout_id, num_rollout) or evaluates_after(args, rollout_id, num_rollout)

@@ -1,0 +1,44 @@
+"""A mixture's own choices of experts, from the pass that computes old log-probs to the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from instep.training.backend import Role
+from instep.types import TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+CHOSEN = "chosen_experts"  # a sample column: layer -> what this rank chose, `[num_tokens of the rank, top_k]`
+
+
+class OwnChoices:
+    """What --use-routing-replay keeps of one rollout; the engine's choices go before it, if they are replayed."""
+
+    def __init__(self, args: Settings, role: Role):
+        self._active = role == "actor" and bool(args.use_routing_replay and not args.use_rollout_routing_replay)
+        self._kept: list[dict[int, Tensor]] = []
+
+    def noting(self, parts: Sequence[TokenBatch]) -> list[TokenBatch]:
+        """The micro-batches of all steps, whose experts are kept when they are scored."""
+        self._kept = [{} for _ in parts] if self._active else []
+        return _with(parts, self._kept)
+
+    def replayed(self, parts: Sequence[TokenBatch]) -> list[TokenBatch]:
+        """The micro-batches of the next step, with what was kept of them; as they are where they were not scored."""
+        now, self._kept = self._kept[: len(parts)], self._kept[len(parts) :]
+        return _with(parts, now)
+
+
+def _with(parts: Sequence[TokenBatch], kept: Sequence[dict[int, Tensor]]) -> list[TokenBatch]:
+    if not kept:
+        return list(parts)
+    return [
+        replace(part, sample_columns={**part.sample_columns, CHOSEN: chosen})
+        for part, chosen in zip(parts, kept, strict=True)
+    ]

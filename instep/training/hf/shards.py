@@ -1,0 +1,109 @@
+"""A weight that several ranks share: the part of it here, the whole, and which part of a whole is this rank's.
+
+Tensor parallelism (mesh dimension `tp`) cuts a weight along one dimension; FSDP2 (`dp`) cuts what each of those ranks
+has along dimension 0. Weights that tensor parallelism leaves alone are the same on its ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+DP, TP = "dp", "tp"
+
+
+@functools.cache
+def mesh_of(device_type: str, tp_size: int) -> DeviceMesh:
+    """All ranks, data-parallel by tensor-parallel; neighbours share a layer. Without `tp_size` > 1 it has only `dp`."""
+    ranks = dist.get_world_size()
+    if tp_size == 1:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=(DP,))
+    return init_device_mesh(device_type, (ranks // tp_size, tp_size), mesh_dim_names=(DP, TP))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which slice of a whole weight a tensor-parallel rank computes with: `[start, stop)` of dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor that lies here; differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(weight: Tensor) -> Part | None:
+    """The slice of its tensor-parallel rank; None where all ranks have the whole weight (but for FSDP2)."""
+    if not isinstance(weight, DTensor) or TP not in (weight.device_mesh.mesh_dim_names or ()):
+        return None
+    placement = weight.placements[-1]
+    assert isinstance(placement, Shard)
+    size, rank = weight.device_mesh.size(-1), weight.device_mesh.get_local_rank(TP)
+    length = weight.shape[placement.dim] // size
+    return Part(placement.dim, rank * length, (rank + 1) * length)
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """What this tensor-parallel rank computes with, gathered over data-parallel ranks (collective)."""
+    part = part_of(weight)
+    if not isinstance(weight, DTensor) or part is None:
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    if DP not in (weight.device_mesh.mesh_dim_names or ()):  # FSDP2 does not shard it
+        return weight.to_local()
+    shape = list(weight.shape)
+    shape[part.dim] = part.stop - part.start
+    over_dp = DTensor.from_local(
+        weight.to_local(),
+        mesh_of(weight.device_mesh.device_type, weight.device_mesh.size(-1))[DP],
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return over_dp.full_tensor()
+
+
+def whole(weight: Tensor) -> Tensor:
+    """The whole weight, on every rank (collective)."""
+    if isinstance(weight, DTensor) and weight.device_mesh.size() == 1:  # gathering it would cost more than sending it
+        return weight.to_local()
+    mine, part = gathered(weight), part_of(weight)
+    if part is None or not isinstance(weight, DTensor):
+        return mine
+    mesh = mesh_of(weight.device_mesh.device_type, weight.device_mesh.size(-1))[TP]
+    return DTensor.from_local(mine.contiguous(), mesh, [Shard(part.dim)], run_check=False).full_tensor()
+
+
+def shard(weight: Tensor, full: Tensor) -> Tensor:
+    """Of `full`, the part that `local(weight)` holds."""
+    if not isinstance(weight, DTensor):
+        return full
+    part = part_of(weight)
+    return over_dp(weight, full if part is None else part.of(full))
+
+
+def over_dp(weight: Tensor, mine: Tensor) -> Tensor:
+    """Of what a tensor-parallel rank computes with, the part that `local(weight)` holds."""
+    if not isinstance(weight, DTensor):
+        return mine
+    chunks = mine.chunk(weight.device_mesh.size(0))
+    rank = weight.device_mesh.get_local_rank(0)
+    return chunks[rank] if rank < len(chunks) else mine[:0]
+
+
+@torch.no_grad()
+def write(weight: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor into the weight, each rank its part; no communication."""
+    local(weight).copy_(shard(weight, full))

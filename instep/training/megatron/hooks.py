@@ -1,0 +1,111 @@
+"""The functions of `--custom-megatron-*-path` and `--custom-model-provider-path`, with slime's signatures.
+
+This module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from instep.hooks import Hook
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.arguments.settings import HookSettings
+    from instep.training.megatron.spec import PolicyModel
+
+
+class Provider(Protocol):
+    """Builds the part of the model that a rank holds; `vp_stage` counts its chunks, None where it has but one."""
+
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel: ...
+
+
+_building: list[Provider] = []  # while a function of the user's builds
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> PolicyModel:
+    """instep's own model, for the function of `--custom-model-provider-path` to change: a Megatron `GPTModel`.
+
+    Raises:
+        RuntimeError: nothing is being built.
+    """
+    if not _building:
+        raise RuntimeError(
+            "model_provider() builds a part of a run's model: only --custom-model-provider-path calls it"
+        )
+    return _building[-1](pre_process, post_process, vp_stage)
+
+
+@dataclass(frozen=True)
+class MegatronHooks:
+    """What a rank of the megatron backend calls.
+
+    Attributes:
+        args: the arguments as the functions see them.
+        init: f(args), once Megatron's process groups exist, before the model is built.
+        log_probs: f(args, model, store_prefix), before log-probs are computed; the prefix is "" for the policy, "ref_"
+            and "teacher_" for frozen models.
+        step: f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before the gradients of a step, which
+            are zero then; the scheduler is None: the controller sets the learning rate.
+        provider: f(pre_process, post_process[, vp_stage]), which builds the model, from that of `model_provider`.
+
+    `model` is a list of this rank's modules, as Megatron has wrapped them.
+    """
+
+    args: HookSettings
+    init: str | None
+    log_probs: str | None
+    step: str | None
+    provider: str | None
+
+    @classmethod
+    def from_args(cls, args: Args) -> MegatronHooks:
+        return cls(
+            args.view({}),
+            args.custom_megatron_init_path,
+            args.custom_megatron_before_log_prob_hook_path,
+            args.custom_megatron_before_train_step_hook_path,
+            args.custom_model_provider_path,
+        )
+
+    def build(
+        self, kind: type[Any], own: Provider, pre_process: bool, post_process: bool, vp_stage: int | None
+    ) -> PolicyModel:
+        """The model of the user's function, or that of `own`.
+
+        Args:
+            kind: the class of which it must be.
+
+        Raises:
+            RolloutError: the function raised, or returned something else.
+        """
+        if self.provider is None:
+            return own(pre_process, post_process, vp_stage)
+        hook = Hook("--custom-model-provider-path", self.provider)
+        chunk: dict[str, Any] = (
+            {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(hook.function).parameters else {}
+        )
+        _building.append(own)
+        try:
+            model = hook.call(pre_process=pre_process, post_process=post_process, **chunk)
+        finally:
+            _building.pop()
+        if not isinstance(model, kind):
+            raise hook.wrong(model, "the model of instep.training.megatron.hooks.model_provider, changed or not")
+        return cast("PolicyModel", model)
+
+    def started(self) -> None:
+        if self.init:
+            Hook("--custom-megatron-init-path", self.init).call(self.args)
+
+    def before_log_probs(self, model: list[Any], prefix: str) -> None:
+        if self.log_probs:
+            Hook("--custom-megatron-before-log-prob-hook-path", self.log_probs).call(self.args, model, prefix)
+
+    def before_step(self, rollout_id: int, step_id: int, model: list[Any], optimizer: Any) -> None:
+        if self.step:
+            hook = Hook("--custom-megatron-before-train-step-hook-path", self.step)
+            hook.call(self.args, rollout_id, step_id, model, optimizer, None)

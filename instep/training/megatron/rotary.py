@@ -1,0 +1,44 @@
+"""Rotary positions of packed sequences.
+
+Imports `megatron.core`: only after `cpu_platform.install()`, see there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.jit import jit_fuser
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class Rope:
+    """Rotary positions with Hugging Face's own frequencies (Su et al. 2021, arXiv 2104.09864, and its scalings).
+
+    Megatron's are not used: they loop over the packed sequences, in every layer, and know fewer scalings.
+
+    Attributes:
+        interleaved: the two numbers that are rotated together are neighbours, (0, 1), (2, 3), ...; else they are of the
+            two halves of a head.
+    """
+
+    def __init__(self, hf_config: Any, head_dim: int, device: torch.device):
+        rope, self.interleaved = hf_config.rope_parameters, bool(getattr(hf_config, "rope_interleave", False))
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+            self.inv_freq, self.scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        else:
+            self.inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, None)
+        self.inv_freq = self.inv_freq.to(device)
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`[num_tokens]` -> cos, sin `[num_tokens, 1, head_dim]`."""
+        angles = torch.outer(positions.float(), self.inv_freq).repeat(1, 2)[:, None]
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+@jit_fuser
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin

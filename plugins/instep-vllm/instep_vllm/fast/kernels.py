@@ -1,0 +1,57 @@
+"""The log-prob of one token per row of logits, in one pass over them.
+
+log_softmax(x)[t] = x[t] - m - log(sum exp(x - m)), m = max x. A program per row would leave most of a GPU idle, so each
+row is cut into parts: the first kernel writes the maximum and the sum of each, the second joins them.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.triton_utils import tl, triton
+
+PART = 4096  # logits that one program reads
+
+
+@triton.jit
+def _reduce_parts(tops, sums, logits, row_stride, vocab_size, num_parts, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    columns = part * SIZE + tl.arange(0, SIZE)
+    x = tl.load(logits + row * row_stride + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, axis=0)
+    exps = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))  # of minus infinity alone the difference is NaN
+    tl.store(tops + row * num_parts + part, top)
+    tl.store(sums + row * num_parts + part, tl.sum(exps, axis=0))
+
+
+@triton.jit
+def _join_parts(out, tops, sums, logits, row_stride, tokens, num_parts, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, SIZE)
+    there = parts < num_parts
+    part_tops = tl.load(tops + row * num_parts + parts, mask=there, other=float("-inf"))
+    part_sums = tl.load(sums + row * num_parts + parts, mask=there, other=0.0)
+    top = tl.max(part_tops, axis=0)
+    total = tl.sum(tl.where(part_sums == 0.0, 0.0, part_sums * tl.exp(part_tops - top)), axis=0)
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(logits + row * row_stride + token).to(tl.float32)
+    tl.store(out + row, x - top - tl.log(total))
+
+
+def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The log-probs `[num_rows]`, float32, of `token_ids [num_rows]` under `logits [num_rows, vocab_size]`.
+
+    Sums are in float32, whatever the dtype of the logits, of which only the last dimension must be contiguous.
+    """
+    num_rows, vocab_size = logits.shape
+    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if not num_rows:
+        return out
+    assert logits.stride(1) == 1 and token_ids.shape == (num_rows,)
+    num_parts = triton.cdiv(vocab_size, PART)
+    tops, sums = torch.empty(2, num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    row_stride = logits.stride(0)
+    _reduce_parts[(num_rows, num_parts)](tops, sums, logits, row_stride, vocab_size, num_parts, SIZE=PART)
+    size = triton.next_power_of_2(num_parts)
+    _join_parts[(num_rows,)](out, tops, sums, logits, row_stride, token_ids.contiguous(), num_parts, SIZE=size)
+    return out

@@ -1,0 +1,8 @@
+# Qwen2.5-3B; `source` it: flags of its shape
+MODEL_ARGS=(
+    --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --swiglu
+    --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 128
+    --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --add-qkv-bias
+    --use-rotary-position-embeddings --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+    --vocab-size 151936
+)

@@ -1,0 +1,151 @@
+"""The optimizers of the `hf` backend: moments in 8 bits, and in host memory."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from instep.training.hf import optimizer as module
+from instep.training.hf.optimizer import BLOCK, EIGHT_BITS, PiecewiseAdamW
+from tests.distributed.hf_runs import make_backend, make_checkpoint, train, weights_of
+
+OPTIONS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def piecewise(p: nn.Parameter, eight_bits: bool) -> PiecewiseAdamW:
+    return PiecewiseAdamW([{"params": [p], "weight_decay": 0.1}], OPTIONS, eight_bits=eight_bits, offload=False)
+
+
+def oracle_codes(numbers: list[float], signed: bool) -> list[float]:
+    """What a block of numbers is after it was written in 8 bits, from the paper's description, number by number.
+
+    A code has a sign bit (of a second moment another bit of fraction), a run of zeros that is the power of ten, and a
+    fraction that lies evenly between 0.1 and 1.
+    """
+    values = [0.0, 1.0]
+    for zeros in range(7):
+        count = 2 ** (6 - zeros) * (1 if signed else 2)
+        for i in range(count):
+            fraction = 0.1 + 0.9 * (i + 0.5) / count
+            values += [fraction / 10**zeros] + ([-fraction / 10**zeros] if signed else [])
+    scale = max(numbers, key=abs)
+    if scale == 0:
+        return [0.0] * len(numbers)
+    smallest = min(v for v in values if v > 0)
+    out = []
+    for x in numbers:
+        nearest = min(values, key=lambda v: abs(v - x / scale))
+        out.append(scale * (smallest if not signed and x > 0 and nearest == 0 else nearest))
+    return out
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bits_equal_an_oracle_and_stay_when_written_again(signed):
+    name = module.MOMENTS[0 if signed else 1]
+    g = torch.Generator().manual_seed(1)
+    numbers = torch.randn(4 * BLOCK, generator=g) * 10 ** torch.empty(4 * BLOCK).uniform_(-7, 0, generator=g)
+    numbers[BLOCK : 2 * BLOCK] = 0
+    numbers = numbers if signed else numbers.square()
+    stored = {name: torch.zeros(len(numbers), dtype=torch.uint8), f"{name}_scale": torch.zeros(4)}
+    module._pack(stored, name, numbers)
+    read = module._unpack(stored, name)
+    expected = [x for block in numbers.split(BLOCK) for x in oracle_codes(block.tolist(), signed)]
+    torch.testing.assert_close(read, torch.tensor(expected), rtol=1e-6, atol=0)
+    assert ((read > 0) == (numbers > 0)).all() or signed
+    again = {key: tensor.clone() for key, tensor in stored.items()}
+    module._pack(again, name, read)
+    assert all(torch.equal(again[key], tensor) for key, tensor in stored.items())
+
+
+def test_pieces_equal_a_whole_step(monkeypatch):
+    torch.manual_seed(0)
+    start = torch.randn(70, 100)
+    ends = []
+    for size in (2**23, 2 * BLOCK):
+        monkeypatch.setattr(module, "_PIECE", size)
+        for eight_bits in (False, True):
+            p = nn.Parameter(start.clone())
+            optimizer = piecewise(p, eight_bits)
+            for step in range(3):
+                p.grad = torch.randn(start.shape, generator=torch.Generator().manual_seed(step))
+                optimizer.step()
+            ends.append(p.detach())
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+    p = nn.Parameter(start.clone())
+    plain = torch.optim.AdamW([p], weight_decay=0.1, **OPTIONS)
+    for step in range(3):
+        p.grad = torch.randn(start.shape, generator=torch.Generator().manual_seed(step))
+        plain.step()
+    assert torch.equal(ends[0], p.detach())
+    moved, moved_8 = ends[0] - start, ends[1] - start
+    assert 1e-4 < (moved_8 - moved).norm() / moved.norm() < 0.05
+
+
+def test_8_bits_take_a_quarter_of_the_memory_and_find_the_minimum():
+    torch.manual_seed(0)
+    target = torch.randn(100, 100)
+    p = nn.Parameter(torch.zeros(100, 100))
+    optimizer = piecewise(p, True)
+    state = optimizer.state[p]
+    assert sum(t.nbytes for t in state.values()) < 2.1 * p.numel()
+    losses = []
+    for _ in range(400):
+        loss = (p - target).square().mean() * 5000
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.05 * losses[0] and math.isfinite(losses[-1])
+
+
+def _train_rank(path, tp, options, folder, load):
+    backend = make_backend(path, load=not load, tensor_model_parallel_size=tp, **options)
+    if load:
+        backend.load(folder)
+        return train(backend, range(1, 3)), weights_of(backend)
+    begun = train(backend, range(1))
+    if backend.parallel.rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    backend.save(folder)
+    kinds = {t.dtype for state in backend.optimizer.state.values() for t in state.values()}
+    assert (torch.uint8 in kinds) == (options.get("optimizer") == EIGHT_BITS)
+    return train(backend, range(1, 3)), weights_of(backend), begun
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint with parameters large enough for 8 bits, also on each of two ranks."""
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), tied=True, hidden_size=64, intermediate_size=160)
+
+
+@pytest.mark.parametrize("world_size, tp", [(1, 1), (2, 1), (2, 2)])
+def test_a_run_in_8_bits_goes_on_as_if_never_stopped(run_ranks, wide, tmp_path, world_size, tp):
+    args = wide, tp, {"optimizer": EIGHT_BITS}, tmp_path / "save"
+    steps, weights, _ = run_ranks(_train_rank, world_size, *args, False)[0]
+    again, loaded = run_ranks(_train_rank, world_size, *args, True)[0]
+    assert again == steps and all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_a_run_goes_on_with_another_kind_of_moments_and_other_ranks(run_ranks, wide, tmp_path):
+    folder = tmp_path / "save"
+    steps, _, begun = run_ranks(_train_rank, 1, wide, 1, {"optimizer": EIGHT_BITS}, folder, False)[0]
+    exact, _, same = run_ranks(_train_rank, 1, wide, 1, {}, tmp_path / "fp32", False)[0]
+    torch.testing.assert_close(torch.tensor(begun), torch.tensor(same))
+    for options, world_size, tp in (({}, 1, 1), ({"optimizer": EIGHT_BITS}, 2, 2)):
+        loaded, _ = run_ranks(_train_rank, world_size, wide, tp, options, folder, True)[0]
+        torch.testing.assert_close(torch.tensor(loaded), torch.tensor(steps), rtol=2e-2, atol=1e-3)
+        assert loaded[0] == pytest.approx(steps[0], rel=1e-5)  # the same weights
+    torch.testing.assert_close(torch.tensor(exact), torch.tensor(steps), rtol=2e-2, atol=1e-3)
+
+
+def _offload_rank(path):
+    backend = make_backend(path, optimizer_cpu_offload=True)
+    return type(backend.optimizer), train(backend, range(2))
+
+
+def test_on_a_cpu_the_states_are_in_host_memory_anyway(run_ranks, wide):
+    kind, steps = run_ranks(_offload_rank, 1, wide)[0]
+    assert kind is torch.optim.AdamW and len(steps) == 2

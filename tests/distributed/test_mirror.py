@@ -1,0 +1,134 @@
+"""Single copy: what a trainer of any layout writes into the memory of engines is its weights, whatever their layout.
+
+The engines are their memory alone, in the slices that vLLM has: rows of q, k, v, gate and up, columns of o and down,
+key heads that several ranks hold, rows of a vocabulary that is filled up to a multiple of 64.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from instep.training.hf.backend import HfBackend
+from instep.weights.memory import attach
+from instep.weights.place import SYNC, process_mark
+from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
+
+HEAD = 8
+PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    """`instep_vllm/memory.py`, which needs no vLLM."""
+    spec = importlib.util.spec_from_file_location("plugin_memory", PLUGIN / "memory.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["plugin_memory"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def slice_of(name: str, shape: torch.Size, rank: int, size: int) -> tuple[int, int, int]:
+    """Dimension, begin and length of the slice of a weight that a rank of an engine holds."""
+    layer = name.split(".")[-2]
+    if layer in ("embed_tokens", "lm_head"):
+        rows = -(-shape[0] // 64) * 64 // size
+        begin = min(rank * rows, shape[0])
+        return 0, begin, min(begin + rows, shape[0]) - begin
+    if layer in ("k_proj", "v_proj"):
+        return 0, rank * shape[0] // size // HEAD * HEAD, max(shape[0] // size, HEAD)
+    if layer in ("o_proj", "down_proj"):
+        return 1, rank * shape[1] // size, shape[1] // size
+    size = size if layer in ("q_proj", "gate_proj", "up_proj") else 1
+    return 0, rank % size * shape[0] // size, shape[0] // size
+
+
+class Worker:
+    """The memory of one rank of an engine, and its slices by the names of the weights."""
+
+    def __init__(self, plugin: ModuleType, folder: Path, rank: int, size: int, weights: dict[str, torch.Tensor]):
+        self.places = {name: slice_of(name, w.shape, rank, size) for name, w in weights.items()}
+        shapes = {name: w.narrow(*self.places[name]).shape for name, w in weights.items()}
+        (dtype,) = {w.dtype for w in weights.values()}
+        numbers = [shape.numel() for shape in shapes.values()]
+        memory, data = plugin.file_memory(folder, rank, sum(numbers) * dtype.itemsize)
+        flat = data.view(dtype).split(numbers)
+        self.slices = {name: part.view(shapes[name]) for name, part in zip(weights, flat, strict=True)}
+        recorder = plugin.Recorder(self.slices.values())
+        with recorder:
+            for name, weight in recorder.seen(weights.items()):
+                self.slices[name].copy_(weight.narrow(*self.places[name]))
+        about = {"architecture": "Some", "num_ranks": size, "process": process_mark(os.getpid())}
+        about["dtype"] = str(dtype).removeprefix("torch.")
+        plugin.write_manifest(folder, rank, about, [memory], recorder.slices, {n: w.shape for n, w in weights.items()})
+
+    def other_than(self, weights: dict[str, torch.Tensor]) -> list[str]:
+        """The names of the weights of which it holds something else."""
+        held = self.slices.items()
+        return [name for name, part in held if not torch.equal(part, weights[name].narrow(*self.places[name]))]
+
+
+def make(path, tp, dtype, way="single-copy"):
+    args = SimpleNamespace(**{**vars(ARGS), "tensor_model_parallel_size": tp, "weight_sync": way})
+    config = AutoConfig.from_pretrained(path)
+    backend = HfBackend(args, hf_config=config, device=torch.device("cpu"), dtype=dtype)
+    backend.load_hf(path)
+    return backend
+
+
+def _rank(path, tp, dtype, folder, apart):
+    backend = make(path, tp, dtype)
+    memory = attach(folder, lock=False)
+    if apart:  # as on GPUs: a rank opens the memory of the worker on its own
+        mine = list(memory.slices)[backend.parallel.rank : backend.parallel.rank + 1]
+        memory.on_gpus, memory.crowded, memory.slices = True, False, {nonce: memory.slices[nonce] for nonce in mine}
+    source = backend.weight_source()
+    source.write_into(memory)
+    steps = train(backend, range(2))
+    source.write_into(memory)
+    steps += train(backend, range(2, 3))
+    source.write_into(memory)
+    return steps, weights_of(backend)
+
+
+@pytest.mark.parametrize(
+    "dtype, tp, engines, engine_tp, apart",
+    [
+        (torch.float32, 2, 2, 2, False),
+        (torch.bfloat16, 1, 1, 2, False),
+        (torch.bfloat16, 1, 1, 1, True),  # three ranks beside the engine's
+        (torch.bfloat16, 2, 2, 2, True),
+        (torch.bfloat16, 4, 1, 4, False),  # two ranks share a key head
+    ],
+)
+def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engines, engine_tp, apart):
+    """To the last bit, of masters that have made the steps of plain transformers."""
+    path = make_checkpoint(tmp_path / "model", tied=False, vocab_size=72)
+    expected_steps, expected = oracle_training(path)
+    blank = {name: torch.zeros(w.shape, dtype=dtype) for name, w in expected.items()}
+    workers = []
+    for number in range(engines):
+        place = tmp_path / f"{SYNC}{number}"
+        place.mkdir(mode=0o700)
+        workers += [Worker(plugin, place, rank, engine_tp, blank) for rank in range(engine_tp)]
+    steps, weights = run_ranks(_rank, 4, path, tp, dtype, tmp_path, apart)[0]
+    assert [worker.other_than(weights) for worker in workers] == [[]] * len(workers)
+    rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (0.1, 0.02)
+    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=rtol, atol=atol)
+    for name, weight in expected.items():
+        assert (weights[name].float() - weight).norm() <= max(rtol / 5, 1e-5) * weight.norm(), name
+
+
+def _both_ways_rank(path):
+    return [train(make(path, 1, torch.bfloat16, way), range(1))[0] for way in ("single-copy", "shm")]
+
+
+def test_gradients_are_added_up_as_fsdp_does(run_ranks, tied_checkpoint):
+    """In float32, over micro-batches and over ranks; what bfloat16 would make of it differs by more."""
+    one, other = run_ranks(_both_ways_rank, 4, tied_checkpoint)[0]
+    assert one == pytest.approx(other, rel=1e-6)

@@ -1,0 +1,107 @@
+"""`instep train-async`: rollouts beside the training, with exact versions, and a resume as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tests.documented import undocumented
+from tests.e2e.killing import Run, schedule
+from tests.e2e.test_resume import SEED, arguments, exit_codes, state, tensors
+
+EXACT = ["--deterministic-mode", "--lr", "5e-3"]
+
+
+def asynchronous(tiny, run_dir, backend, num_rollout, *more):
+    return ["train-async", *arguments(tiny, run_dir, backend, num_rollout, *EXACT, *more)[1:]]
+
+
+def rows_of(run_dir):
+    """What samples.jsonl says about each sample, with the versions of its tokens."""
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def kill_and_compare(tiny, root, backend, num_rollout, plan, *more):
+    """A run that is killed as `plan` says ends like one that nobody disturbs, bit for bit; returns the latter."""
+    rng = random.Random(SEED)
+    whole = Run(asynchronous(tiny, root / "whole", backend, num_rollout, *more), root / "whole")
+    assert whole.finish(timeout=300).exit_code == 0, whole.sessions[0].stderr[-3000:]
+    victim = Run(asynchronous(tiny, root / "killed", backend, num_rollout, *more), root / "killed")
+    for phase, way in plan:
+        assert victim.kill(rng, phase, way).exit_code != 0
+    assert victim.finish(timeout=300).exit_code == 0, victim.sessions[-1].stderr[-3000:]
+    assert exit_codes(victim) == (len(plan), 0)
+
+    ours, theirs = tensors(victim.run_dir), tensors(whole.run_dir)
+    assert ours.keys() == theirs.keys() and [n for n in ours if not ours[n].equal(theirs[n])] == []
+    assert rows_of(victim.run_dir) == rows_of(whole.run_dir)
+    before, after = state(whole, num_rollout), state(victim, num_rollout)
+    assert after["ledger"] == before["ledger"] and after["data_source"] == before["data_source"]
+    assert after["ledger"]["num_consumed"] == 4 * num_rollout and after["version"] == before["version"]
+    return whole
+
+
+@pytest.mark.slow
+def test_one_step_ahead_resumes_exactly(tiny, tmp_path):
+    check_one_step_ahead(kill_and_compare(tiny, tmp_path, "hf", 7, [("train", "tree"), ("sync", "engine")]), 7)
+
+
+def test_one_step_ahead(tiny, tmp_path):
+    run = Run(asynchronous(tiny, tmp_path / "run", "hf", 4, "--save-interval", "4"), tmp_path / "run")
+    assert run.finish(timeout=300).exit_code == 0, run.sessions[0].stderr[-3000:]
+    check_one_step_ahead(run, 4)
+
+
+def check_one_step_ahead(run, num_rollout):
+    """Rollout n + 1 is of the weights that train step n: one version older, and so is it after a kill."""
+    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {row["step"]: row for row in rows if "train/loss" in row}
+    assert sorted(steps) == list(range(num_rollout))
+    assert [steps[i]["async/staleness_ratio/1"] for i in range(1, num_rollout)] == [1.0] * (num_rollout - 1)
+    assert steps[0]["async/staleness_max"] == 0 and steps[2]["sync/version"] == 4
+    assert undocumented({name for row in rows for name in row}) == set()
+    for row in rows_of(run.run_dir):
+        if row["split"] == "train":
+            version = str(max(1, row["rollout_id"]))
+            assert row["weight_versions"] == [version], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny, tmp_path, backend):
+    more = ["--save-interval", "4", "--over-sampling-batch-size", "6"]
+    more += ["--dynamic-sampling-filter-path", "tests.e2e.observed.two_of_three"]
+    runs = {}
+    for command, bound in (("train", []), ("train-async", ["--max-staleness", "0"])):
+        words = asynchronous(tiny, tmp_path / command, backend, 4, *more, *bound)
+        runs[command] = Run([command, *words[1:]], tmp_path / command)
+        done = runs[command].finish(timeout=300)
+        assert done.exit_code == 0, done.stderr[-3000:]
+    ours, theirs = (tensors(run.run_dir) for run in runs.values())
+    assert [n for n in ours if not ours[n].equal(theirs[n])] == []
+    assert rows_of(tmp_path / "train") == rows_of(tmp_path / "train-async")
+    before, after = (state(run, 4) for run in runs.values())
+    assert all(before[name] == after[name] for name in ("ledger", "data_source", "version", "num_steps"))
+
+
+def test_groups_ahead_resume_exactly_after_three_kills(tiny, tmp_path):
+    kills_of_groups(tiny, tmp_path, "hf", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_groups_ahead_resume_exactly_after_twenty_kills(tiny, tmp_path, backend):
+    kills_of_groups(tiny, tmp_path, backend, 20)
+
+
+def kills_of_groups(tiny, root, backend, kills):
+    more = ["--max-staleness", "2", "--dynamic-sampling-filter-path", "tests.e2e.observed.two_of_three"]
+    plan = schedule(random.Random(SEED + kills), kills)
+    plan = [("train" if phase == "rollout" else phase, way) for phase, way in plan]  # groups are always generated
+    whole = kill_and_compare(tiny, root, backend, 2 * kills + 4, plan, *more)
+    rows = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
+    ages = [row["async/staleness_mean"] for row in rows if "train/loss" in row]
+    assert ages[:4] == [0, 1, 2, 2] and max(ages) == 2 and state(whole, 2 * kills + 4)["ledger"]["dropped"]
+    assert undocumented({name for row in rows for name in row}) == set()

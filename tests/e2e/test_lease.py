@@ -1,0 +1,185 @@
+"""An engine that somebody else runs does not stay paused when the trainer that has paused it dies."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.arguments import parse
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_start import start_engine
+from instep.engines import keys
+from instep.engines.engine import Engine, EngineRefusal
+from instep.engines.http import get_json
+from instep.engines.lease import EXPIRED, HELD
+from instep.scratch import Scratch, memory_root
+from instep.weights.place import GOLDEN, SYNC
+from instep.weights.way import MEMORY_VARIABLE
+from tests.assets import make_checkpoint
+from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
+
+# A controller whose engine is somebody else's: it does what it reads.
+CONTROLLER = """
+import sys
+from instep.engines import held_lease, keys
+from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
+from instep.errors import EngineError
+held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 3.0, 0.3
+url, key, kind, folder = sys.argv[1:]
+keys.know(url, key)
+engine = Engine("engine 0", url, None, kind_of(kind), written_in_place=bool(folder))
+for line in sys.stdin:
+    try:
+        exec(line)
+        print("done", flush=True)
+    except EngineError as error:
+        print(error.what, "|", error.remedy, flush=True)
+"""
+LEASE = 3.0
+PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
+START = 'engine.start_update("9", "nonce", timeout=30)'
+ATTACH = (
+    "import torch; from pathlib import Path; from instep.weights.memory import attach; "
+    "memory = attach(Path(folder), lock=True); "
+    "views = [parts[0].view for parts in memory.slices[memory.nonces[0]].values()][:4]"
+)
+TOKENS = [5, 6, 7, 8]
+
+
+class Controller:
+    """Such a process, which pauses the engine at first.
+
+    Args:
+        folder: where the engine shares its memory, into which this process writes then.
+    """
+
+    def __init__(self, engine: Engine, first: str = PAUSE, folder: str = ""):
+        words = [sys.executable, "-c", CONTROLLER, engine.url, keys.key_of(engine.url), engine.kind.name, folder]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(words, env=ENVIRONMENT, **pipes)
+        assert self.process.stdin and self.process.stdout
+        self.words, self.answers = self.process.stdin, self.process.stdout
+        assert self.do(first) == "done"
+
+    def do(self, code: str) -> str:
+        self.words.write(code + "\n")
+        self.words.flush()
+        return self.answers.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    with Scratch(f"{SYNC}test-", memory_root()) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def served(
+    request: pytest.FixtureRequest, tiny: Path, memory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """An engine; the embedded one shares its memory."""
+    folder = tmp_path_factory.mktemp("served")
+    model = make_checkpoint(folder / "hf", head_dim=32)
+    flags = on_vllm() if request.param == "vllm" else ["--rollout-backend", "embedded"]
+    args = parse(grpo_arguments(tiny, folder, "--hf-checkpoint", str(model), *flags)[1:], "train")
+    args = args.replace(device="cpu", precision="fp32", rollout_backend=request.param)
+    env = {MEMORY_VARIABLE: str(memory)} if request.param == "embedded" else {}
+    engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=folder / "logs", env=env)
+    try:
+        engine.wait_ready(300)
+        yield engine
+    finally:
+        engine.stop()
+
+
+def paused(engine: Engine) -> bool:
+    return bool(get_json(engine.url + "/is_paused", 10.0)["is_paused"])
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (there := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return there
+
+
+def test_the_engine_goes_on_when_its_trainer_dies_before_a_weight_was_loaded(served: Engine) -> None:
+    controller = Controller(served)
+    time.sleep(LEASE + 1.0)
+    assert paused(served)  # the lease was renewed
+    controller.end()
+    assert within(60.0, lambda: not paused(served))
+    assert len(served.prompt_log_probs(TOKENS, timeout=60)) == 3
+    again = Controller(served, START)  # the next run, whose session begins before the pause
+    assert again.do(PAUSE) == "done" and paused(served)
+    assert again.do(RESUME) == "done" and not paused(served)
+    again.end()
+
+
+def test_a_trainer_that_stood_still_meanwhile_is_refused(served: Engine) -> None:
+    slow = Controller(served)
+    slow.process.send_signal(signal.SIGSTOP)
+    assert within(60.0, lambda: not paused(served))
+    slow.process.send_signal(signal.SIGCONT)
+    for code in (START, RESUME):
+        refused = slow.do(code)
+        assert EXPIRED in refused and "resume it from its last checkpoint" in refused
+    other = Controller(served)
+    assert HELD in slow.do(RESUME) and paused(served)  # the pause is another trainer's
+    assert other.do(RESUME) == "done" and not paused(served)
+    slow.end()
+    other.end()
+    assert len(served.prompt_log_probs(TOKENS, timeout=60)) == 3
+
+
+def test_weights_that_a_killed_trainer_has_half_written_are_served_to_nobody(served: Engine, memory: Path) -> None:
+    if served.kind.name == "vllm":
+        pytest.skip("a vLLM with buckets; tests/unit/test_lease.py has what its server does")
+    before = served.prompt_log_probs(TOKENS, timeout=60)
+    writer = Controller(served, folder=str(memory))
+    assert writer.do(ATTACH) == "done" and writer.do("[view.mul_(2) for view in views]") == "done"
+    writer.end()
+    assert within(60.0, lambda: not paused(served))
+    with pytest.raises(EngineRefusal, match="503: .*the trainer that wrote into these weights stood still, or died"):
+        served.prompt_log_probs(TOKENS, timeout=60)
+
+    again = Controller(served, folder=str(memory))
+    assert again.do(ATTACH) == "done" and again.do("[view.div_(2) for view in views]") == "done"
+    told = 'engine.update({"backend": "single-copy", "digests": memory.digests()}, timeout=60)'
+    for code in (START, told, 'engine.finish_update("9", [], timeout=60)'):
+        assert again.do(code) == "done"
+    again.end()  # once its session was whole
+    assert within(60.0, lambda: not paused(served))
+    assert served.prompt_log_probs(TOKENS, timeout=60) == pytest.approx(before, abs=1e-5)
+
+
+def test_an_engine_with_weights_of_a_session_that_did_not_end_serves_nothing(served: Engine) -> None:
+    """vLLM ends, and the embedded engine refuses all requests until a session has succeeded. The last test: it ends."""
+    assert served.process is not None
+    controller = Controller(served)
+    with Scratch(GOLDEN) as root:
+        (model,) = get_json(served.url + "/v1/models", 10.0)["data"]
+        shutil.copytree(model["id"], root / "hf")
+        assert controller.do(START) == "done"
+        info = {"backend": "disk", "path": str(root / "hf")}
+        assert controller.do(f"engine.update({info!r}, timeout=60)") == "done"
+        controller.end()
+        if served.kind.name == "vllm":
+            assert within(90.0, lambda: served.process is not None and not served.process.alive())
+            return
+    assert within(60.0, lambda: not paused(served))
+    with pytest.raises(EngineRefusal, match="503: the last weight update failed"):
+        served.prompt_log_probs(TOKENS, timeout=60)

@@ -1,0 +1,125 @@
+"""An engine that keeps its KV cache over a sync is found before a token that it makes with it reaches a loss.
+
+Requests go on under the new weights (`--pause-mode keep`), with a cache that the engine has to compute anew. An engine
+that says of itself that it has not dropped the former one ends the sync; one that lies is told by its log-probs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.controller.round import TrainingRound
+from instep.controller.sync.weight_sync import WeightSync
+from instep.engines.engine import Engine
+from instep.engines.http import get_json
+from instep.engines.wire import GENERATE, VLLM_WIRE, GenerationRequest
+from instep.errors import SyncError
+from instep.processes import in_thread
+from instep.rollout import admission
+from instep.types import Sample
+from tests.e2e.commands import on_vllm
+from tests.e2e.test_planted import SECONDS, Stack, make_stack
+from tests.e2e.test_sync_proof import train_once
+
+PROMPT, NUM_TOKENS = [5, 6, 7], 900
+FLAGS = ["--pause-mode", "keep", "--n-samples-per-prompt", "2", "--rollout-batch-size", "1"]
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+def stack(request: pytest.FixtureRequest, long: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    flags = on_vllm() if request.param == "vllm" else ["--rollout-backend", "embedded"]
+    yield from make_stack(tmp_path_factory.mktemp("cache"), long, *flags, *FLAGS, head_dim=32, max_len=1024)
+
+
+@pytest.fixture
+def sync(stack: Stack) -> Iterator[WeightSync]:
+    """A proven sync, after which the trainer has made a step."""
+    made = stack.sync("shm")
+    made.run([stack.engine])
+    train_once(stack.actor.workers, 1e-2)
+    yield made
+    made.close()
+    stack.engine.resume(timeout=30)
+
+
+def keeps_its_cache(patch: pytest.MonkeyPatch, lies: bool) -> None:
+    def pause(self: Engine, mode: str, *, timeout: float) -> None:
+        self.post("/pause", timeout=timeout, mode=mode, clear_cache="false")
+
+    patch.setattr(Engine, "pause", pause)
+    if lies:
+        patch.setattr(Engine, "reset_cache", lambda self, *, timeout: None)
+
+
+def sampled(stack: Stack) -> Future[list[Sample]]:
+    """Two responses that are under way when this returns."""
+    asked = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 0}
+    (model,) = get_json(stack.engine.url + "/v1/models", 10.0)["data"]
+    request = GenerationRequest(stack.engine.url, model["id"], PROMPT, asked)
+
+    async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        return stack.engine.post(GENERATE, payload, timeout=120), None
+
+    def ask() -> list[Sample]:
+        samples = []
+        for i, made in enumerate(asyncio.run(VLLM_WIRE.complete_n(request, 2, send))):
+            sample = Sample(group_index=0, index=i, tokens=list(PROMPT), reward=float(i), sampling_params=asked)
+            sample.append_response_tokens(made.token_ids, made.log_probs, weight_versions=made.weight_versions)
+            sample.status = Sample.Status.COMPLETED
+            samples.append(sample)
+        return samples
+
+    under_way = in_thread(ask, "requests")
+    time.sleep(0.3)
+    return under_way
+
+
+def train(stack: Stack, sync: WeightSync, samples: list[Sample]) -> dict[str, float]:
+    """What a round on these samples says of its step, the sync being the last one."""
+    counts = [len(sample.weight_versions) for sample in samples]
+    assert counts == [2, 2] and samples[0].weight_versions[1].version == str(sync.version), samples
+    stack.actor.args = args = stack.args.replace(global_batch_size=2)
+    done = TrainingRound(args, args.view({}), stack.actor).run([samples], 0, version=2, gap_limit=sync.gap_limit)
+    return done.steps[0]
+
+
+def test_a_cache_that_is_computed_anew_is_trained_on(stack: Stack, sync: WeightSync) -> None:
+    under_way = sampled(stack)
+    sync.run([stack.engine])
+    step = train(stack, sync, under_way.result(120))
+    assert step["log_prob_gap_fresh"] < 1e-4
+
+
+def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = sampled(stack)
+    keeps_its_cache(monkeypatch, lies=False)
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=f"{stack.engine.name} keeps cached keys and values of former") as caught:
+        sync.run([stack.engine])
+    assert time.monotonic() - began < SECONDS and caught.value.where == stack.engine.url and caught.value.remedy
+    assert admission._closed and not under_way.done()  # nobody gets a token of it
+    stack.engine.abort_requests(timeout=30)
+    under_way.result(30)
+
+
+def test_an_old_cache_that_is_denied_is_not_trained_on(
+    stack: Stack, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe passes, as its tokens are not in the cache; the log-probs of those that follow it do not."""
+    under_way = sampled(stack)
+    keeps_its_cache(monkeypatch, lies=True)
+    sync.run([stack.engine])
+    before = stack.actor.weight_digests("shm", 60)
+    with pytest.raises(SyncError, match="the step was not trained") as caught:
+        train(stack, sync, under_way.result(120))
+    assert stack.actor.weight_digests("shm", 60) == before
+    accused = sync.accuse([stack.engine], caught.value, "rollout 1")
+    assert f"{stack.engine.name} at {stack.engine.url}" in accused.what
+    assert "keep what it had cached under former weights" in accused.remedy

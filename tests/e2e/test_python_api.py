@@ -1,0 +1,82 @@
+"""`instep.train` and `instep.Run`: what the command line does, in a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import instep
+from instep.errors import ConfigError
+from tests.command_line import keywords
+from tests.e2e.commands import gone_within, grpo_arguments, run
+from tests.e2e.test_train import rows
+
+
+def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
+    common = ["--save", str(folder / "ckpt"), "--save-interval", "1", "--save-hf", str(folder / "hf")]
+    return grpo_arguments(tiny, folder, *common, "--global-batch-size", "8", *more)
+
+
+def as_keywords(words: list[str]) -> dict[str, Any]:
+    """The keywords of `instep.Run` for a command line; the prompts are a list, the reward has a function."""
+    flags = keywords(words[1:])
+    prompts = [json.loads(line) for line in Path(flags.pop("prompt_data")).read_text().splitlines()]
+    del flags["rm_type"]
+
+    async def short(args: Any, sample: Any) -> float:  # which no module has
+        return -sample.response_length / 16
+
+    return {"model": flags.pop("hf_checkpoint"), "prompts": prompts, "reward": short, **flags}
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_a_loop_that_is_left_by_an_error_is_closed_and_goes_on(tiny: Path, tmp_path: Path) -> None:
+    flags = as_keywords(settings(tiny, tmp_path))
+    seen, ours, before = [], set[psutil.Process](), children()
+    with pytest.raises(ZeroDivisionError):
+        for step in instep.Run(**flags):
+            seen.append(step)
+            ours = children() - before
+            with pytest.raises(ConfigError, match="is still open"):
+                instep.Run(**flags)
+            raise ZeroDivisionError
+    assert len(ours) >= 2 and gone_within(list(ours), 10)  # engine and trainer
+    [row] = [r for r in rows(tmp_path / "metrics.jsonl") if "train/loss" in r]
+    assert seen[0].rollout_id == 0 and [len(group) for group in seen[0].samples] == [4] * 4
+    assert seen[0].metrics == {name: row[name] for name in seen[0].metrics}
+    mean = sum(-s.response_length / 16 for group in seen[0].samples for s in group) / 16
+    assert row["rollout/reward_mean"] == pytest.approx(mean)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and "goes on from it" in summary["to_go_on"]
+    assert not (tmp_path / "logs/error.txt").exists()
+
+    summary = instep.train(**flags, load=tmp_path / "ckpt")
+    assert summary["num_rollouts"] == 1 and summary["num_steps"] == 4
+    assert [r["step"] for r in rows(tmp_path / "metrics.jsonl") if "train/loss" in r] == [0, 1]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert children() <= before and len(list(tmp_path.glob("prompts-*.jsonl"))) == 1
+
+
+@pytest.mark.slow
+def test_the_loop_trains_what_the_command_line_trains(tiny: Path, tmp_path: Path) -> None:
+    done = run(settings(tiny, tmp_path / "command", "--num-rollout", "3"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    flags = as_keywords(settings(tiny, tmp_path / "loop", "--num-rollout", "3"))
+    del flags["reward"]
+    for step in instep.Run(**flags, rm_type="math"):
+        if step.rollout_id == 1:
+            break
+    assert instep.train(**flags, reward="math", load=tmp_path / "loop/ckpt")["num_rollouts"] == 1
+    folders = tmp_path / "command", tmp_path / "loop"
+    one, other = (load_file(folder / "hf/model.safetensors") for folder in folders)
+    assert one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+    losses = [[r["train/loss"] for r in rows(d / "metrics.jsonl") if "train/loss" in r] for d in folders]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]

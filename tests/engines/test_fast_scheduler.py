@@ -1,0 +1,146 @@
+"""The scheduler of fast requests against a worker whose every answer is known, with chunked prompts and preemptions.
+
+With vLLM 0.26 this runs the short loops, too; with later versions what they have in common.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines.conftest import Engine, make_checkpoint, run_engine
+from tests.engines.fake_vllm import response
+from tests.engines.test_fast_log_probs import fast, metric, num_running, stock
+
+pytestmark = pytest.mark.vllm
+FLAGS = (
+    "--worker-cls tests.engines.fake_vllm.Worker --max-num-seqs 16 --enable-chunked-prefill "
+    "--max-num-batched-tokens 64 --kv-cache-memory-bytes 51200 --max-model-len 1024"
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("fake")
+    hf = make_checkpoint(folder / "model", tied=True)
+    with run_engine(
+        "vllm", folder / "model", hf, folder / "log", *FLAGS.split(), module="tests.engines.fake_vllm"
+    ) as e:
+        yield e
+    log = (folder / "log").read_text()
+    assert ("short loops for steps" in log) == e.capabilities.version.startswith("0.26")
+
+
+def check(choice: dict[str, Any], prompt: list[int], num_tokens: int, stops: list[int] | None = None) -> None:
+    tokens, log_probs = response(prompt, num_tokens, stops)
+    assert choice["token_ids"] == tokens and choice["log_probs"] == log_probs
+
+
+@pytest.mark.parametrize("share_of_stock", [0.0, 0.2])
+def test_every_token_and_log_prob_is_right(served: Engine, share_of_stock: float) -> None:
+    numbers = random.Random(1)
+
+    def one(prompt: list[int], num_tokens: int, stops: list[int] | None, is_stock: bool, wait: float) -> None:
+        time.sleep(wait)
+        params = {"max_tokens": num_tokens, "ignore_eos": True, **({"stop_token_ids": stops} if stops else {})}
+        (choice,) = (stock if is_stock else fast)(served, prompt, **params)
+        check(choice, prompt, num_tokens, stops)
+        ended = stops is not None and choice["token_ids"][-1] in stops
+        assert choice["finish_reason"] == ("stop" if ended else "length")
+
+    jobs = []
+    for i in range(60):
+        prompt = [numbers.randrange(3, 250) for _ in range(numbers.choice([5, 15, 16, 17, 32, 100, 200]))]
+        num_tokens = numbers.choice([1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300])
+        stops = [response(prompt, num_tokens)[0][num_tokens // 2]] if i % 4 == 1 else None
+        is_stock = numbers.random() < share_of_stock
+        jobs.append(served.pool.submit(one, prompt, num_tokens, stops, is_stock, numbers.random()))
+    for job in jobs:
+        job.result(timeout=120)
+    assert metric(served, "vllm:num_preemptions_total{") > 0
+    check_idle(served)
+
+
+def test_pauses_and_forced_preemptions_lose_nothing(served: Engine) -> None:
+    prompts = [[5 + i] * (20 + i) for i in range(12)]
+    asked = [
+        served.pool.submit(fast, served, prompt, max_tokens=400 + i, ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
+    for _ in range(3):
+        time.sleep(0.3)
+        served.ok("/pause?mode=keep&clear_cache=false")
+        served.ok("/reset_prefix_cache?reset_running_requests=true")
+        served.ok("/resume")
+        time.sleep(0.2)
+        served.ok("/reset_prefix_cache?reset_running_requests=true")  # with a step under way
+    for i, (prompt, done) in enumerate(zip(prompts, asked, strict=True)):
+        check(done.result(timeout=120)[0], prompt, 400 + i)
+    check_idle(served)
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=abort", "/abort_requests"])
+def test_an_abort_returns_a_beginning(served: Engine, route: str) -> None:
+    prompts = [[5 + i] * (20 + i) for i in range(12)]
+    asked = [served.pool.submit(fast, served, prompt, max_tokens=900, ignore_eos=True) for prompt in prompts]
+    time.sleep(0.5)
+    served.ok(route)
+    served.ok("/resume")
+    choices = [done.result(timeout=60)[0] for done in asked]
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}
+    for prompt, choice in zip(prompts, choices, strict=True):
+        check(choice, prompt, len(choice["token_ids"]))
+    assert any(choice["token_ids"] for choice in choices)
+    check_idle(served)
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing runs, and a further request gets what it should."""
+    (choice,) = fast(engine, [9] * 40, max_tokens=40, ignore_eos=True)
+    check(choice, [9] * 40, 40)
+    deadline = time.monotonic() + 30
+    while num_running(engine):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_routed_experts_of_tokens_that_are_held_back_leave_with_them() -> None:
+    """A mixture's engine, whose scheduler adds the experts of the prompt to the first token, then a row to each."""
+    from instep_vllm.fast import BUNCH, KEY
+    from instep_vllm.fast.scheduler import HoldBack
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    params = SamplingParams(max_tokens=100, logprobs=0, ignore_eos=True, extra_args={KEY: 1})
+    request = SimpleNamespace(
+        request_id="a", sampling_params=params, output_token_ids=[], max_tokens=100, resumable=False, client_index=0
+    )
+
+    class Below:
+        requests = {"a": request}
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            return {0: EngineCoreOutputs(outputs=[model_runner_output])}
+
+    class Scheduler(HoldBack, Below):
+        pass
+
+    scheduler, sent, num = Scheduler(), [], BUNCH + 5
+    rows = np.arange(2 * (10 + num - 1)).reshape(-1, 2, 1)  # of a prompt of 10 tokens, and of all but the last
+    for i in range(num):
+        request.output_token_ids.append(i)
+        output = EngineCoreOutput("a", [i])
+        output.new_logprobs = LogprobsLists(np.array([[i]]), np.array([[-1.0]]), np.array([0]))
+        output.routed_experts = rows[:10] if i == 0 else rows[9 + i : 10 + i]
+        output.prefill_stats = object() if i == 0 else None
+        output.finish_reason = FinishReason.LENGTH if i == num - 1 else None
+        sent += scheduler.update_from_output(None, output)[0].outputs
+    assert 1 < len(sent) <= 4 and sum((o.new_token_ids for o in sent), []) == list(range(num))
+    assert np.array_equal(np.concatenate([o.routed_experts for o in sent]), rows)

@@ -1,0 +1,81 @@
+"""The examples of docs/hooks.md: each is called in the way in which a run calls it, those of rollouts with an engine.
+
+Those of Megatron run in tests/distributed/test_megatron_hooks.py.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import hooks
+from instep.engines.engine import Engine
+from instep.hooks import Hook
+from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.vllm_rollout import generate_rollout
+from tests.engines.rollouts import rollout, source_of
+from tests.unit.test_hook_errors import WAYS, current, folder, parsed  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+DOC = runpy.run_path(str(ROOT / "scripts/docs/hooks.py"))
+ENTRIES = {entry.flag: entry for entry in DOC["ENTRIES"]}
+WITH_AN_ENGINE = {"--rollout-function-path", "--custom-generate-function-path"}
+NAME = "examples.hooks.{}".format
+
+
+def test_the_document_is_up_to_date_and_has_every_hook() -> None:
+    assert set(ENTRIES) == {flag.name for flag in DOC["acting"]()} == set(WAYS)
+    text = (ROOT / "docs/hooks.md").read_text()
+    assert text == DOC["markdown"](), "python scripts/docs/hooks.py > docs/hooks.md"
+
+
+@pytest.mark.parametrize("flag", [f for f in ENTRIES if f not in WITH_AN_ENGINE and "megatron" not in ENTRIES[f].more])
+def test_an_example_does_what_its_flag_wants(flag: str, parsed: Callable[..., Any]) -> None:  # noqa: F811
+    entry, asked = ENTRIES[flag], []
+    example = getattr(hooks, entry.example)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        return example(*args, **kwargs)
+
+    current["does"] = noted
+    WAYS[flag](lambda *words: parsed(*words, *entry.more.split()))
+    assert asked
+
+
+def test_examples_of_a_rollout_together(make_args: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    names = [
+        *("--data-source-path", "--custom-rm-path", "--rollout-sample-hook-path", "--rollout-sample-filter-path"),
+        *("--dynamic-sampling-filter-path", "--rollout-all-samples-process-path"),
+    ]
+    flags = [word for flag in names for word in (flag, NAME(ENTRIES[flag].example))]
+    args = make_args(*flags, "--reward-key", "brevity", "--over-sampling-batch-size", "6")
+    source = source_of(args)
+    source.source = hooks.DataSource(args)
+    samples = [s for group in rollout(args, source).samples for s in group]
+    assert all(s.metadata["one_of"] == 24 and s.metadata["num_words"] >= 0 for s in samples)
+    assert all(s.remove_sample == s.truncated and set(s.reward) == {"score", "brevity"} for s in samples)
+    assert "groups were finished; the data source has 24 prompts" in capsys.readouterr().out
+
+
+def test_two_turns_and_a_whole_rollout(make_args: Callable[..., Any]) -> None:
+    flag, whole = "--custom-generate-function-path", "--rollout-function-path"
+    args = make_args(flag, NAME(ENTRIES[flag].example), whole, NAME(ENTRIES[whole].example))
+    hook = Hook(whole, args.rollout_function_path)
+    output = as_train_output(hook.call(args, 0, source_of(args), evaluation=False), hook)
+    assert output.metrics["rollout/mine"] == 1.0 and len(output.samples) == 4
+    for sample in (s for group in output.samples for s in group):
+        trained = sum(sample.loss_mask)
+        assert 2 <= trained <= 8 and 0 in sample.loss_mask and sample.response_length > trained
+
+
+def test_an_evaluation(make_args: Callable[..., Any], data: Path, server: Engine) -> None:
+    args = make_args("--eval-prompt-data", "sums", str(data), "--eval-interval", "1")
+    output = hooks.generate_rollout(args, 0, None, evaluation=True)
+    assert len(as_eval_output(output).data["sums"]["rewards"]) == len(
+        generate_rollout(args, 0, None, evaluation=True).data["sums"]["rewards"]
+    )

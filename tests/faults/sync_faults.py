@@ -1,0 +1,169 @@
+"""Weight syncs that go wrong by a way: engines that die in them, memory that is too small, a trainer that dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_start import start_engine
+from instep.engines import keys
+from instep.engines.engine import EngineRefusal
+from instep.engines.http import get_json
+from tests.e2e.commands import grpo_arguments
+from tests.faults.harness import ENDLESS, Place, Result
+from tests.faults.registry import scenario, unindent
+
+# In the controller, when an engine is to load what has been sent, for the second time.
+KILL = """
+    import signal
+    from instep.engines.engine import Engine
+    update, seen = Engine.update, []
+    def dies(self, info, **options):
+        if info["backend"] != "complete" and len(seen) == AFTER:
+            mark()
+            os.kill(self.process.pid, signal.SIGKILL)
+        seen.append(info)
+        return update(self, info, **options)
+    Engine.update = dies
+    """
+WAYS = {
+    "disk": "loads a checkpoint",
+    "nccl": "receives a stream of weights",
+    "single-copy": "compares its memory",
+    "lora": "loads an adapter",
+    "restart": "compares the checkpoint that it was started on",
+}
+
+
+def killed(place: Place, way: str) -> None:
+    flags = ("--weight-sync", way, "--rollout-backend", "embedded", *(["--lora-rank", "4"] if way == "lora" else []))
+    patch = unindent("AFTER = 1", KILL)
+    with place.run(*ENDLESS, *flags, patches={"controller": patch}) as run:
+        run.error(f"killed_by_{way.replace('-', '_')}", "EngineError: engine 0 died (SIGKILL)")
+
+
+for _way, _does in WAYS.items():
+    _name = f"killed_by_{_way.replace('-', '_')}"
+    _work = partial(killed, way=_way)
+    _work.__name__ = _name  # type: ignore[attr-defined]
+    scenario(slow=True, **{_name: f"error: an engine is killed while it {_does} (`--weight-sync {_way}`)"})(_work)
+
+
+@scenario(
+    slow=True, not_started_anew="error: an engine that a sync starts anew does not come up (`--weight-sync restart`)"
+)
+def not_started_anew(place: Place) -> None:
+    patch = """
+        if "--served-model-name" in sys.argv:
+            mark()
+            print("no room for the weights", flush=True)
+            os._exit(3)
+        """
+    with place.run(*ENDLESS, "--weight-sync", "restart", patches={"engine": patch}) as run:
+        run.error("not_started_anew", "EngineError: engine 0 ended before it was ready", "no room for the weights")
+
+
+@scenario(slow=True, memory_too_small="error: shared memory is too small for the weights (`--weight-sync single-copy`)")
+def memory_too_small(place: Place) -> None:
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    with place.run("--weight-sync", "single-copy", patches={"engine": patch}) as run:
+        run.error("memory_too_small", "EngineError: engine 0", "File too large")
+
+
+@scenario(slow=True, other_dtype="error: the engine holds its weights in another dtype (`--weight-sync single-copy`)")
+def other_dtype(place: Place) -> None:
+    with place.run("--weight-sync", "single-copy", "--vllm-dtype", "bfloat16", "--precision", "fp32") as run:
+        run.error("other_dtype", "SyncError: model.embed_tokens.weight is float32 in the trainer and bfloat16")
+
+
+@scenario(quantized="error: the engines would quantize weights that are trained (`--vllm-quantization`)")
+def quantized(place: Place) -> None:
+    with place.run("--rollout-backend", "vllm", "--vllm-quantization", "fp8") as run:
+        run.error("quantized", "ConfigError: an engine with weights in fp8", "--lora-rank", code=2)
+
+
+@scenario(exchanged="error: the trainer sends two weights of one shape under each other's names")
+def exchanged(place: Place) -> None:
+    """Every digest is right: the probe tells, and the comparison with the trainer's weights names both."""
+    patch = """
+        import instep.training.hf.weights as module
+        real = module.HfWeightSource.__iter__
+        def exchanged(self):
+            items = [(spec, tensor.clone()) for spec, tensor in real(self)]
+            names = [spec.name for spec, _ in items]
+            k, v = (names.index(f"model.layers.0.self_attn.{x}_proj.weight") for x in "kv")
+            if sys._getframe(1).f_code.co_name == "send":
+                mark()
+                items[k], items[v] = (items[k][0], items[v][1]), (items[v][0], items[k][1])
+            return iter(items)
+        module.HfWeightSource.__iter__ = exchanged
+        """
+    with place.run(*ENDLESS, patches={"worker": patch}) as run:
+        words = ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight")
+        run.error("exchanged", "SyncError: engine 0 does not hold version 1", *words)
+
+
+# In a controller whose engine is somebody else's, when it is to load for the AFTER-th time.
+DIE = """
+    import signal
+    from instep.engines.engine import Engine
+    from instep.engines.http import get_json
+    update, seen = Engine.update, []
+    def dies(self, info, **options):
+        if len(seen) == AFTER:
+            assert get_json(self.url + "/is_paused", 10.0)["is_paused"]
+            mark()
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(info)
+        return update(self, info, **options)
+    Engine.update = dies
+    """
+
+
+@scenario(
+    slow=True,
+    trainer_gone="recovered: the controller is killed (SIGKILL) while an engine of somebody else's is paused for it",
+    trainer_gone_in_load="error: the same, when the engine has loaded a part of the weights",
+)
+def trainer_gone(place: Place) -> None:
+    """When the lease of its pause has ended the engine goes on, but with no weights of two versions."""
+    words = grpo_arguments(place.tiny, place.folder / "served", "--rollout-backend", "embedded")[1:]
+    args = parse(words, "train").replace(device="cpu", precision="fp32", rollout_backend="embedded")
+    engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=place.folder / "logs")
+    try:
+        engine.wait_ready(120)
+        key = Path(place.folder / "key")
+        key.write_text(keys.key_of(engine.url))
+        key.chmod(0o600)
+        address = engine.url.removeprefix("http://")
+        flags = ("--rollout-external-engine-addrs", address, "--api-key-file", str(key))
+        small = ("--update-weight-buffer-size", "20000")
+        before = engine.weight_digests(timeout=30)
+        for number, fault in enumerate(("trainer_gone", "trainer_gone_in_load")):
+            patch = unindent(f"AFTER = {number}", DIE)
+            with place.run(*ENDLESS, *flags, *small, name=fault, patches={"controller": patch}) as run:
+                assert run.end()[0] == -signal.SIGKILL
+            killed = (place.folder / f"{fault}-code" / "mark").stat().st_mtime
+            while get_json(engine.url + "/is_paused", 10.0)["is_paused"]:
+                assert time.time() - killed < 20
+                time.sleep(0.1)
+            seconds = time.time() - killed
+            assert engine.process is not None
+            said = "nobody renews the lease of the pause: it goes on"
+            assert engine.process.log_tail().count(said) == number + 1
+            if fault == "trainer_gone":
+                assert engine.weight_digests(timeout=30) == before
+                assert len(engine.prompt_log_probs([5, 6, 7], timeout=30)) == 2
+                place.results[fault] = Result(seconds, f"the engine's log: {said}, with the weights that it had")
+                continue
+            with pytest.raises(EngineRefusal, match="503: the last weight update failed") as refused:
+                engine.prompt_log_probs([5, 6, 7], timeout=30)
+            place.results[fault] = Result(seconds, str(refused.value).splitlines()[0])
+    finally:
+        engine.stop()

@@ -1,0 +1,138 @@
+"""The keywords of `instep.train` and `instep.Run` are the flags of the command line, with the same checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instep
+from instep import hooks
+from instep.cli import arguments
+from instep.errors import ConfigError, DataError
+from tests.assets import make_checkpoint
+from tests.command_line import argv, keywords, make_folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "hf")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    make_folder(tmp_path, monkeypatch)
+    Path("model").rename("no_model")
+    Path("model").symlink_to(checkpoint)
+
+
+def reward(args: Any, sample: Any) -> float:
+    return 1.0
+
+
+def args_of(extra: str = "", **more: Any) -> dict[str, Any]:
+    return vars(instep.Run(**keywords(argv(f"--device cpu {extra}")), **more).args)
+
+
+def test_keywords_are_the_flags() -> None:
+    words = argv("--device cpu --rollout-temperature 0.7 --colocate --weight-sync shm --adam-beta2 0.9")
+    assert vars(instep.Run(**keywords(words)).args) == vars(arguments("train", words))
+    given = args_of(
+        lr=1e-3,
+        colocate=False,  # a switch that is not given
+        offload_train=False,
+        save=None,
+        rollout_stop=["END", "x y"],
+        apply_chat_template_kwargs={"enable_thinking": False},
+        eval_prompt_data={"held-out": Path("data.jsonl")},
+        eval_interval=1,
+        vllm_max_num_seqs=8,
+    )
+    words = [
+        *argv("--device cpu --lr 1e-3 --no-offload-train --eval-prompt-data held-out data.jsonl --eval-interval 1"),
+        *("--rollout-stop", "END", "x y", "--vllm-max-num-seqs", "8"),
+        *("--apply-chat-template-kwargs", '{"enable_thinking": false}'),
+    ]
+    assert given == vars(arguments("train", words))
+
+
+def test_model_prompts_and_reward() -> None:
+    base = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key"))
+    rows = [{"prompt": "1 + 1", "label": 2}, {"prompt": [{"role": "user", "content": "2?"}], "label": "2"}]
+    args = instep.Run(model=Path("model"), prompts=rows, reward=reward, run_dir="here", **base).args
+    assert args.hf_checkpoint == "model" and args.custom_rm_path == f"{__name__}.reward"
+    assert (args.input_key, args.label_key) == ("prompt", "label")
+    assert [json.loads(line) for line in Path(args.prompt_data).open()] == rows and args.prompt_data.startswith("here/")
+    assert Path(args.prompt_data).stat().st_mode & 0o077 == 0
+    again = instep.Run(model="model", prompts=rows, reward="math", run_dir="here", **base).args
+    other = instep.Run(model="model", prompts=["3"], reward=f"{__name__}.reward", run_dir="here", **base).args
+    assert again.prompt_data == args.prompt_data != other.prompt_data and other.label_key is None
+    assert (again.rm_type, again.custom_rm_path) == ("math", None) and other.custom_rm_path == args.custom_rm_path
+    named = instep.Run(model="model", prompts="data.jsonl", reward="math", label_key="label", **base).args
+    assert (named.prompt_data, named.input_key) == ("data.jsonl", "input")
+
+
+def test_functions_that_no_module_has() -> None:
+    base = keywords(argv("--device cpu", "--rm-type"))
+    for answer in (1.0, 2.0):  # a cell of a notebook is run twice
+
+        def score(args: Any, sample: Any) -> float:
+            return answer  # noqa: B023
+
+        args = instep.Run(reward=score, dynamic_sampling_filter_path=lambda args, group: True, **base).args
+        assert args.custom_rm_path == "instep_functions.score"
+        assert hooks.load_function(args.custom_rm_path)(None, None) == answer
+    assert args.dynamic_sampling_filter_path == "instep_functions.dynamic_sampling_filter_path"
+    with pytest.raises(ConfigError, match="no module that the processes of the trainer could import"):
+        instep.Run(reward=score, custom_tis_function_path=lambda: None, **base)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"rolout_batch_size": 4}, "did you mean --rollout-batch-size"),
+        ({"rolout_batch_size": False}, "did you mean --rollout-batch-size"),
+        ({"colocated": None}, "did you mean --colocate"),
+        ({"lr": False}, "is not a number"),
+        ({"lr": "fast"}, "is not a number"),
+        ({"colocate": 1}, "takes no value"),
+        ({"num_epoch": 2}, "says the same as --num-rollout"),
+        ({"model": "m"}, "model and hf_checkpoint say the same"),
+        ({"reward": "dapo"}, "reward and rm_type say the same"),
+    ],
+)
+def test_what_is_wrong_is_refused(flags: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        args_of(**flags)
+    assert what in str(caught.value)
+
+
+def test_prompts_that_are_no_json() -> None:
+    with pytest.raises(DataError) as caught:
+        instep.Run(prompts=["a", {"prompt": "b", "label": {1}}], **keywords(argv("", "--prompt-data")))
+    assert caught.value.where == "prompts[1]"
+
+
+def test_import_instep_is_light() -> None:
+    code = "import sys, instep; print({'torch', 'transformers', 'numpy', 'aiohttp'} & {*sys.modules}, instep.train)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("set() <function train")
+
+
+def test_two_runs_keep_their_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(args: Any) -> Iterator[float]:
+        yield hooks.load_function(args.custom_rm_path)()
+
+    monkeypatch.setattr("instep.train_sync.steps", steps)  # which calls a reward, and starts nothing
+    given = keywords(argv(""))
+    given.pop("rm_type", None)
+    first, second = (instep.Run(reward=lambda *_, n=n: n, **given) for n in (1, 2))
+    for run, expected in ((first, 1), (second, 2), (first, 1)):
+        loop = iter(run)
+        assert next(loop) == expected
+        run.close()

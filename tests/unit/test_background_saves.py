@@ -1,0 +1,143 @@
+"""The save in flight of a run: who waits for it, how long, and whose error it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from instep.controller.run_state import Beginning
+from instep.controller.saves import Saves
+from instep.errors import CheckpointError, WorkerError
+from tests.command_line import make_folder, refusal
+
+BEGINNING = Beginning(None, None, [], 0, "run")
+
+
+class Writer:
+    """A trainer whose save ends when `gate` is open, and then as `result` says."""
+
+    def __init__(self, result: Exception | None = None):
+        self.gate, self.result, self.states = threading.Event(), result, []
+
+    def begin_save(self, root: Path, iteration: int, state: Any, earlier: Any, ended: Any) -> Callable[[], Path]:
+        self.states.append((iteration, state, earlier is None))
+
+        def end() -> Path:
+            while not self.gate.wait(0.01):
+                if ended.is_set():
+                    raise CheckpointError("the run has ended", where="here", remedy="none")
+            if self.result is not None:
+                raise self.result
+            return root
+
+        return end
+
+
+def saves(tmp_path: Path, *, dead: bool = False, timeout: float = 60.0, **more: Any) -> tuple[Saves, list[str]]:
+    def check_alive() -> None:
+        if dead:
+            raise WorkerError("actor rank 0 died (SIGKILL)", where="its log", remedy="look")
+
+    args: Any = SimpleNamespace(
+        save=str(tmp_path), critic_save=None, save_hf=None, train_timeout=timeout, async_save=True, **more
+    )
+    told: list[str] = []
+    deployment: Any = SimpleNamespace(worker_groups=[SimpleNamespace(check_alive=check_alive)])
+    return Saves(args, BEGINNING, deployment, told.append), told
+
+
+def write(made: Saves, writer: Any, iteration: int = 3) -> None:
+    made.write(writer, iteration, lambda: {"rollout_id": iteration})
+
+
+def test_a_save_returns_before_it_is_written_and_the_next_waits(tmp_path):
+    made, told = saves(tmp_path)
+    writer = Writer()
+    write(made, writer)
+    made.check()
+    assert made.metrics() == {} and writer.states == [(3, {"rollout_id": 3}, False)]
+    threading.Timer(0.3, writer.gate.set).start()
+    began = time.monotonic()
+    made.wait()
+    assert time.monotonic() - began > 0.2
+    (name, seconds), *none = made.metrics().items()
+    assert name == "perf/save_write_seconds" and 0.2 < seconds < 60 and not none
+    assert made.metrics() == {}
+    write(made, writer, 4)
+    assert writer.states[1] == (4, {"rollout_id": 4}, True)  # the earlier run's ones were moved by the first
+    made.last()
+    made.close()
+    assert not told
+
+
+@pytest.mark.parametrize("ask", ["check", "wait"])
+def test_an_error_of_the_writer_is_raised_once(tmp_path, ask):
+    made, told = saves(tmp_path)
+    writer = Writer(CheckpointError("no space", where="here", remedy="make room"))
+    writer.gate.set()
+    write(made, writer)
+    assert made._written.wait(60)
+    with pytest.raises(CheckpointError, match="no space"):
+        getattr(made, ask)()
+    made.last()
+    assert not told  # it was the error of the run
+
+
+def test_waiting_has_a_bound_and_watches_the_workers(tmp_path):
+    made, told = saves(tmp_path, timeout=0.2)
+    write(made, Writer())
+    with pytest.raises(CheckpointError, match="the checkpoint of iteration 3 is not on the disk after 0 s") as error:
+        made.wait()
+    assert error.value.where == "--async-save" and "--train-timeout" in error.value.remedy
+    made.last()
+    made.close()
+    assert told[-1] == "the checkpoint that was being written is lost: the run has ended"
+    made, told = saves(tmp_path, dead=True)
+    write(made, Writer())
+    with pytest.raises(WorkerError):
+        made.wait()
+    made.last()
+    assert told[0].startswith("waiting until the checkpoint of iteration 3 is on the disk; another Ctrl-C")
+    made.close()
+    assert told[1] == "the checkpoint that was being written is lost: actor rank 0 died (SIGKILL)"
+    assert made._written.is_set()
+
+
+def test_what_is_whole_in_the_end_is_not_called_lost(tmp_path):
+    """Workers may die when all have written, and the controller only names what is there."""
+    made, told = saves(tmp_path, dead=True)
+    writer = Writer()
+    write(made, writer)
+    made.last()
+    writer.gate.set()
+    assert made._written.wait(60)
+    made.close()
+    assert len(told) == 1 and told[0].startswith("waiting until")
+
+
+def test_no_error_of_the_writer_keeps_processes_from_being_ended(tmp_path):
+    made, told = saves(tmp_path)
+    writer = Writer(RuntimeError("can't start new thread"))
+    writer.gate.set()
+    write(made, writer)
+    made.last()
+    made.close()
+    assert told[-1] == "the checkpoint that was being written is lost: can't start new thread"
+
+
+def test_the_format_torch_has_no_place_for_spread_experts(tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    what = refusal("--save out --ckpt-format torch --expert-model-parallel-size 2")
+    assert "experts do not lie alike with --expert-model-parallel-size" in what and "save as torch_dist" in what
+
+
+def test_the_flag_needs_a_checkpoint(tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    what = refusal("--async-save --save-hf out")
+    assert "there is no checkpoint to write" in what and "give --save" in what

@@ -1,0 +1,321 @@
+"""`instep convert` keeps every bit, in bounded memory, and leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from instep import convert
+from instep.checkpoints import hf_export
+from instep.checkpoints.integrity import write_manifest
+from instep.checkpoints.megatron import MegatronCheckpoint, Part
+from instep.checkpoints.megatron_files import Chunk, Stored, full_shape
+from instep.checkpoints.plain import read_index
+from instep.cli import main
+from instep.errors import CheckpointError
+from instep.models.shape import ModelShape
+from instep.models.weight_map import Kind
+from instep.weights.source import TensorSpec
+from tests.distributed.megatron_layouts import MODELS, random_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("untied", "tied", "qwen2", "moe-mixed"):
+        random_model(MODELS[name]).bfloat16().save_pretrained(root / name)
+    return root
+
+
+def to_megatron(hf: Path, save: Path) -> int:
+    return main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(save)])
+
+
+def to_hf(load: Path, hf: Path, save: Path) -> int:
+    return main(["convert", "megatron-to-hf", "--load", str(load), "--hf-checkpoint", str(hf), "--save", str(save)])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "qwen2", "moe-mixed"])
+def test_there_and_back_keeps_every_bit(models, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr(hf_export, "MAX_SHARD_BYTES", 50_000)
+    assert to_megatron(models / name, tmp_path / "m") == 0
+    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert to_hf(tmp_path / "m", models / name, tmp_path / "hf") == 0
+    before, after = weights(models / name), weights(tmp_path / "hf")
+    assert before.keys() == after.keys() and len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    assert all(torch.equal(before[key].view(torch.int16), after[key].view(torch.int16)) for key in before)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    out = capsys.readouterr().out
+    assert "equal, bit by bit" in out and f"{len(before)} of Hugging Face's" in out
+
+
+def test_bits_that_change_on_the_way_leave_no_folder(models, tmp_path, monkeypatch, capsys):
+    real = convert.TorchDistWriter.__exit__
+    norm = weights(models / "untied")["model.norm.weight"].view(torch.uint8).numpy().tobytes()
+
+    def damaged(self, *error):
+        real(self, *error)
+        path = next(self.folder.glob("*.distcp"))
+        content = bytearray(path.read_bytes())
+        content[content.index(norm)] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(convert.TorchDistWriter, "__exit__", damaged)
+    assert to_megatron(models / "untied", tmp_path / "m") != 0
+    assert "model.norm.weight was read back with other bits" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_complete(models, tmp_path):
+    script = f"""
+import os, sys
+from instep import cli, convert
+real, done = convert.TorchDistWriter.add, []
+def add(self, *args):
+    done.append(real(self, *args))
+    assert not any(name.startswith("megatron") for name in sys.modules)
+    if len(done) == 9:
+        os.kill(os.getpid(), {int(signal.SIGKILL)})
+    return done[-1]
+convert.TorchDistWriter.add = add
+cli.main(["convert", "hf-to-megatron", *sys.argv[1:]])
+"""
+    words = ["--hf-checkpoint", str(models / "untied"), "--save", str(tmp_path / "m")]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1 and left[0].name.startswith(".m.") and list(left[0].rglob("*.distcp"))
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]  # what was left is removed
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path, back):
+    """Beside files that are mapped, which the kernel drops at need."""
+    config = json.loads((models / "untied" / "config.json").read_text())
+    config["layer_types"] *= 8
+    wide = {**config, "vocab_size": 16000, "hidden_size": 512, "num_hidden_layers": 16, "intermediate_size": 2048}
+    shutil.copytree(models / "untied", tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(wide))
+    entries = convert.weight_entries(convert._shape(tmp_path / "hf", False))
+    shapes = {name: size for entry in entries for name, size in zip(entry.names, entry.shapes, strict=True)}
+    tensors = {name: torch.randn(size) for name, size in shapes.items()}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    total, largest = sum(t.nbytes for t in tensors.values()), max(t.nbytes for t in tensors.values())
+    del tensors
+    if back:
+        assert to_megatron(tmp_path / "hf", tmp_path / "m") == 0
+    peak, done = [before := anonymous_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous_bytes())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        code = (
+            to_hf(tmp_path / "m", tmp_path / "hf", tmp_path / "h")
+            if back
+            else to_megatron(tmp_path / "hf", tmp_path / "m")
+        )
+    finally:
+        done.set()
+        watcher.join()
+    assert code == 0 and peak[0] - before < 5 * largest + 16 * 2**20 < 0.7 * total
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: os.truncate(folder / "__0_0.distcp", 1000), "__0_0.distcp is cut off"),
+        (lambda folder: (folder / "metadata.json").unlink(), "--train-backend hf, torch_dcp or fsdp_dtensor"),
+        (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "of the format zarr"),
+        (lambda folder: (folder / ".metadata").unlink(), "neither .metadata"),
+    ],
+)
+def test_a_damaged_checkpoint_or_another_layout_is_named(models, tmp_path, damage, what):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    damage(tmp_path / "m" / "release")
+    with pytest.raises(CheckpointError) as caught:
+        MegatronCheckpoint(tmp_path / "m" / "release", convert._shape(models / "untied", False))
+    assert what in caught.value.what and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ("tied", "output_layer.weight is no tensor"),
+        ("qwen2", "linear_qkv.bias is missing"),
+        ("moe-mixed", "decoder.layers.2.input_layernorm.weight is missing"),
+    ],
+)
+def test_the_checkpoint_of_another_model_is_named(models, tmp_path, other, what):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    with pytest.raises(CheckpointError) as caught:
+        MegatronCheckpoint(tmp_path / "m" / "release", convert._shape(models / other, False))
+    assert what in caught.value.what and "--hf-checkpoint" in caught.value.remedy
+
+
+def test_what_cannot_be_converted_is_said_before_anything_is_written(models, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for call, args, said in [
+        (to_megatron, (models / "untied", tmp_path / "full"), "mine.txt"),
+        (to_megatron, (empty, tmp_path / "m"), "config.json"),
+        (to_hf, (empty, models / "untied", tmp_path / "m"), "latest_checkpointed_iteration.txt"),
+        (to_hf, (tmp_path / "nowhere", models / "untied", tmp_path / "m"), "latest_checkpointed_iteration.txt"),
+        (lambda: main(["convert", "sideways"]), (), "hf-to-megatron"),
+    ]:
+        assert call(*args) == 2  # type: ignore[operator]
+        error = capsys.readouterr().err
+        assert said in error and "remedy:" in error
+    assert not (tmp_path / "m").exists()
+
+
+def test_what_is_read_is_never_replaced(models, tmp_path, capsys):
+    """Though instep may have written it, as a conversion or as a run's last export."""
+    hf, m = tmp_path / "hf", tmp_path / "m"
+    assert to_megatron(models / "untied", m) == 0 and to_hf(m, models / "untied", hf) == 0
+    (tmp_path / "link").symlink_to(m)
+    run = shutil.copytree(models / "untied", tmp_path / "run" / "hf")
+    write_manifest(run, "export")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    for call, args, said in [
+        (to_hf, (m, models / "untied", m), "is"),
+        (to_hf, (m, models / "untied", tmp_path / "link"), "is"),
+        (to_hf, (m, models / "untied", m / "hf"), "lies in"),
+        (to_hf, (m, hf, hf), "is"),
+        (to_megatron, (hf, hf), "is"),
+        (to_megatron, (hf, tmp_path), "contains"),
+        (to_megatron, (hf, hf / "m"), "lies in"),
+        (to_megatron, (hf, run), "holds more than a conversion"),
+    ]:
+        assert call(*args) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert said in error and "--save" in error and "remedy:" in error
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
+    assert to_hf(m, models / "untied", hf) == 0  # an earlier conversion is replaced
+
+
+def as_torch(release: Path, shape: ModelShape, folder: Path) -> MegatronCheckpoint:
+    """The weights of `release` in the format `torch`, with the states that Transformer Engine's modules have."""
+    there = MegatronCheckpoint(release, shape)
+    model = {e.megatron: there.local(e, 0, 1, shape.vocab_size if e.kind is Kind.VOCAB else full_shape(e)[0])
+             for e in there.entries}  # fmt: skip
+    for name in [name for name in model if name.endswith(".weight")]:
+        model[name.removesuffix("weight") + "_extra_state"] = torch.empty(0, dtype=torch.uint8)
+    (folder / "mp_rank_00").mkdir(parents=True)
+    torch.save({"model": model}, folder / "mp_rank_00" / "model_optim_rng.pt")
+    return MegatronCheckpoint(folder, shape)
+
+
+def test_the_format_torch_of_transformer_engine_is_read(models, tmp_path):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    shape, before = convert._shape(models / "untied", False), weights(models / "untied")
+    read = as_torch(tmp_path / "m" / "release", shape, tmp_path / "iter_0000001")
+    after = {n: t for e in read.entries for n, t in zip(e.names, read.tensors(e), strict=True)}
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_every_module_of_transformer_engine_finds_its_state(models, tmp_path):
+    assert to_megatron(models / "moe-mixed", tmp_path / "m") == 0
+    keys = set(read_index(tmp_path / "m" / "release").state_dict_metadata)
+    wanted = {"decoder.final_layernorm"}
+    for i in range(convert._shape(models / "moe-mixed", False).num_layers):
+        parts = ["linear_qkv", "core_attention", "linear_proj", "q_layernorm", "k_layernorm"]
+        experts = f"decoder.layers.{i}.mlp.router.weight" in keys
+        wanted |= {f"decoder.layers.{i}.self_attention.{part}" for part in parts}
+        wanted |= {f"decoder.layers.{i}.{part}" for part in (["pre_mlp_layernorm"] if experts else ["mlp.linear_fc1"])}
+    assert {f"{module}._extra_state/shard_0_1" for module in wanted} <= keys
+    assert not any("input_layernorm" in key for key in keys)  # fused
+
+
+def test_every_type_of_safetensors_is_written(tmp_path):
+    floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+    kinds = [*floats, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    tensors = {str(kind): torch.tensor([[0.0, 1.0, 3.0]]).to(kind) for kind in kinds}
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    hf_export.write_weights(specs, tensors.values(), tmp_path)
+    read = weights(tmp_path)
+    assert all(read[n].dtype == t.dtype and torch.equal(read[n].float(), t.float()) for n, t in tensors.items())
+
+
+def test_a_bit_that_changed_since_it_was_saved_is_no_source(models, tmp_path, capsys):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    write_manifest(release := tmp_path / "m" / "release")  # a run's checkpoint, with digests
+    path, norm = release / "__0_0.distcp", weights(models / "untied")["model.norm.weight"].view(torch.uint8)
+    content = bytearray(path.read_bytes())
+    content[content.index(norm.numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert to_hf(tmp_path / "m", models / "untied", tmp_path / "hf") != 0
+    assert "has another content than was written" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_published_folder_of_fp8_gives_its_configuration_alone(models, tmp_path, capsys):
+    hf = shutil.copytree(models / "untied", tmp_path / "fp8")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert to_megatron(models / "untied", tmp_path / "m") == 0 and to_hf(tmp_path / "m", hf, tmp_path / "hf") == 0
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert to_megatron(hf, tmp_path / "m2") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "quantized (fp8)" in error and "convert them to bfloat16 first" in error
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\0", b"cos\nsystem\n", b"\x80\x02]q\0.", b"(lp0\n.", b"PK\3\4", b"\x80\2N."]
+)
+def test_a_chunk_that_is_no_tensor_is_one_error(models, tmp_path, garbage):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    path = tmp_path / "m" / "release" / "__0_0.distcp"
+    path.write_bytes(garbage.ljust(100, b"\0") + bytes(path.stat().st_size - 100))
+    checkpoint = MegatronCheckpoint(path.parent, convert._shape(models / "untied", False))
+    with pytest.raises(CheckpointError, match="__0_0.distcp holds no tensor at byte 0") as caught:
+        checkpoint.tensors(checkpoint.entries[0])
+    assert "restore its files" in caught.value.remedy
+
+
+def test_an_expert_is_read_without_a_look_at_the_chunks_of_the_others():
+    whole = torch.arange(6 * 4 * 2.0).view(6, 4, 2)  # pairs of experts, in halves
+    boxes = [(slice(e, e + 2), slice(r, r + 2)) for e in (0, 2, 4) for r in (0, 2)]
+    chunks = tuple(Chunk((e.start, r.start, 0), (2, 2, 2), whole[e, r].clone) for e, r in boxes)
+    stored = Stored(whole.dtype, tuple(whole.shape), chunks)
+    for expert in range(6):
+        assert torch.equal(Part("", stored, (expert,)).read((1, 0), (3, 2)), whole[expert, 1:])
+        assert [chunk.offsets[:1] for chunk in stored.at((expert,))] == [(expert - expert % 2,)] * 2
+    assert stored.at(()) == list(chunks) and not stored.at((6,))
+
+
+def test_wrong_folders_and_iterations_are_said(models, tmp_path, capsys):
+    assert to_megatron(models / "untied", tmp_path / "m") == 0
+    words = ["convert", "megatron-to-hf", "--load", str(tmp_path / "m"), "--save", str(tmp_path / "hf")]
+    assert main([*words, "--hf-checkpoint", str(models / "untied"), "--ckpt-step=-1"]) == 2
+    assert "'-1' is no iteration" in capsys.readouterr().err
+    assert main([*words, "--hf-checkpoint", "/nonexistent"]) == 2
+    assert "/nonexistent is no folder" in capsys.readouterr().err

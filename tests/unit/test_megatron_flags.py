@@ -1,0 +1,56 @@
+"""The flags of Megatron that are handed through: the value of each is in megatron-core's configuration."""
+
+import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from instep.arguments import Args, parse
+from instep.arguments.all_flags import passed_through
+from instep.models.shape import ModelShape
+from tests.command_line import argv, make_folder
+
+SHAPE = ModelShape("qwen3", 4, 64, 128, 4, 2, 16, 300, 512, 1e-6, True, True, False, {"rope_type": "default"})
+VALUES = {"--optimizer-offload-fraction": "0.5", "--recompute-modules": "mlp"}
+NEEDS = {  # what megatron-core refuses a flag without
+    "--recompute-modules": "--recompute-granularity selective",
+    "--distribute-saved-activations": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+}
+
+
+def configured(settings: list[tuple[str, Args]]) -> list[list[Any]]:
+    """The value of each attribute in the configurations that have it. Megatron-Core is imported in this process."""
+    from instep.training.megatron import cpu_platform
+
+    cpu_platform.install()
+    from instep.training.megatron.config import configs
+
+    found = []
+    for attribute, args in settings:
+        built = configs(args, SHAPE, torch.device("cpu"), torch.float32)
+        found.append([getattr(c, attribute) for c in built if attribute in {f.name for f in fields(c)}])
+    return found
+
+
+@pytest.mark.slow
+def test_each_value_reaches_the_configuration(tmp_path, monkeypatch):
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    make_folder(tmp_path, monkeypatch)
+    acting = [flag for flag in dict.fromkeys(passed_through().values()) if flag.status == "acts"]
+    assert len(acting) >= 10
+    lines = {
+        f.name: f"--train-backend megatron {NEEDS.get(f.name, '')} {f.name} {VALUES.get(f.name, '')}" for f in acting
+    }
+    settings = [(flag.attribute, parse(argv(lines[flag.name]))) for flag in acting]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        values = pool.submit(configured, settings).result(timeout=300)
+    for flag, (_, args), found in zip(acting, settings, values, strict=True):
+        mine = args.megatron_overrides[flag.attribute]
+        assert mine != flag.default, flag.name
+        assert found and all(v == mine for v in found), (flag.name, mine, found)

@@ -1,0 +1,92 @@
+"""scripts/models/*.sh agree with the published config.json of each model, and scripts/run-*.sh fit their GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from instep.arguments import parse
+from instep.errors import ConfigError
+from instep.models.sizes import shape_in
+from tests.command_line import argv, make_folder
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+COMMON = {"hidden_act": "silu", "attention_bias": False}
+QWEN2 = COMMON | {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3 = COMMON | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128, "vocab_size": 151936}
+EXPERTS = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+LLAMA = COMMON | {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5, "vocab_size": 128256}
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}
+NAMES = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size tie_word_embeddings"
+# As published: layers, width, heads, key heads, width of the MLP, tied; the rest of config.json; parameters in 10^9.
+PUBLISHED = {
+    "qwen2.5-0.5B": (24, 896, 14, 2, 4864, True, QWEN2 | {"vocab_size": 151936}, 0.494),
+    "qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True, QWEN2 | {"vocab_size": 151936}, 1.544),
+    "qwen2.5-3B": (36, 2048, 16, 2, 11008, True, QWEN2 | {"vocab_size": 151936}, 3.086),
+    "qwen2.5-7B": (28, 3584, 28, 4, 18944, False, QWEN2 | {"vocab_size": 152064}, 7.616),
+    "qwen2.5-14B": (48, 5120, 40, 8, 13824, False, QWEN2 | {"vocab_size": 152064}, 14.77),
+    "qwen2.5-32B": (64, 5120, 40, 8, 27648, False, QWEN2 | {"vocab_size": 152064}, 32.76),
+    "qwen3-0.6B": (28, 1024, 16, 8, 3072, True, QWEN3, 0.596),
+    "qwen3-1.7B": (28, 2048, 16, 8, 6144, True, QWEN3, 1.721),
+    "qwen3-4B": (36, 2560, 32, 8, 9728, True, QWEN3, 4.022),
+    "qwen3-8B": (36, 4096, 32, 8, 12288, False, QWEN3, 8.191),
+    "qwen3-14B": (40, 5120, 40, 8, 17408, False, QWEN3, 14.77),
+    "qwen3-32B": (64, 5120, 64, 8, 25600, False, QWEN3, 32.76),
+    "qwen3-30B-A3B": (48, 2048, 32, 4, 6144, False, EXPERTS | {"moe_intermediate_size": 768}, 30.53),
+    "qwen3-235B-A22B": (94, 4096, 64, 4, 12288, False, EXPERTS | {"moe_intermediate_size": 1536}, 235.1),
+    "llama3.1-8B": (32, 4096, 32, 8, 14336, False, LLAMA, 8.03),
+    "llama3.2-1B": (16, 2048, 32, 8, 8192, True, LLAMA, 1.236),
+    "llama3.2-3B": (28, 3072, 24, 8, 8192, True, LLAMA, 3.213),
+    "llama3.3-70B": (80, 8192, 64, 8, 28672, False, LLAMA, 70.55),
+}
+
+
+def config(name: str) -> dict[str, object]:
+    *numbers, rest, _ = PUBLISHED[name]
+    kind = ARCHITECTURES[rest["model_type"]]
+    return {"architectures": [f"{kind}ForCausalLM"], **dict(zip(NAMES.split(), numbers, strict=True)), **rest}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    return make_folder(tmp_path, monkeypatch)
+
+
+def words(name: str) -> list[str]:
+    script = f'source "{SCRIPTS}/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.split()
+
+
+def test_every_script_has_its_model():
+    assert {path.stem for path in (SCRIPTS / "models").glob("*.sh")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_flags_of_a_model_are_those_of_its_config(name, folder):
+    (folder / "model" / "config.json").write_text(json.dumps(config(name)))
+    flags = argv("--train-backend megatron --device cpu", without="--train-backend --device")
+    args = parse([*flags, *words(name)])
+    assert args.num_layers == PUBLISHED[name][0] and not [note for note in args.notes if "not compared" in note]
+    for backend in ("megatron", "hf"):
+        with pytest.raises(ConfigError, match=r"(?s)(--hidden-size.*config.json|config.json.*--hidden-size)"):
+            parse([*flags, *words(name), "--hidden-size", "77", "--train-backend", backend])
+    assert shape_in(config(name)).total / 1e9 == pytest.approx(PUBLISHED[name][-1], rel=2e-3)
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("run-*.sh")), ids=lambda path: path.stem)
+def test_a_run_fits_its_gpus(path, folder):
+    name = path.stem.removeprefix("run-")
+    (folder / "model" / "config.json").write_text(json.dumps(config(name)))
+    env = {
+        **os.environ,
+        "HF_CHECKPOINT": "model",
+        "PROMPT_DATA": "data.jsonl",
+        "INSTEP": f"{sys.executable} -m instep.cli plan",
+    }
+    words = ["bash", str(path), "--gpu-memory-gb", "80", "--device", "cuda"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "KV cache" in done.stdout, done.stdout + done.stderr

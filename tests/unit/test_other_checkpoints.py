@@ -1,0 +1,91 @@
+"""Checkpoints of another model and missing shards: one error each, with the name of what does not fit.
+
+Megatron's own are in `test_convert.py`, layouts that do not divide in `test_arguments_rules.py` and
+`test_models_map.py`, roles in `test_roles.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from instep.arguments import parse
+from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.errors import CheckpointError, ConfigError
+from instep.training.worker import Worker
+from tests.assets import make_checkpoint, make_prompts
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer layers": ({"layers": 1}, "11 of its weights are not the model's, the first 'model.layers.1."),
+    "more layers": ({"layers": 3}, "Missing key in checkpoint state_dict: model.model.layers.2."),
+    "wider": ({"head_dim": 32}, "Size mismatch between saved torch.Size([64, 64]) and current: torch.Size([128, 64])"),
+    "an output layer": ({"tied": False}, "Missing key in checkpoint state_dict: model.lm_head.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    make_prompts(folder / "train.jsonl", 2)
+    one = worker(folder, "hf", folder)
+    (folder / "iter_0000000").mkdir()
+    one.backend.save(folder / "iter_0000000")
+    dist.destroy_process_group()
+    return folder
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    dist.destroy_process_group()
+    torch.set_rng_state(state)
+
+
+def worker(folder: Path, model: str, place: Path, **shape: Any) -> Worker:
+    make_checkpoint(place / model, **shape)
+    words = (
+        f"--hf-checkpoint {place / model} --prompt-data {folder}/train.jsonl --rollout-batch-size 1 --rm-type random "
+    )
+    words += "--n-samples-per-prompt 4 --num-rollout 1 --actor-num-gpus-per-node 1 --device cpu --train-backend hf"
+    made = Worker(lambda event: None)
+    made.setup(parse(words.split()), 0, 1, str(place / "rendezvous"), 1)
+    made.load_weights(place / model)
+    return made
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path, alone: None, other: str) -> None:
+    shape, what = OTHERS[other]
+    reader = worker(saved, "hf", tmp_path, **shape)
+    with pytest.raises(CheckpointError) as error:
+        reader.backend.load(saved / "iter_0000000")
+    assert what in error.value.what and error.value.where == str(saved / "iter_0000000") and error.value.remedy
+    with pytest.raises(CheckpointError, match="config.json"):
+        reader.load_weights(saved / "hf")
+
+
+def test_a_critic_begins_with_an_actor_that_has_an_output_layer(saved: Path, tmp_path: Path, alone: None) -> None:
+    """Its own is a fresh one, so that the actor's is no weight too many."""
+    actor = worker(saved, "hf", tmp_path, tied=False)
+    (tmp_path / "actor").mkdir()
+    actor.backend.save(tmp_path / "actor")
+    actor.backend.load(tmp_path / "actor", optimizer=False, fresh_head=True)
+    weights = {spec.name: tensor for spec, tensor in actor.backend.weight_source() if tensor is not None}
+    assert not weights["lm_head.weight"].any() and weights["model.norm.weight"].any()
+
+
+def test_a_missing_shard_is_named_before_anything_loads(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    files = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ConfigError, match="weights are missing: model-00002-of-00002") as error:
+        check_hf_checkpoint(tmp_path)
+    assert error.value.where == str(tmp_path) and error.value.remedy

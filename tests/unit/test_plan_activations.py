@@ -1,0 +1,141 @@
+"""What `instep plan` says of activations, against the bytes that autograd keeps in the models themselves.
+
+Models lie on the device `meta`: nothing is computed, but every tensor has its size, and packed samples take the kernel
+of GPUs. So these are the tensors of a GPU, in bf16, counted on a CPU.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoConfig
+
+from instep.models.sizes import Shape, shape_of
+from instep.plan.trainer import Rank, forward_work, kept, kept_in_layer
+from instep.training.hf import layout
+from instep.training.hf import model as hf
+from instep.training.hf.model import Policy
+from instep.training.packed_attention import _VARLEN_HAS_GQA, packed_attention
+from instep.training.packing import within
+
+SIZES = {  # hidden, ffn, heads, key heads, width of a head: no two widths are equal
+    "wide ffn": (512, 1792, 4, 2, 64),
+    "many heads": (256, 640, 8, 4, 96),
+    "0.6b": (1024, 3072, 16, 8, 128),
+}
+LAYERS, TOKENS, VOCAB = 3, 1024, 32000
+
+
+def config_of(size, family="qwen3"):
+    hidden, ffn, heads, kv_heads, head_dim = SIZES[size]
+    return AutoConfig.for_model(
+        family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=LAYERS, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, vocab_size=VOCAB, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def rank(folder, config, *, precision="bf16", recompute=None, compiled=False, tokens=TOKENS, responses=0):
+    config.save_pretrained(folder)
+    shape = shape_of(str(folder))
+    assert isinstance(shape, Shape)
+    args = SimpleNamespace(
+        precision=precision, tensor_model_parallel_size=1, sequence_parallel=False, train_backend="hf",
+        no_torch_compile=not compiled, recompute_granularity=recompute, lora_rank=0, weight_sync="ipc", world_size=1,
+    )  # fmt: skip
+    return Rank(args, shape, tokens, tokens, responses)
+
+
+def bytes_kept(policy, run):
+    """The bytes of the distinct tensors that autograd keeps while `run()` goes, without the parameters."""
+    held = {}
+
+    def keep(tensor):
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    own = {p.untyped_storage()._cdata for p in policy.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    assert result.requires_grad
+    return sum(storage.nbytes() for key, storage in held.items() if key not in own)
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Packed samples take the GPU's kernel, and nobody looks into tensors of the device `meta`."""
+
+    def attention(q, k, v, *, cu_seqlens, max_seqlen, scale=None, shared=None, window=None):
+        gqa = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
+        sides = {"window_size": (-1, 0), "scale": scale}
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **sides, **gqa)
+
+    monkeypatch.setattr(layout, "packed_attention", attention)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+
+
+def on_meta(config, recompute=None, compiled=False):
+    with torch.device("meta"):
+        policy = Policy(config, torch.bfloat16, recompute=recompute)
+    if compiled:  # cut where the compiler cuts, without its code
+        for layer in hf._layers(policy.model):
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager_decomp_partition")
+    tokens = torch.zeros(TOKENS, dtype=torch.long, device="meta")
+    bounds = torch.zeros(3, dtype=torch.int32, device="meta")
+    return bytes_kept(policy, lambda: layout.run_packed(policy.model, tokens, tokens, bounds, TOKENS // 2))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("size", SIZES)
+def test_activations_of_plain_layers(tmp_path, like_a_gpu, size, family):
+    config = config_of(size, family)
+    assert kept(rank(tmp_path, config)) == pytest.approx(on_meta(config), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "size, family", [("wide ffn", "qwen3"), pytest.param("many heads", "llama", marks=pytest.mark.slow)]
+)
+def test_activations_of_compiled_layers(tmp_path, like_a_gpu, size, family):
+    config = config_of(size, family)
+    assert kept(rank(tmp_path, config, compiled=True)) == pytest.approx(on_meta(config, compiled=True), rel=0.1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_activations_with_recomputed_layers(tmp_path, like_a_gpu, size):
+    config = config_of(size)
+    assert kept(rank(tmp_path, config, recompute="full")) == pytest.approx(on_meta(config, "full"), rel=0.1)
+
+
+def test_selective_recomputation_keeps_products_and_attention(tmp_path):
+    """Its tensors lie in a cache of torch's own; so this counts what the products give."""
+    r = rank(tmp_path, config_of("wide ffn"), recompute="selective")
+    hidden, ffn, heads, kv_heads, head_dim = SIZES["wide ffn"]
+    q, k = heads * head_dim, kv_heads * head_dim
+    products = q + 2 * k + hidden + 2 * ffn + hidden
+    assert kept_in_layer(r, "selective") == 2 * (hidden + products + q) + 4 * heads
+    assert kept_in_layer(r, "full") < kept_in_layer(r, "selective") < kept_in_layer(r, None)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("size, length", [("wide ffn", 256), ("many heads", 160), ("wide ffn", 400)])
+def test_a_real_micro_batch_on_this_cpu(tmp_path, size, length, recompute):
+    """The whole of a forward pass in fp32: layers, scored hidden states and one chunk of logits."""
+    config, num = config_of(size), 2
+    config.vocab_size = 1000
+    r = rank(tmp_path, config, precision="fp32", recompute=recompute, tokens=num * length, responses=num * length)
+    policy = Policy(config, torch.float32, recompute=recompute)
+    policy.model.init_weights()
+    lengths = torch.full((num,), length)
+    bounds = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    tokens = torch.randint(3, 1000, (num * length,))
+    every = torch.arange(num * length)
+    assert packed_attention is layout.packed_attention
+
+    def run():
+        ones = torch.ones(num * length)
+        return policy(tokens, within(lengths), bounds, length, every, tokens, ones, with_entropy=True)[0]
+
+    seen = bytes_kept(policy, run)
+    unpadded = 0 if recompute else 2 * r.shape.queries * 4 * LAYERS * num * length  # what a CPU's attention copies
+    assert kept(r) + unpadded == pytest.approx(seen, rel=0.05)
+    assert forward_work(r) < kept(r) or recompute == "full"

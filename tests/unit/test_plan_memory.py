@@ -1,0 +1,277 @@
+"""`instep plan` counts the memory of each GPU by item and phase, refuses what cannot fit, and names what does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_model import dimensions
+from instep.arguments import parse
+from instep.cli import main
+from instep.errors import ConfigError
+from instep.models.shape import read_config
+from instep.models.sizes import shape_of
+from instep.plan import command
+from instep.plan.advice import nearest
+from instep.plan.memory import allocated, plan_memory, tables
+from instep.plan.trainer import rank_of, work
+from tests.assets import make_checkpoint
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
+GPU_MAIN = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-main.json"
+SIDE_BY_SIDE = "--no-offload-train --no-offload-rollout"
+HALF = "--vllm-kv-cache-memory-bytes 40000000000"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`folder(size)`: one with the config.json of a Qwen3 of that size."""
+
+    def make(size="4b", **other):
+        path = tmp_path / f"{size}-{len(other)}"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps({**QWEN3, **dimensions(size), **other}))
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def plan(folder):
+    """`plan(flags, size)`: the words of a plan with trainer and vLLM on one GPU."""
+
+    def words(more="", size="4b"):
+        out = f"--hf-checkpoint {folder(size)} --colocate --actor-num-gpus-per-node 1 --rollout-backend vllm "
+        out += "--precision bf16 --rollout-max-prompt-len 512 --rollout-max-response-len 1536 --train-backend hf "
+        return f"{out} {more}".split()
+
+    return words
+
+
+def only(words):
+    (kind,) = plan_memory(parse(words, "plan"))
+    return kind
+
+
+def of(kind, name):
+    """The largest share of an item in any phase, in GB."""
+    return max(max(item.gpu.values(), default=0.0) for item in kind.items if item.name == name) / 1e9
+
+
+def test_parameters_are_those_of_the_checkpoint_or_follow_from_its_configuration(tmp_path, folder):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in ("qwen3", "qwen2", "llama"):
+        (tmp_path / family).mkdir()
+        config = AutoConfig.for_model(
+            family, hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
+            num_key_value_heads=2, head_dim=16, vocab_size=1000, tie_word_embeddings=family == "qwen3",
+        )  # fmt: skip
+        config.save_pretrained(tmp_path / family)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        counted = sum(p.numel() for p in model.parameters())
+        assert shape_of(str(tmp_path / family)).total == counted, family
+        layer = sum(p.numel() for p in model.model.layers[0].parameters())
+        assert shape_of(str(tmp_path / family)).layer == layer
+    checkpoint = make_checkpoint(tmp_path / "whole")
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        held = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    tied = read_config(checkpoint)["tie_word_embeddings"]
+    count = sum(torch.Size(shape).numel() for name, shape in held.items() if not (tied and name == "lm_head.weight"))
+    assert shape_of(str(checkpoint)).total == count
+    assert shape_of(folder("4b")).total == pytest.approx(4.02e9, rel=0.001)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    experts |= {"hidden_size": 2048, "num_key_value_heads": 4, "tie_word_embeddings": False, "model_type": "qwen3_moe"}
+    mixed = shape_of(folder("4b", **experts))
+    assert mixed.total == pytest.approx(30.53e9, rel=0.001) and mixed.used == pytest.approx(3.0e9, rel=0.05)
+    assert shape_of(None) is None and shape_of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("job", ["ipc-hf", "single-copy-hf", "single-copy-megatron"])
+def test_runs_needed_what_is_planned(plan, job):
+    """`scripts/gpu_main.py` on H100 and H200: 0.6 B parameters, 8,192 tokens a micro-batch, prompts of 191 tokens."""
+    runs = json.loads(GPU_MAIN.read_text())["runs"]
+    (row,) = [row for run in runs for row in run["rows"] if row["job"] == job]
+    way, _, backend = job.rpartition("-")
+    flags = f"--train-backend {backend} --weight-sync {way} --use-dynamic-batch-size --max-tokens-per-gpu 8192 "
+    flags += "--n-samples-per-prompt 8 --rollout-max-prompt-len 191 --rollout-max-response-len 128"
+    planned = allocated(parse(plan(flags, size="0.6b"), "plan"))
+    assert planned == pytest.approx(row["median"]["perf/gpu_peak_bytes"], rel=0.05)
+    assert planned == pytest.approx(row["median"]["memory/train/trainer_peak_bytes"], rel=0.05)
+
+
+def test_an_engine_awake_and_asleep_takes_what_was_seen(plan):
+    runs = json.loads(GPU_MAIN.read_text())["runs"]
+    (seen,) = [row["first"] for run in runs for row in run["rows"] if row["job"] == "ipc-hf"]
+    flags = "--weight-sync ipc --use-dynamic-batch-size --max-tokens-per-gpu 8192 --vllm-kv-cache-memory-bytes "
+    kind = only(plan(f"{flags} 4294967296 --rollout-batch-size 16 --vllm-max-model-len 512", size="0.6b"))
+    rollout = seen["memory/rollout/others_bytes"] + seen["memory/rollout/trainer_reserved_bytes"]
+    assert kind.need("rollout") == pytest.approx(rollout, rel=0.1)
+    asleep = sum(i.gpu["training"] for i in kind.items if "CUDA" in i.name)
+    assert asleep == pytest.approx(seen["memory/train/others_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize(  # peak GiB of a script with its own, smaller chunks of logits; sequences of 640 tokens, H100
+    "flags, seen, rel",
+    [
+        ("--no-torch-compile --recompute-granularity full", 13.9, 0.12),
+        ("--no-torch-compile", 73.6, 0.1),
+        ("", 50.7, 0.1),
+    ],
+)
+def test_a_step_of_32_768_tokens_needs_what_was_seen(plan, flags, seen, rel):
+    flags += " --use-dynamic-batch-size --max-tokens-per-gpu 32768"
+    words = plan(f"{flags} --rollout-max-prompt-len 128 --rollout-max-response-len 512", size="0.6b")
+    assert allocated(parse(words, "plan"), shares=False, synced=False) / 2**30 == pytest.approx(seen, rel=rel)
+
+
+def test_what_each_choice_saves(plan):
+    fixed = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
+    one = only(plan(fixed))
+    assert of(one, "masters") == pytest.approx(16.1, rel=0.01) and of(one, "moments") == pytest.approx(32.2, rel=0.01)
+    assert one.need("rollout") < 75e9 and one.need("training") > one.need("log-probs") > one.need("sync")
+    assert of(only(plan(f"{fixed} --optimizer adamw_8bit")), "moments") == pytest.approx(8.2, rel=0.01)
+    offloaded = only(plan(f"{fixed} --optimizer-cpu-offload"))
+    assert of(offloaded, "moments") == 0 and offloaded.host == one.host
+    four = only(plan(f"{fixed} --actor-num-gpus-per-node 4"))
+    assert four.count == 4 and 4 * of(four, "masters") == pytest.approx(of(one, "masters"))
+    assert of(four, "activations") == of(one, "activations")
+    full, selective = (only(plan(f"{fixed} --recompute-granularity {kind}")) for kind in ("full", "selective"))
+    assert of(full, "activations") < 0.2 * of(selective, "activations") < of(one, "activations")
+    halved = only(plan("--use-dynamic-batch-size --max-tokens-per-gpu 4096"))
+    assert of(halved, "activations") == pytest.approx(of(one, "activations") / 2, rel=0.2), (
+        "prompts of parted groups count twice"
+    )
+    adapter = only(plan(f"{fixed} --lora-rank 16 --weight-sync lora"))
+    assert of(adapter, "moments") < 0.3 and of(adapter, "weights") == pytest.approx(8.0 + 1.2, rel=0.05)
+    copy = only(plan(f"{fixed} --weight-sync single-copy"))
+    assert [i.gpu["training"] for i in copy.items if (i.owner, i.name) == ("actor", "weights")] == [0.0]
+
+
+def test_megatron_shares_by_tensor_parallel_ranks_and_states_by_all_if_asked(plan):
+    megatron = "--train-backend megatron --actor-num-gpus-per-node 4 --use-dynamic-batch-size --max-tokens-per-gpu 8192"
+    plain, spread = only(plan(megatron)), only(plan(f"{megatron} --use-distributed-optimizer"))
+    assert of(plain, "masters") == pytest.approx(4 * of(spread, "masters")) == pytest.approx(16.1, rel=0.01)
+    assert of(plain, "weights") == of(spread, "weights") == pytest.approx(8.04, rel=0.01)
+    half = only(plan(f"{megatron} --tensor-model-parallel-size 2"))
+    assert of(half, "gradients") == pytest.approx(of(plain, "gradients") / 2)
+    assert of(plain, "activations") > of(half, "activations") > 0.5 * of(plain, "activations"), "states are whole"
+
+
+def test_a_reference_is_there_while_it_scores_and_a_critic_has_gpus_of_its_own(plan):
+    kind = only(plan("--use-kl-loss --kl-loss-coef 0.1"))
+    (reference,) = [item for item in kind.items if item.name == "reference"]
+    assert set(reference.gpu) == {"log-probs"} and reference.host == reference.gpu["log-probs"]
+    stays = only(plan(f"--use-kl-loss --kl-loss-coef 0.1 --gpu-memory-gb 200 {SIDE_BY_SIDE}"))
+    assert len(next(item for item in stays.items if item.name == "reference").gpu) == 4
+    actor, critic = plan_memory(parse(plan("--advantage-estimator ppo"), "plan"))
+    assert {i.owner for i in actor.items} == {"actor", "engine 0"} and {i.owner for i in critic.items} >= {"critic"}
+    assert of(critic, "masters") == pytest.approx(of(actor, "masters"), rel=0.01)
+
+
+def test_the_table_and_its_json_say_the_same(plan, capsys):
+    assert main(["plan", *plan()]) == 0
+    out = capsys.readouterr().out
+    for text in ("actor: activations", "engine 0: KV cache", "tightest: ", "requests of 2,048 tokens at once", "free"):
+        assert text in out
+    assert main(["plan", "--json", *plan()]) == 0
+    (kind,) = json.loads(capsys.readouterr().out)["memory"]
+    same = only(plan())
+    assert kind["need"]["training"] == same.need("training") == sum(i.get("training", 0) for i in kind["items"])
+    assert kind["fits"] and kind["engines"][0]["requests"] == same.engines[0].requests > 50
+
+
+def test_what_fits_in_turns_only_is_refused_side_by_side_and_the_remedy_fits(plan, capsys):
+    assert main(["plan", *plan(HALF)]) == 0
+    capsys.readouterr()
+    assert main(["plan", *plan(f"{HALF} {SIDE_BY_SIDE}")]) == 2
+    err = capsys.readouterr().err
+    assert "the training needs about" in err and f"--offload (without {SIDE_BY_SIDE}) fits" in err
+    assert main(["plan", *plan(f"{HALF} {SIDE_BY_SIDE} --gpu-memory-gb 180")]) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, remedy",
+    [
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 32768", "--max-tokens-per-gpu"),
+        ("--micro-batch-size 16", "--use-dynamic-batch-size --max-tokens-per-gpu"),
+        ("--gpu-memory-gb 70 --rollout-max-response-len 8192", "--recompute-granularity"),
+        ("--gpu-memory-gb 60 --recompute-granularity full", "--optimizer adamw_8bit"),
+        ("--gpu-memory-gb 40 --recompute-granularity full", "--optimizer-cpu-offload"),
+        ("--gpu-memory-gb 20", "--actor-num-gpus-per-node"),
+    ],
+)
+def test_the_nearest_change_is_one_that_really_fits(plan, flags, remedy):
+    words = plan(flags)
+    parsed = lambda w: parse(w, "plan")  # noqa: E731
+    with pytest.raises(ConfigError) as caught:
+        command.plan(words)
+    assert remedy in caught.value.remedy, caught.value.remedy
+    found = nearest(words, parsed)
+    assert found and caught.value.remedy.startswith(found) and caught.value.remedy.endswith(" fits")
+    kept = [w for w in words if w not in ("--micro-batch-size", "16")]
+    assert all(kind.fits for kind in plan_memory(parsed([*kept, *found.split()])))
+
+
+def test_an_engine_without_room_for_one_request_is_refused(plan):
+    with pytest.raises(ConfigError) as caught:
+        command.plan(plan("--vllm-gpu-memory-utilization 0.02"))
+    assert "tokens of KV cache, and a request may have 2,048" in caught.value.what
+
+
+def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(plan):
+    fixed = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
+    most = only(plan(fixed)).need("training") / 2**30
+    assert only(plan(f"{fixed} --gpu-memory-gb {most / 1.08}")).is_refused is False
+    assert only(plan(f"{fixed} --gpu-memory-gb {most / 1.12}")).is_refused is True
+    close = only(plan(f"{fixed} --gpu-memory-gb {most / 0.97}"))
+    assert any("that is close" in str(line) for line in tables([close]))
+
+
+def test_without_a_model_or_gpus_nothing_is_said_about_memory(plan):
+    assert plan_memory(parse("--colocate --actor-num-gpus-per-node 1".split(), "plan")) == []
+    assert plan_memory(parse(plan("--device cpu"), "plan")) == []
+
+
+def test_the_plan_chooses_the_size_of_micro_batches_on_gpus_alone(plan):
+    chosen = {size: parse(plan(size=size), "plan").max_tokens_per_gpu for size in ("0.6b", "4b")}
+    assert chosen["0.6b"] == 32768 and 1024 <= chosen["4b"] < 16384
+    with_recomputation = parse(plan("--recompute-granularity full"), "plan").max_tokens_per_gpu
+    assert with_recomputation > chosen["4b"]
+    samples = parse(plan("--micro-batch-size 2"), "plan")
+    assert not samples.use_dynamic_batch_size and samples.max_tokens_per_gpu is None
+    on_cpu = parse(plan("--device cpu"), "plan")
+    assert not on_cpu.use_dynamic_batch_size and on_cpu.max_tokens_per_gpu is None
+    apart = [word for word in plan("--rollout-num-gpus 1", size="0.6b") if word != "--colocate"]
+    assert parse(apart, "plan").max_tokens_per_gpu == 32768, "the engine has filled a GPU of its own"
+    asked = parse(plan("--use-dynamic-batch-size"), "plan")
+    assert asked.max_tokens_per_gpu == chosen["4b"]
+
+
+def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "4b-0" / "model.safetensors").parent.mkdir(exist_ok=True)
+    more = "--device cuda --gpu-memory-gb 80 "
+    more += f"--prompt-data {tmp_path / 'data.jsonl'} --input-key prompt --rm-type random --num-rollout 1 "
+    more += f"--rollout-batch-size 8 --run-dir {tmp_path / 'run'}"
+    words = plan(more)
+    header = b"{}"
+    (tmp_path / "4b-0" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    args = parse(words, "train")
+    assert args.use_dynamic_batch_size and args.max_tokens_per_gpu
+    (kind,) = command.check_launch(args, words)
+    assert kind.fits and not (tmp_path / "run").exists()
+    small = [*words, "--gpu-memory-gb", "40"]
+    with pytest.raises(ConfigError, match="planned before anything starts"):
+        command.check_launch(parse(small, "train"), small)
+    assert command.check_launch(parse([*words, "--device", "cpu"], "train"), words) == []
+
+
+def test_backward_work_is_bounded_by_a_chunk_of_logits(plan):
+    args = parse(plan("--use-dynamic-batch-size --max-tokens-per-gpu 32768"), "plan")
+    rank = rank_of(args, shape_of(args.hf_checkpoint))
+    assert work(rank) < 4e9, "no logits of all tokens"

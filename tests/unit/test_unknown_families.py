@@ -1,0 +1,104 @@
+"""A model that Megatron does not know is one error before anything loads, and what its remedy says trains it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from instep.arguments import parse
+from instep.errors import ConfigError
+from instep.preflight import check_inputs
+from instep.training.worker import Worker
+from instep.types import TokenBatch
+from tests.architectures import tiny_config
+from tests.assets import make_prompts, make_tokenizer
+
+NAMES = {  # by model_type
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+# What a Megatron script of such a model may have, beside sizes of the model.
+MEGATRON = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    dist.destroy_process_group()
+    torch.set_rng_state(state)
+
+
+def make_model(model_type: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    config, tokenizer = tiny_config(model_type), make_tokenizer()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / "hf")
+    tokenizer.save_pretrained(folder / "hf")
+    make_prompts(folder / "train.jsonl", 2)
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_the_error_names_the_architecture_and_its_remedy_trains(model_type: str, tmp_path: Path, alone: None) -> None:
+    hf = make_model(model_type, tmp_path)
+    words = f"--hf-checkpoint {hf} --prompt-data {tmp_path}/train.jsonl --rollout-batch-size 1 --rm-type random "
+    words += f"--n-samples-per-prompt 4 --num-rollout 1 --device cpu --precision fp32 --run-dir {tmp_path}/run"
+    with pytest.raises(ConfigError) as error:
+        parse([*words.split(), "--actor-num-gpus-per-node", "4", *MEGATRON.split()])
+    said = str(error.value)
+    assert f"no model map for {NAMES[model_type]} (model_type {model_type!r})" in said and said.count("where:") == 1
+    assert "--hf-checkpoint" in error.value.where
+    remedy = re.match("(--train-backend hf) without ([^;]+);", error.value.remedy)
+    assert remedy is not None, error.value.remedy
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match="convert the quantized weights to bfloat16, and give --train-backend hf;"):
+        parse([*words.split(), "--actor-num-gpus-per-node", "1"])
+    (hf / "config.json").write_text(json.dumps(config))
+    left = MEGATRON.split()
+    for flag in remedy[2].split(", "):
+        at = left.index(flag)
+        del left[at : at + (2 if left[at + 1 : at + 2] and left[at + 1].isdecimal() else 1)]
+    args = parse([*words.split(), *remedy[1].split(), *left, "--actor-num-gpus-per-node", "1"])
+    worker = Worker(lambda event: None)
+    worker.setup(args.replace(device="cpu", precision="fp32"), 0, 1, str(tmp_path / "rendezvous"), 1)
+    worker.load_weights(hf)
+    worker.remark()
+    ones = torch.ones(8)
+    columns = {"loss_mask": ones, "loss_weights": ones / 8, "advantages": torch.linspace(-1, 1, 8)}
+    tokens = torch.randint(4, 40, (18,), generator=torch.Generator().manual_seed(1))
+    batch = TokenBatch(tokens, torch.tensor([10, 8]), torch.tensor([5, 3]), columns, {"temperature": torch.ones(2)})
+    before = worker.log_probs(batch, [[0, 1]], ["log_probs"])
+    trained = worker.train(batch, [[[0, 1]]], [1e-2])
+    after = worker.log_probs(batch, [[0, 1]], ["log_probs"])
+    assert before is not None and trained is not None and after is not None
+    assert trained[0][0]["grad_norm"] > 0 and not trained[0][0]["skipped_steps"]
+    gain = ((after["log_probs"] - before["log_probs"]) * columns["advantages"]).sum()
+    assert gain > 0, "the step makes good tokens likelier"
+
+
+def test_a_model_that_hf_does_not_train_either_is_refused_for_that(tmp_path: Path) -> None:
+    """A model with a vision tower: one error, which does not send the user to the other backend."""
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": {"model_type": "gemma3_text"}}))
+    (tmp_path / "model.safetensors").write_bytes(b"0")
+    make_prompts(tmp_path / "train.jsonl", 2)
+    words = f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/train.jsonl --rollout-batch-size 1 --rm-type random "
+    words += f"--actor-num-gpus-per-node 1 --num-rollout 1 --input-key prompt --run-dir {tmp_path}/run"
+    for backend in ("megatron", "hf"):
+        with pytest.raises(ConfigError, match="not a causal language model .Gemma3ForConditionalGeneration"):
+            check_inputs(parse([*words.split(), "--train-backend", backend]))
