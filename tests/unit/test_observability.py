@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import math
-import multiprocessing
 import os
 import pty
 import re
@@ -26,7 +26,6 @@ from instep.observability.metrics import rollout_metrics
 from instep.observability.progress import Progress, sparkline
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import git_state, versions
-from instep.rollout import runtime
 from instep.types import Sample, Status
 from tests.logged_run import make_groups, plain_console, run
 
@@ -209,37 +208,47 @@ def test_log_handlers_get_their_stream_back() -> None:
 # Memory
 
 
-def _allocate(num_bytes: int, ready, release) -> None:
-    block = bytearray(os.urandom(1024) * (num_bytes // 1024))
+# In a process of its own: in a worker of pytest, children of earlier tests would be counted, and its large heap, of
+# which each fork copies what it touches.
+_TREE = """
+import json, multiprocessing, os
+from pathlib import Path
+from instep.observability.memory import PssSampler
+
+def allocate(num_bytes, ready, release):
+    block = bytearray(num_bytes)
+    block[::4096] = b"x" * len(block[::4096])
     ready.set()
     release.wait(60)
-    del block
+
+context = multiprocessing.get_context("fork")
+shared = bytearray(os.urandom(1024) * (60 * 1024))  # 60 MiB, mapped by parent and children after the fork
+with PssSampler(interval=0.05) as sampler:
+    before = sampler.sample()
+    events = [(context.Event(), context.Event()) for _ in range(2)]
+    children = [context.Process(target=allocate, args=(40 << 20, *pair)) for pair in events]
+    for child in children:
+        child.start()
+    assert all(ready.wait(30) for ready, _ in events)
+    grown = sampler.sample() - before
+    rss = sum(int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * 4096 for child in children)
+    for _, release in events:
+        release.set()
+    for child in children:
+        child.join(30)
+print(json.dumps({"method": sampler.method, "before": before, "grown": grown, "rss": rss, "peak": sampler.peak,
+                  "current": sampler.current, "shared": len(shared)}))
+"""
 
 
 def test_pss_counts_children_and_shared_pages_once() -> None:
-    context = multiprocessing.get_context("fork")
-    shared = bytearray(os.urandom(1024) * (60 * 1024))  # 60 MiB, mapped by parent and children after the fork
-    runtime.shutdown()  # reward workers of earlier tests, which may still be importing, are children, too
-    with PssSampler(interval=0.05) as sampler:
-        assert sampler.method == "pss"
-        before = sampler.sample()
-        events = [(context.Event(), context.Event()) for _ in range(2)]
-        children = [context.Process(target=_allocate, args=(40 << 20, *pair)) for pair in events]
-        for child in children:
-            child.start()
-        try:
-            assert all(ready.wait(30) for ready, _ in events)
-            grown = sampler.sample() - before
-            rss_sum = sum(int(Path(f"/proc/{p.pid}/statm").read_text().split()[1]) * 4096 for p in children)
-        finally:
-            for _, release in events:
-                release.set()
-            for child in children:
-                child.join(30)
-        assert 75 << 20 < grown < 115 << 20  # two of 40 MiB; the shared 60 MiB are not counted again
-        assert rss_sum > (2 * 100) << 20  # as RSS would
-    assert sampler.peak >= before + grown and sampler.current < before + (20 << 20)
-    assert len(shared) == 60 << 20
+    ended = subprocess.run([sys.executable, "-c", _TREE], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout)
+    assert seen["method"] == "pss"
+    assert 75 << 20 < seen["grown"] < 100 << 20  # two of 40 MiB; the shared 60 MiB are not counted again
+    assert seen["rss"] > (2 * 95) << 20  # as RSS would
+    assert seen["peak"] >= seen["before"] + seen["grown"] and seen["current"] < seen["before"] + (20 << 20)
 
 
 def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
