@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from instep.errors import ConfigError
-from instep.models.shape import LatentAttention, ModelShape
+from instep.models.shape import Experts, LatentAttention, ModelShape
 from instep.models.stages import num_chunks
 from instep.training.megatron.layout import expert_tensor_parallel_size
 
@@ -32,9 +33,41 @@ def configs(
     Raises:
         ConfigError: an override that is no field, or values that megatron-core refuses.
     """
-    cuda, bf16, pipeline = device.type == "cuda", dtype is torch.bfloat16, args.pipeline_model_parallel_size > 1
+    bf16 = dtype is torch.bfloat16
+    kind, model = TransformerConfig, _model(args, shape, device, dtype)
+    if shape.experts:
+        model |= _mixture(args, shape.experts, shape.num_layers)
+    if shape.latent:
+        kind, model = MLATransformerConfig, model | _latent(shape, shape.latent)
+    ddp = dict(grad_reduce_in_fp32=bf16, use_distributed_optimizer=bool(args.use_distributed_optimizer))
+    optimizer = dict(
+        optimizer="adam",
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        bf16=bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=bool(args.use_distributed_optimizer),
+    )
+    _override(args, ((kind, model), (DistributedDataParallelConfig, ddp), (OptimizerConfig, optimizer)))
+    try:
+        return kind(**model), DistributedDataParallelConfig(**ddp), OptimizerConfig(**optimizer)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"megatron-core refuses this configuration: {error}",
+            where="the Megatron arguments",
+            remedy="change the flags that the message names",
+        ) from error
+
+
+def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a `TransformerConfig`, without those of a mixture of experts."""
+    cuda, pipeline = device.type == "cuda", args.pipeline_model_parallel_size > 1
     chunks = num_chunks(args, shape.num_layers)
-    model: dict[str, Any] = dict(
+    return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -50,7 +83,7 @@ def configs(
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bf16=bf16,
+        bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -74,49 +107,39 @@ def configs(
         deterministic_mode=args.deterministic_mode,
         deallocate_pipeline_outputs=cuda and pipeline,  # gloo's sends may still read what is deallocated
     )
-    if experts := shape.experts:
-        model |= dict(
-            num_moe_experts=experts.num,
-            moe_router_topk=experts.num_active,
-            moe_ffn_hidden_size=experts.ffn_hidden_size,
-            moe_layer_freq=[int(i in experts.layers) for i in range(shape.num_layers)],
-            moe_router_pre_softmax=not experts.normalized,
-            moe_router_dtype=args.moe_router_dtype,
-            moe_grouped_gemm=args.moe_grouped_gemm,
-            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-            moe_z_loss_coeff=args.moe_z_loss_coeff,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size(args),
-        )
-        if experts.sigmoid:
-            model |= dict(
-                moe_router_score_function="sigmoid",
-                moe_router_dtype=args.moe_router_dtype or "fp32",  # as transformers and vLLM have it
-                moe_router_enable_expert_bias=True,
-                moe_router_bias_update_rate=args.moe_router_bias_update_rate,
-                moe_router_topk_scaling_factor=experts.scale,
-            )
-        if experts.num_groups > 1:
-            model |= dict(moe_router_num_groups=experts.num_groups, moe_router_group_topk=experts.num_active_groups)
-        if experts.shared_ffn_hidden_size:
-            model |= dict(moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size)
-    kind = TransformerConfig
-    if shape.latent:
-        kind, model = MLATransformerConfig, model | _latent(shape, shape.latent)
-    ddp = dict(grad_reduce_in_fp32=bf16, use_distributed_optimizer=bool(args.use_distributed_optimizer))
-    optimizer = dict(
-        optimizer="adam",
-        lr=args.lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
-        bf16=bf16,
-        params_dtype=dtype,
-        use_distributed_optimizer=bool(args.use_distributed_optimizer),
+
+
+def _mixture(args: Settings, experts: Experts, num_layers: int) -> dict[str, Any]:
+    model: dict[str, Any] = dict(
+        num_moe_experts=experts.num,
+        moe_router_topk=experts.num_active,
+        moe_ffn_hidden_size=experts.ffn_hidden_size,
+        moe_layer_freq=[int(i in experts.layers) for i in range(num_layers)],
+        moe_router_pre_softmax=not experts.normalized,
+        moe_router_dtype=args.moe_router_dtype,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+        moe_z_loss_coeff=args.moe_z_loss_coeff,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(args),
     )
-    parts = ((kind, model), (DistributedDataParallelConfig, ddp), (OptimizerConfig, optimizer))
+    if experts.sigmoid:
+        model |= dict(
+            moe_router_score_function="sigmoid",
+            moe_router_dtype=args.moe_router_dtype or "fp32",  # as transformers and vLLM have it
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=args.moe_router_bias_update_rate,
+            moe_router_topk_scaling_factor=experts.scale,
+        )
+    if experts.num_groups > 1:
+        model |= dict(moe_router_num_groups=experts.num_groups, moe_router_group_topk=experts.num_active_groups)
+    if experts.shared_ffn_hidden_size:
+        model |= dict(moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size)
+    return model
+
+
+def _override(args: Settings, parts: Sequence[tuple[type, dict[str, Any]]]) -> None:
+    """Put `megatron_overrides`, and flags that are not instep's own, into the fields of the classes that have them."""
     fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls, _ in parts}
     known = set().union(*fields.values())
     extra = {name: getattr(args, name) for name in args.extra_flags if name in known}
@@ -131,14 +154,6 @@ def configs(
         for cls, values in parts:
             if name in fields[cls]:
                 values[name] = value
-    try:
-        return kind(**model), DistributedDataParallelConfig(**ddp), OptimizerConfig(**optimizer)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"megatron-core refuses this configuration: {error}",
-            where="the Megatron arguments",
-            remedy="change the flags that the message names",
-        ) from error
 
 
 def _latent(shape: ModelShape, attention: LatentAttention) -> dict[str, Any]:
