@@ -28,23 +28,30 @@ class Middleware:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self.app(scope, receive, send)
             return
-        body, message = b"", await receive()
-        while message["type"] == "http.request":
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-            message = await receive()
-        if message["type"] != "http.request":  # the client went away
-            return
-        body = moved(body)
-        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        if (body := await body_of(receive)) is not None:
+            await self.app(*with_body(moved(body), scope, receive), send)
 
-        async def receive_moved() -> Message:
-            return first.pop() if first else await receive()
 
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self.app({**scope, "headers": headers}, receive_moved, send)
+async def body_of(receive: Receive) -> bytes | None:
+    """The whole body of a request; None if the client has gone away."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+    return None
+
+
+def with_body(body: bytes, scope: Message, receive: Receive) -> tuple[Message, Receive]:
+    """`scope` and `receive` of the same request with another body."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_body() -> Message:
+        return first.pop() if first else await receive()
+
+    return {**scope, "headers": headers}, receive_body
 
 
 def moved(body: bytes) -> bytes:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from instep_vllm.kv_params import PATH as GENERATE
-from instep_vllm.kv_params import App, Message, Receive, Send
+from instep_vllm.kv_params import App, Message, Receive, Send, body_of, with_body
 from instep_vllm.sglang_form import HEADER, PATH, Asked
 
 __all__ = ["PATH", "answer"]
@@ -15,17 +15,10 @@ __all__ = ["PATH", "answer"]
 
 async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None:
     """Answer a request; what vLLM says to one that it refuses goes on to the client."""
-    body, message = b"", await receive()
-    while message["type"] == "http.request":
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
-        message = await receive()
-    if message["type"] != "http.request":  # the client went away
+    if (body := await body_of(receive)) is None:
         return
     begun, tokenizer = time.monotonic(), scope["app"].state.engine_client.get_tokenizer()
-    headers = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"accept")]
-    header = next((value.decode("latin-1") for name, value in headers if name == HEADER.encode()), None)
+    header = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), None)
     try:
         asked = Asked.read(json.loads(body), header)
         ids = asked.ids if asked.text is None else tokenizer.encode(asked.text)
@@ -33,17 +26,14 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     except (ValueError, TypeError) as error:
         refusal = {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
         return await _send(send, 400, json.dumps(refusal).encode())
-    headers.append((b"content-length", str(len(payload)).encode()))
-    first: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
+    headers = [(name, value) for name, value in scope["headers"] if name != b"accept"]
+    inner = {**scope, "path": GENERATE, "raw_path": GENERATE.encode(), "headers": headers}
     parts: list[Message] = []
-
-    async def receive_inner() -> Message:
-        return first.pop() if first else await receive()
 
     async def collect(message: Message) -> None:
         parts.append(message)
 
-    await app({**scope, "path": GENERATE, "raw_path": GENERATE.encode(), "headers": headers}, receive_inner, collect)
+    await app(*with_body(payload, inner, receive), collect)
     status = next((part["status"] for part in parts if part["type"] == "http.response.start"), 500)
     text = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
     if status == 200:
