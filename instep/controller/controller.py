@@ -79,7 +79,8 @@ class Controller:
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         try:
             self._prepare(args, title, with_engines)
-        except BaseException:  # in a notebook the traceback would keep them
+        except BaseException:  # in a notebook the traceback would keep the locks
+            runtime.shutdown()
             for lock in self._locks:
                 lock.release()
             raise
@@ -115,12 +116,8 @@ class Controller:
             check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
         self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
         self._trial = HookTrial(args, self.hook_args, source)
-        try:
-            if self._has_work:
-                self._trial.before_start()  # also before that
-        except BaseException:
-            runtime.shutdown()
-            raise
+        if self._has_work:
+            self._trial.before_start()  # also before that
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
