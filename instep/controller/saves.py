@@ -9,6 +9,7 @@ At most one save is in flight: the next one waits for it, and so does a run that
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from instep.errors import CheckpointError, InstepError
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 CLOSE_SECONDS = 60.0  # for removing what was not completed
@@ -40,7 +43,7 @@ class Saves:
         self._in_flight = ""  # what is written
         self._written = threading.Event()  # join() of a thread takes it for dead after a Ctrl-C (CPython before 3.13)
         self._written.set()
-        self._error: Exception | None = None
+        self._error: InstepError | None = None
         self._is_whole, self._given_up = True, ""  # the last one; why the run waits no longer for it
         self._seconds: float | None = None  # of the last that has ended
         self._closed = threading.Event()
@@ -91,8 +94,15 @@ class Saves:
             end()
             self._is_whole = True
             self._seconds = time.monotonic() - began
-        except Exception as error:  # noqa: BLE001 - the border of this thread: `check` raises it
+        except InstepError as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001 - the border of this thread: `check` raises it
+            logger.exception("%s", self._in_flight)
+            self._error = CheckpointError(
+                f"{self._in_flight} was not written: {type(error).__name__}: {error}",
+                where="--async-save",
+                remedy="the checkpoints before it are whole; report it with the traceback above",
+            )
         self._written.set()
 
     def check(self) -> None:
@@ -127,9 +137,10 @@ class Saves:
             if not self._written.is_set():
                 self._tell(f"waiting until {self._in_flight} is on the disk; another Ctrl-C gives it up")
             self.wait()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - processes have yet to be ended
-            interrupted = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            self._given_up = error.what if isinstance(error, InstepError) else interrupted
+        except InstepError as error:
+            self._given_up = error.what
+        except KeyboardInterrupt:
+            self._given_up = "interrupted"
 
     def close(self) -> None:
         """End what is still in flight, after the workers have ended; a save that is lost gets a line."""

@@ -121,14 +121,16 @@ def test_what_is_whole_in_the_end_is_not_called_lost(tmp_path):
     assert len(told) == 1 and told[0].startswith("waiting until")
 
 
-def test_no_error_of_the_writer_keeps_processes_from_being_ended(tmp_path):
+def test_an_error_of_no_kind_is_named_and_keeps_no_process_from_being_ended(tmp_path, caplog):
     made, told = saves(tmp_path)
     writer = Writer(RuntimeError("can't start new thread"))
     writer.gate.set()
     write(made, writer)
     made.last()
     made.close()
-    assert told[-1] == "the checkpoint that was being written is lost: can't start new thread"
+    why = "the checkpoint of iteration 3 was not written: RuntimeError: can't start new thread"
+    assert told[-1] == f"the checkpoint that was being written is lost: {why}"
+    assert "Traceback" in caplog.text and "in end" in caplog.text
 
 
 def test_the_format_torch_has_no_place_for_spread_experts(tmp_path, monkeypatch):
