@@ -34,7 +34,7 @@ def test_the_example_notebook(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     before, after = (float(x) for x in done.stdout.splitlines()[-1].removeprefix("reward ").split(" -> "))
