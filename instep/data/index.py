@@ -28,7 +28,7 @@ from instep.data.rows import BadRows, RawRow, parse_path, place, unreadable
 from instep.errors import DataError, writing
 
 LARGE = {".jsonl": 64 << 20, ".parquet": 16 << 20}  # bytes; the rows of smaller files are held in memory
-FORMAT = 1  # of the cache, and of what counts as a usable row
+FORMAT = 2  # of the cache, and of what counts as a usable row
 TELL_SECONDS = 30.0
 _PLACE = struct.Struct("<qq")  # where a row begins, and its number
 Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
