@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, write_manifest
+from instep.checkpoints.weight_files import INDEX, SINGLE, read_index
 from instep.documents import parse_json
 from instep.errors import CheckpointError, ConfigError
 from instep.private import share
@@ -69,10 +70,12 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
     config = _read_json(path / "config.json", remedy)
     check_causal_lm(config, where=str(path / "config.json"))
-    index = path / "model.safetensors.index.json"
-    files = [path / "model.safetensors"]
-    if index.exists():
-        files = [path / name for name in sorted(set(_read_json(index, remedy).get("weight_map", {}).values()))]
+    files = [path / SINGLE]
+    if (path / INDEX).exists():
+        try:
+            files = [path / name for name in sorted(set(read_index(path).values()))]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{INDEX} cannot be read: {error}", where=str(path / INDEX), remedy=remedy) from error
     missing = [f.name for f in files if not f.is_file()]
     if missing or not files:
         what = f"weights are missing: {', '.join(missing[:3]) or 'the index names no file'}"
@@ -223,7 +226,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
     weight_map: dict[str, str] = {}
     tensors = iter(weights)
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         with open(folder / name, "wb") as file:
             file.write(_header(shard))
             for _ in shard:
@@ -233,7 +236,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
     if len(shards) > 1:
         total = sum(map(_num_bytes, specs))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _header(shard: Sequence[TensorSpec]) -> bytes:
