@@ -57,6 +57,7 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
 from instep.processes import lock_folders
 from instep.rollout import runtime
+from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.types import RolloutFnTrainOutput
 
@@ -93,6 +94,8 @@ class Controller:
         self.ledger = Ledger()
         source = load_source(args, self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
+        if with_engines and args.eval_interval is not None:
+            read_sets(self.hook_args)
         epochs, batch = args.num_epoch or 0, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
