@@ -113,11 +113,36 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0, response_length=3)]], "response_length 3 with 3 tokens"),
         ([[done(0, 0, status=Status.PENDING)]], "still PENDING"),
         ([[done(0, 0, weight_versions=[VersionSpan("1", 0, 3)])]], "reach 3 of 2"),
+        ([[done(0, 0, weight_versions=["3", "default"])]], "weight_versions holds 'default', neither"),
+        ([[done(0, 0, weight_versions=[3, None])]], "weight_versions holds None"),
+        ([[done(0, 0, weight_versions=None)]], "weight_versions holds None"),
+        ([[done(0, 0, weight_versions=[VersionSpan(None, 0, 2)])]], "holds VersionSpan"),  # type: ignore[arg-type]
+        ([[done(0, 0, weight_versions=[True])]], "weight_versions holds True"),
     ],
 )
 def test_bad_train_outputs_are_refused(output: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         as_train_output(output)
+
+
+@pytest.mark.parametrize(
+    ("given", "spans", "names"),
+    [
+        (["3"], [("3", 0, 2)], None),
+        (["3", 3, "3"], [("3", 0, 2)], None),
+        (("3",), [("3", 0, 2)], None),
+        ([VersionSpan("3", 0, 1), "4"], [("3", 0, 1), ("4", 1, 2)], None),  # a partial rollout that went on
+        ([VersionSpan("3", 0, 2), "3"], [("3", 0, 2)], None),
+        ([VersionSpan(3, 0, 2)], [("3", 0, 2)], None),  # type: ignore[arg-type]
+        ([VersionSpan("3", 0, 1), "4", 5], [("3", 0, 1)], ["4", 5]),
+        (["3", "4"], [], ["3", "4"]),
+    ],
+)
+def test_versions_by_number_become_spans(given: Any, spans: list[Any], names: list[Any] | None) -> None:
+    sample = as_train_output([[done(0, 0, weight_versions=given)]]).samples[0][0]
+    assert [(s.version, s.start, s.end) for s in sample.weight_versions] == spans
+    assert sample.extra.get("weight_versions") == names
+    assert Sample.from_dict(sample.to_dict()).weight_versions == sample.weight_versions
 
 
 def test_eval_outputs() -> None:
