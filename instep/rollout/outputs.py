@@ -92,7 +92,10 @@ def check_versions(sample: Sample, hook: Hook) -> None:
 
 
 def _are_finite(values: list[float]) -> bool:
-    return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a sum may be too large
+    try:
+        return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a sum may be too large
+    except TypeError:  # None is right for a token that is not trained on, which `build_batch` checks
+        return all(value is None or as_number(value) is not None for value in values)
 
 
 _COLUMN = (list, tuple, type(None))

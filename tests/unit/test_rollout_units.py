@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from instep.data.batch import build_batch
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import sft_rollout
@@ -110,6 +111,7 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),
+        ([[done(0, 0, rollout_log_probs=["-1", 0.0])]], "not all finite"),
         ([[done(0, 0, response_length=3)]], "response_length 3 with 3 tokens"),
         ([[done(0, 0, status=Status.PENDING)]], "still PENDING"),
         ([[done(0, 0, weight_versions=[VersionSpan("1", 0, 3)])]], "reach 3 of 2"),
@@ -123,6 +125,11 @@ def test_train_outputs_in_every_form() -> None:
 def test_bad_train_outputs_are_refused(output: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         as_train_output(output)
+
+
+def test_a_token_that_is_not_trained_on_needs_no_log_prob() -> None:
+    groups = as_train_output([[done(0, 0, loss_mask=[0, 1], rollout_log_probs=[None, -1.0])]]).samples
+    assert build_batch(groups).token_columns["rollout_log_probs"].tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize(
