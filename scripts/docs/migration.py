@@ -87,7 +87,8 @@ def _hooks() -> Iterator[str]:
     yield (
         "Hooks keep their signatures, and `Sample` slime's `get_reward_value`, `effective_response_length`, "
         "`append_response_tokens` and `rollout_id` (it has no `spec_info` and `prefix_cache_info`, and "
-        "`weight_versions` are spans of tokens). The generate function of vime's usage guide, and hooks of the "
+        "`weight_versions` are spans of tokens: a number that a hook appends there is taken for the version of the "
+        "tokens after the last span). The generate function of vime's usage guide, and hooks of the "
         "shapes of slime's examples (several turns with a tool and `sample.append_response_tokens(args, tokens=..., "
         "log_probs=..., trainable=..., meta_info=...)`, rewards, filters, segments of one execution, whole rollouts "
         "over the default one, corrections, reducers, losses) run in instep's tests with other import paths and "
