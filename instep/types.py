@@ -77,6 +77,7 @@ class Sample:
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     non_generation_time: float = 0.0
+    begun_version: int | None = None  # of the engines when its first token was asked for; see `version_spans`
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
     # Older spellings of `status` and `execution_id` in slime and vime.
@@ -113,6 +114,19 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    @property
+    def version_spans(self) -> list[VersionSpan]:
+        """`weight_versions`, and `begun_version` for other parts with trainable tokens: these are no older."""
+        if self.begun_version is None:
+            return self.weight_versions
+        out, end = list[VersionSpan](), 0
+        for span in [*self.weight_versions, VersionSpan("", self.response_length, self.response_length)]:
+            if end < span.start and (self.loss_mask is None or any(self.loss_mask[end : span.start])):
+                out.append(VersionSpan(str(self.begun_version), end, span.start))
+            out += [span] if span.start < span.end else []
+            end = max(end, span.end)
+        return out
 
     @property
     def effective_response_length(self) -> int:
@@ -270,6 +284,13 @@ def _plain(values: Iterable[Any], kind: type) -> list[Any]:
 
 
 Group = list[Sample]
+
+
+def begin_under(group: Group, version: int | None) -> None:
+    """Note the version of the engines in the samples of a group that have no tokens yet."""
+    for sample in group:
+        if not sample.response_length:
+            sample.begun_version = version
 
 
 def name_of(sample: Sample) -> str:

@@ -234,7 +234,8 @@ class Controller:
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
-        data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
+        version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
+        data = self.data_source.of_round(rollout_id, version)
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self.call(call, f"rollout {rollout_id}"), self._rollout_hook)

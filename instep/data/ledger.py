@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.types import Group, Sample
+from instep.types import Group, Sample, begin_under
 
 OUTSTANDING = ("issued", "finished")
 
@@ -214,17 +214,18 @@ class LedgeredDataSource:
 
     Args:
         rollout_id: the round whose groups are issued through it; see `of_round`.
+        version: that the engines have in the round, where it is known.
     """
 
-    __slots__ = ("books_lock", "ledger", "rollout_id", "source")
+    __slots__ = ("books_lock", "ledger", "rollout_id", "source", "version")
 
-    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None):
-        self.source, self.ledger, self.rollout_id = source, ledger, rollout_id
+    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None, version: int | None = None):
+        self.source, self.ledger, self.rollout_id, self.version = source, ledger, rollout_id, version
         self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
 
-    def of_round(self, rollout_id: int) -> LedgeredDataSource:
+    def of_round(self, rollout_id: int, version: int | None = None) -> LedgeredDataSource:
         """Return a view of this data source that issues its groups to one round."""
-        view = LedgeredDataSource(self.source, self.ledger, rollout_id)
+        view = LedgeredDataSource(self.source, self.ledger, rollout_id, version)
         view.books_lock = self.books_lock
         return view
 
@@ -233,6 +234,8 @@ class LedgeredDataSource:
             cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
             groups = self.source.get_samples(num_groups)
             self.ledger.issue(groups, self.rollout_id, cursor)
+            for group in groups if self.version is not None else ():
+                begin_under(group, self.version)
             return groups
 
     __call__ = get_samples  # slime gives `--rollout-all-samples-process-path` the bound method
@@ -249,6 +252,8 @@ class LedgeredDataSource:
 
     def finish_rollout(self, groups: list[list[Sample]]) -> None:
         """Finish the groups that the round's rollout function has returned; what else it was given is dropped."""
+        for sample in (s for group in groups for s in group if s.begun_version is None):  # its own
+            sample.begun_version = self.version
         self.ledger.adopt(groups, self.rollout_id)
         self.ledger.finish(groups)
         self.ledger.drop_outstanding("not returned by the rollout function", self.rollout_id)

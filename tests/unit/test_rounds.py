@@ -142,6 +142,19 @@ def test_what_cannot_be_read_again_is_dropped() -> None:
     assert again.ledger.dropped == {"outstanding at a save": 1} and again.ledger.num_outstanding == 0
 
 
+def test_samples_know_the_version_that_they_began_under(path: str) -> None:
+    data = fresh(path)
+    one = data.of_round(1, version=3)
+    whole, part = one.get_samples(2)
+    part[0].append_response_tokens([5], [-0.5])
+    one.add_samples([part])
+    one.finish_rollout([whole, *groups_of(100)])
+    assert [s.begun_version for group in data.ledger.finished for s in group] == [3, 3, 3]
+    two = data.of_round(2, version=4)
+    assert [[s.begun_version for s in group] for group in two.get_samples(2)] == [[3, 4], [4, 4]]
+    assert [s.begun_version for group in resumed(data, path).ledger.finished for s in group] == [3, 3, 3]
+
+
 def test_a_round_drops_its_own_groups_only(path: str) -> None:
     data = fresh(path)
     one, two = data.of_round(1), data.of_round(2)

@@ -29,6 +29,19 @@ def test_append_keeps_all_columns_aligned():
     assert sample.effective_response_length == 5 and Sample(response_length=3).effective_response_length == 3
 
 
+def test_tokens_of_no_known_version_are_as_old_as_their_group():
+    sample = Sample(tokens=[1], begun_version=3)
+    sample.append_response_tokens([4, 5], [-1.0, -1.0])
+    sample.append_response_tokens([6], trainable=False)
+    sample.append_response_tokens([7], [-1.0], weight_versions=[VersionSpan("5", 0, 1)])
+    sample.append_response_tokens([8], [-1.0])
+    assert [(s.version, s.start, s.end) for s in sample.version_spans] == [("3", 0, 3), ("5", 3, 4), ("3", 4, 5)]
+    assert [s.version for s in sample.weight_versions] == ["5"]  # nothing is said that nobody knows
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).version_spans == sample.version_spans
+    sample.begun_version = None
+    assert sample.version_spans == sample.weight_versions
+
+
 def test_a_response_that_begins_with_tool_tokens():
     sample = Sample(tokens=[1])
     sample.append_response_tokens([2, 3], trainable=False)
