@@ -29,6 +29,11 @@ def _always_on_policy(args: Settings) -> bool:
     return makes_its_own and args.num_steps_per_rollout == 1 and same_weights
 
 
+def _truncates(args: Settings) -> bool:
+    """Whether engines sample from a part of the distribution."""
+    return args.rollout_top_p < 1 or args.rollout_top_k > 0
+
+
 def _rounding_clips(args: Settings) -> bool:
     """Whether tokens may have the engine's log-probs, rounded in bf16, as old ones under bounds as narrow as GSPO's."""
     rounded = args.precision == "bf16" or (args.precision == "auto" and args.device != "cpu")
@@ -107,10 +112,19 @@ RULES: tuple[Combination, ...] = (
     Combination(
         (),
         "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs",
-        lambda a, given: (a.rollout_top_p < 1 or a.rollout_top_k > 0) and (_corrects(a) or a.use_rollout_logprobs),
+        lambda a, given: _truncates(a) and (_corrects(a) or a.use_rollout_logprobs),
         "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
         "biased",
         "sample from the full distribution, or leave the correction out",
+    ),
+    Combination(
+        (),
+        "--rollout-top-p or --rollout-top-k with --partial-rollout or `instep train-async`",
+        lambda a, given: _truncates(a) and _has_older_tokens(a),
+        "the engine's log-probs are of the distribution that the older weights truncated, no base for a ratio: tokens "
+        "of older weights are trained as if the current ones had made them, without a correction",
+        "sample from the full distribution, or only with the current weights (`instep train`, no --partial-rollout)",
+        refused=False,
     ),
     Combination(
         (),
