@@ -240,12 +240,13 @@ class Sample:
             raise ValueError("either all trainable parts of a response have log-probs or none has")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; routed experts become a text (`routes.encode`)."""
+        """All fields as plain values, and the attributes that hooks have set; routed experts are a text."""
         from instep import routes
 
         known = {f.name for f in dataclasses.fields(self)}
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
-        out |= {name: value for name, value in vars(self).items() if name not in known}  # set by hooks
+        if own := {name: value for name, value in vars(self).items() if name not in known}:  # set by hooks
+            out |= {**own, "hook_attributes": list(own)}
         out["status"] = self.status.value
         if self.rollout_routed_experts is not None:
             out["rollout_routed_experts"] = routes.encode(self.rollout_routed_experts)
@@ -269,10 +270,11 @@ class Sample:
             sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
         else:
             sample.extra["weight_versions"] = spans
+        own = data.get("hook_attributes", ())
         for name, value in data.items():
-            if name in ("truncated", "aborted"):
+            if name in ("truncated", "aborted", *own):
                 setattr(sample, name, value)
-            elif name not in known:
+            elif name not in known and name != "hook_attributes":
                 sample.extra[name] = value
         return sample
 
@@ -284,6 +286,8 @@ def _plain(values: Iterable[Any], kind: type) -> list[Any]:
 
 
 Group = list[Sample]
+# The fields with an entry per token, which are always plain.
+COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
 
 
 def begin_under(group: Group, version: int | None) -> None:

@@ -39,7 +39,7 @@ from instep.controller.round_metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import beginning, data_state, how_to_go_on, restore_data
+from instep.controller.run_state import beginning, check_savable, data_state, how_to_go_on, restore_data
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
@@ -249,6 +249,8 @@ class Controller:
         """Record and return the rollout of one round, whose groups are finished in the ledger."""
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, seconds.get("rollout", 0.0))
         metrics["rollout/num_dropped_groups"] = float(num_dropped)
+        if rollout_id == self.start_rollout_id:  # not hours later, at the first save
+            check_savable(self.args, (sample for group in output.samples for sample in group))
         rollout = Rollout(rollout_id, output.samples, metrics, seconds)
         self._records.generated(rollout, output.metrics)
         return rollout

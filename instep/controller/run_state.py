@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
 from instep.checkpoints.integrity import TRACKER, has_digests, others
+from instep.checkpoints.values import SAVABLE, to_text
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
-from instep.types import Group
+from instep.types import COLUMNS, Group, Sample, name_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -169,6 +171,21 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
         source.load_state_dict(state)
     else:
         source.load(rollout_id)
+
+
+def check_savable(args: Settings, samples: Iterable[Sample]) -> None:
+    """Raise RolloutError for a sample that a checkpoint of the run may have to hold, and cannot."""
+    if not args.save or not (args.command == "train-async" or args.partial_rollout):
+        return
+    for sample in samples:
+        for name, value in sample.to_dict().items():
+            if name in COLUMNS:
+                continue
+            try:
+                to_text(value)
+            except (TypeError, ValueError) as error:
+                what = f"a checkpoint cannot hold {name} of a sample: {error}"
+                raise RolloutError(what, where=name_of(sample), remedy=SAVABLE) from error
 
 
 def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class Ledger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole ledger, as JSON values if the samples' metadata are.
+        """Return the whole ledger, as values that a checkpoint holds if the samples' are.
 
         `finished` are samples; `reads` tell how the data source gives the groups anew that are issued.
         """

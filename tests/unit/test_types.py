@@ -130,6 +130,15 @@ def test_round_trip_through_json_with_unknown_fields():
     assert Sample.from_dict({}) == Sample()
 
 
+def test_attributes_that_hooks_have_set_come_back_as_attributes():
+    sample = Sample(group_index=3, extra={"where": "a.jsonl:1"})
+    sample.turns, sample.score = [1, 2], 0.5
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+    assert (again.turns, again.score, again.extra) == ([1, 2], 0.5, {"where": "a.jsonl:1"})
+    assert vars(Sample.from_dict(again.to_dict())) == vars(sample)
+    assert "hook_attributes" not in Sample().to_dict() and not hasattr(again, "where")
+
+
 @pytest.mark.parametrize(("flag", "status"), [("truncated", Status.TRUNCATED), ("aborted", Status.ABORTED)])
 def test_the_seeds_older_spellings_set_the_status(flag: str, status: Status):
     sample = Sample()
