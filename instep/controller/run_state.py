@@ -197,8 +197,8 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
     """Go back to `data_state`. Finished groups are as they were; those issued are read anew, into the source's buffer.
 
-    They are fresh, so that they draw the same random numbers again. Groups of a data source without `cursor()`, and
-    those that a rollout function has made, cannot be read again: they are dropped.
+    They are fresh, so that they draw the same random numbers again. Those of a data source without `cursor()` come as
+    they were when they were issued.
 
     Raises:
         CheckpointError: ledger or data source cannot go back to that state; `folder` is its checkpoint.
@@ -226,4 +226,5 @@ def _restore(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -
     restore_source(source, state["data_source"], rollout_id)
     if again:
         data.add_samples([again[group] for group in ledger.issued if group in again])
-    ledger.drop_outstanding("outstanding at a save")
+    data.give_again([[Sample.from_dict(s) for s in group] for group in state["ledger"].get("again", [])])
+    ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, which kept no copies

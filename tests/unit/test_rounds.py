@@ -124,15 +124,18 @@ def test_a_group_from_the_buffer_is_begun_anew(path: str) -> None:
     assert indices(again) == [0, 1] and again[0][0].response_length == 0
 
 
-def test_what_cannot_be_read_again_is_dropped() -> None:
+@pytest.mark.parametrize("had_copies", [True, False])
+def test_a_source_without_a_cursor_loses_no_group_that_was_under_way(had_copies: bool) -> None:
     class Source:
         """In the seeds' style: it keeps its state itself."""
 
-        def __init__(self) -> None:
+        def __init__(self, start: int = 0) -> None:
             self.calls: list[Any] = []
+            self.next = start
 
         def get_samples(self, num_groups: int) -> list[Group]:
-            return groups_of(*range(num_groups))
+            self.next += num_groups
+            return groups_of(*range(self.next - num_groups, self.next))
 
         def save(self, rollout_id: int) -> None:
             self.calls.append(("save", rollout_id))
@@ -140,13 +143,31 @@ def test_what_cannot_be_read_again_is_dropped() -> None:
         def load(self, rollout_id: int) -> None:
             self.calls.append(("load", rollout_id))
 
-    data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(), Ledger())
-    data.ledger.consume(data.get_samples(2)[:1])
+    data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(5), Ledger())
+    trained, _, begun, ready, _ = data.get_samples(5)
+    data.ledger.consume([trained])
+    data.ledger.finish([ready])
+    begun[0].append_response_tokens([5], [-0.5])  # of weights that are gone
     state = json.loads(json.dumps(data_state(data, 7)))
+    if not had_copies:  # an earlier instep
+        assert len(state["ledger"].pop("again")) == 3
     restore_data(again, state, 7, Path())
     again.ledger.check()
     assert (data.source.calls, again.source.calls) == ([("save", 7)], [("load", 7)])
-    assert again.ledger.dropped == {"outstanding at a save": 1} and again.ledger.num_outstanding == 0
+    if not had_copies:
+        assert again.ledger.dropped == {"outstanding at a save": 3} and indices(again.get_samples(1)) == [5]
+        return
+    assert again.ledger.dropped == {} and indices(again.ledger.finished) == [3]
+    first = again.of_round(8).get_samples(1)
+    twice = LedgeredDataSource(Source(5), Ledger())  # ended again, with one under way and two that wait
+    restore_data(twice, json.loads(json.dumps(data_state(again, 8))), 8, Path())
+    for session in (again, twice):
+        groups = [*(first if session is again else ()), *session.of_round(9).get_samples(4 - (session is again))]
+        assert indices(groups) == [1, 2, 4, 5] and all(not group[0].tokens for group in groups)
+        session.ledger.finish(groups)
+        session.ledger.consume(session.ledger.finished)
+        session.ledger.check()
+        assert (session.ledger.num_issued, session.ledger.num_consumed, session.ledger.num_dropped) == (6, 6, 0)
 
 
 def test_samples_know_the_version_that_they_began_under(path: str) -> None:
