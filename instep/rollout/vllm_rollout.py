@@ -19,7 +19,15 @@ from instep.rollout.execute import Execution, new_execution, run_group, sampling
 from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.room import others_wait
-from instep.rollout.together import asks_alone, experts_wanted, generate_group, naming_prompt, take, way_of
+from instep.rollout.together import (
+    asks_alone,
+    ended_at_joint,
+    experts_wanted,
+    generate_group,
+    naming_prompt,
+    take,
+    way_of,
+)
 from instep.rollout.tokens import prompt_ids
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
@@ -42,7 +50,8 @@ async def generate(
     """Generate the response of `sample`, or continue the one that it has (a partial rollout, a further turn).
 
     `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`; a stop
-    string is cut from `response` only. Routed experts, which only training reads, are not kept in an `evaluation`.
+    string is cut from `response` only, also one that an abort has parted. Routed experts, which only training reads,
+    are not kept in an `evaluation`.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -57,7 +66,10 @@ async def generate(
             return sample
     if "min_tokens" in params:
         params["min_tokens"] = max(0, params["min_tokens"] - before)
+    begun = 0  # of the response's last tokens, those that an abort has left of this turn
     if before:
+        if sample.status is Status.ABORTED:
+            begun = next((n for n, mask in enumerate(reversed(sample.loss_mask or ())) if not mask), before)
         if "seed" in params:  # otherwise the rest would repeat the random numbers of the beginning
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
@@ -65,6 +77,8 @@ async def generate(
     record_turn(sample, params)
     params |= experts_wanted(args, sample, evaluation)
     out = await _complete(args, sample, params)
+    if begun and params.get("stop") and out.token_ids:
+        out = await ended_at_joint(args, sample, params, out, begun)
     await take(args, sample, params, out, evaluation=evaluation)
     return sample
 
