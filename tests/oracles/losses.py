@@ -159,6 +159,19 @@ def sapo(tau_pos: float, tau_neg: float) -> TokenLoss:
 # --- corrections ----------------------------------------------------------------------------------------------------
 
 
+def decoupled_ppo(eps: float) -> TokenLoss:
+    """arXiv:2110.00641, section 3: prox / behavior min(pi / prox A, clip(pi / prox) A), prox the recomputed policy."""
+
+    def loss(r: Response, lp: Values, _: Values) -> Values:
+        out = []
+        for x, prox, behavior in zip(lp, r.old, r.engine, strict=True):
+            ratio, a = math.exp(x) / math.exp(prox), r.advantage
+            out.append(-math.exp(prox) / math.exp(behavior) * min(ratio * a, clip(ratio, 1 - eps, 1 + eps) * a))
+        return out
+
+    return loss
+
+
 def level_ratios(r: Response, train: Values, level: str) -> Values:
     """exp of d_t, of sum_t d_t, of mean_t d_t, d = trainer - engine over the tokens with mask 1."""
     d = [x - e for x, e in zip(train, r.engine, strict=True)]

@@ -168,6 +168,12 @@ def test_oracle_of_importance_weights(level: str, mode: str, recomputed: bool):
     assert 0.02 < sum(shares) / 3 < 0.98, shares
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_oracle_of_decoupled_ppo(seed: int):
+    config = PolicyLossConfig(use_tis=True, tis_mode="truncate", tis_clip=1e6)
+    check(config, oracle.decoupled_ppo(0.2), seed, per_token=True)
+
+
 def oracle_of_one_step(r: Response, lp: list[float], frozen: list[float]) -> list[float]:
     """The ratio's base is the policy itself: value A, gradient A."""
     return [-math.exp(x - f) * r.advantage for x, f in zip(lp, frozen, strict=True)]
