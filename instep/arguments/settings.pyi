@@ -16,6 +16,8 @@ class Settings:
         "gspo",
         "cispo",
         "sapo",
+        "dppo_tv",
+        "dppo_kl",
         "dr_grpo",
         "rloo",
         "max_rl",

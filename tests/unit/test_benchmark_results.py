@@ -87,5 +87,5 @@ def test_the_share_that_rounding_clips_is_the_measured_one():
 
 def test_every_algorithm_learnt():
     rows = json.loads((ROOT / "benchmarks" / "results" / "learning-cpu.json").read_text())["rows"]
-    assert len(rows) == 17 * 3 and {row["seed"] for row in rows} == {0, 1, 2}
+    assert len(rows) == 19 * 3 and {row["seed"] for row in rows} == {0, 1, 2}
     assert min(row["reward_after"] - row["reward_before"] for row in rows) >= 0.2

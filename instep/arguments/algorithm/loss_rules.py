@@ -8,6 +8,7 @@ from instep.arguments.concern import Settings
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
+_BOUNDED_DIVERGENCE = names_where(lambda estimator, loss: loss.bounds == "divergence")
 _OF_RESPONSE = names_where(lambda estimator, loss: loss.of_response)
 _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
@@ -44,6 +45,13 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.eps_clip >= 1,
         "it would never clip below",
         "use a value below 1, such as 0.2",
+    ),
+    Combination(
+        _BOUNDED_DIVERGENCE,
+        "--eps-clip or --eps-clip-high of 1 or more",
+        lambda a, given: max(a.eps_clip, a.eps_clip_high) >= 1,
+        "no probability moves by 1, and a KL of 1 nat is no trust region: hardly a token would be masked",
+        "use a value below 1, such as 0.15 for the total variation or 0.05 for the KL",
     ),
     Combination(
         _BOUNDED_WEIGHT,
@@ -101,12 +109,12 @@ RULES: tuple[Combination, ...] = (
         (),
         "--use-tis or --use-rs with --use-rollout-logprobs",
         lambda a, given: _corrects(a) and a.use_rollout_logprobs,
-        "with the engine's log-probs as old policy there is nothing to correct",
-        "give one of the two",
+        "with the engine's log-probs as old policy, as dppo always has them, there is nothing to correct",
+        "leave the correction out",
     ),
     Combination(
         (),
-        "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs",
+        "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs (dppo has it)",
         lambda a, given: (a.rollout_top_p < 1 or a.rollout_top_k > 0) and (_corrects(a) or a.use_rollout_logprobs),
         "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
         "biased",
