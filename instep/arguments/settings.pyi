@@ -301,6 +301,7 @@ class Settings:
     skip_bad_rows: bool
     skip_eval_before_train: bool
     skip_failed_groups: bool
+    spec: str | None
     stale_groups: Literal["drop", "requeue"]
     start_rollout_id: int | None
     swiglu: bool

@@ -27,7 +27,7 @@ from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.host_moments import keep_moments_in_pieces
 from instep.training.megatron.replay import routes_of
-from instep.training.megatron.weights import MegatronWeightSource, load_hf, local_parameters
+from instep.training.megatron.weights import MegatronWeightSource, check_parameters, load_hf, local_parameters
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch
@@ -86,6 +86,9 @@ class MegatronBackend:
         self.rope = Rope(hf_config, self.shape.rotary_dim, device)
         with cpu_platform.scope():
             self.chunks = [self._chunk(chunk, hooks).to(device) for chunk in range(self.placement.num_chunks)]
+            if hooks is not None and hooks.builders:
+                named = local_parameters(self.chunks, self.placement)
+                check_parameters(named, self.shape, self.placement, hooks.builders)
             if selection is not None:
                 named = local_parameters(self.chunks, self.placement)
                 named = {name: p for name, p in named.items() if isinstance(p, torch.nn.Parameter)}
@@ -103,12 +106,15 @@ class MegatronBackend:
         from instep.training.megatron import spec
 
         def own(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> spec.PolicyModel:
+            block = spec.block_spec(self.config, vp_stage, self.shape.experts.layers if self.shape.experts else ())
+            if hooks is not None:
+                block = hooks.layers(functools.partial(spec.users_block, block), self.config, vp_stage) or block
             return spec.PolicyModel(
                 self.config,
                 padded_vocab=self.padded_vocab,
                 vocab_size=self.shape.vocab_size,
                 value_head=self.shape.value_head,
-                expert_layers=self.shape.experts.layers if self.shape.experts else (),
+                block=block,
                 max_sequence_length=self.shape.max_position_embeddings,
                 pre_process=pre_process,
                 post_process=post_process,

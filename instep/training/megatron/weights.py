@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.checkpoints.weight_files import opened, weight_files
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, ConfigError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import (
     EMBEDDING,
@@ -49,6 +49,34 @@ def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) ->
                 name = f"{before}{experts}{int(index) + placement.ep_rank * placement.num_local_experts}.{rest}"
             named[name] = param
     return named
+
+
+def check_parameters(names: Collection[str], shape: ModelShape, placement: Placement, where: str) -> None:
+    """The parameters of this rank, of a model that functions of the user's have built, are those of its checkpoint.
+
+    Args:
+        names: of `local_parameters`.
+        where: the flags that name the functions.
+
+    Raises:
+        ConfigError: names parameters that are missing, and those that no checkpoint has.
+    """
+    p, entries = placement, weight_entries(shape)
+    here = {
+        entry.megatron
+        for entry in entries
+        if p.stage(entry) == p.pp_rank and (entry.expert is None or entry.expert // p.num_local_experts == p.ep_rank)
+    }
+    known = here | ({HEAD} if shape.tied else set())  # the last stage's copy
+    problems = [f"{name} is missing" for name in sorted(here - set(names))]
+    problems += [f"{name} is none of this model's" for name in sorted(set(names) - known)]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(
+            f"the model has other parameters than its checkpoint: {'; '.join(problems[:8])}{more}",
+            where=where,
+            remedy="keep Megatron's names: weights are read from checkpoints, and sent to engines, by them",
+        )
 
 
 @dataclass
