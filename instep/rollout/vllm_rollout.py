@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import record_turn
@@ -20,7 +21,7 @@ from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.room import others_wait
 from instep.rollout.together import asks_alone, experts_wanted, generate_group, naming_prompt, take, way_of
-from instep.rollout.tokens import prompt_ids
+from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
@@ -28,12 +29,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["generate", "generate_rollout", "get_model_url"]
+__all__ = ["GenerateState", "generate", "generate_rollout", "get_model_url"]
 
 ABORT_SECONDS = 30.0  # how long requests may take to end after an abort; then they are cancelled
 MIN_FAILURES = 8  # groups: a few do not end a small rollout
 MAX_FAILURES_SHOWN = 3  # of a rollout; metrics count all of them
 MAX_WASTED_ROUNDS = 50  # more discarded groups than this times --rollout-batch-size are an error
+
+
+@dataclass(frozen=True)
+class GenerateState:
+    """slime's `GenerateState(args)`, as far as generate functions use it.
+
+    Of its `semaphore` and `aborted` there is nothing: a run bounds its requests, and ends them, by itself.
+    """
+
+    args: HookSettings
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of --hf-checkpoint."""
+        return tokenizer_of(self.args)
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """Those of a training rollout, under slime's names, without a seed."""
+        return train_sampling_params(self.args)
 
 
 async def generate(
