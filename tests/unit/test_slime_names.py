@@ -14,7 +14,7 @@ from instep.rollout import runtime
 from instep.rollout.execute import train_sampling_params
 from instep.rollout.rm_hub import async_rm, batched_async_rm, grade_answer_verl
 from instep.rollout.rm_hub.math_dapo_utils import compute_score
-from instep.rollout.rm_hub.math_utils import extract_answer
+from instep.rollout.rm_hub.math_utils import _grader, extract_answer
 from instep.rollout.sglang_rollout import GenerateState
 from instep.types import Sample
 from tests.assets import make_checkpoint
@@ -99,7 +99,8 @@ GRADED = [
 
 @pytest.mark.parametrize("response, label, right", GRADED)
 def test_the_grade_of_a_boxed_answer(response, label, right):
-    assert grade_answer_verl(response, label) is right
+    before = _grader.cache_info()
+    assert grade_answer_verl(response, label) is right and _grader.cache_info() == before, "none needs algebra"
     assert extract_answer(response) == (None if "boxed" not in response else response.split("boxed{")[-1][:-1])
 
 
