@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import InstepError
+from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
@@ -326,9 +327,7 @@ class MegatronBackend:
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
         unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
-        if unread:
-            self._remark = f"{len(unread)} tensors of multi-token prediction ({unread[0]}, ...) are not read: they are "
-            self._remark += "neither trained nor synced nor exported"
+        self._remark = left_out(unread)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
