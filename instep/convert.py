@@ -154,8 +154,7 @@ def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console
         (new / TRACKER).write_text("release")
         with _on_disk(new), _bar(console, "comparing", weights.num_bytes) as tell:
             _compare(weights.entries, weights.tensors, MegatronCheckpoint(release, shape).tensors, tell)
-    left = {"left out": f"{len(weights.unread)} tensors of multi-token prediction"} if weights.unread else {}
-    return _figures(source, save / release.name, weights.entries, weights.num_bytes) | left
+    return _figures(source, save / release.name, weights.entries, weights.num_bytes) | _left_out(weights.unread)
 
 
 def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
@@ -176,7 +175,11 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         copy_companions(hf, new, specs)
         with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
             _compare(entries, checkpoint.tensors, written.tensors, tell)
-    return _figures(folder, save, entries, num_bytes)
+    return _figures(folder, save, entries, num_bytes) | _left_out(checkpoint.mtp)
+
+
+def _left_out(names: Sequence[str]) -> dict[str, str]:
+    return {"left out": f"{len(names)} tensors of multi-token prediction"} if names else {}
 
 
 def _write(

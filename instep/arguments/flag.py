@@ -24,6 +24,7 @@ FlagStatus = Literal["acts", "accepted", "later", "refused"]
 # Why a flag comes later.
 SYNC_WAYS = "--weight-sync says how weights travel; deltas come later"
 WAYS_HERE = "--weight-sync disk, or another way of --weight-sync"
+NO_MTP = "layers of multi-token prediction are left out of the model, and not trained"
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,8 @@ class MegatronBackend:
 
         parameters = local_parameters(self.chunks, self.placement)
         states = self.optimizer if optimizer else None
-        checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
+        unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
+        self._remark = left_out(unread)
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 
