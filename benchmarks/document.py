@@ -168,6 +168,24 @@ def gpu_main() -> str:
     return f"{text}\n\n{table(*rows)}\n\n{stream}"
 
 
+def async_training() -> str:
+    found = result("async-cpu")
+    rows = [
+        ["", "samples/s", "rollout, s", "trainer waits, s", "training, s", "sync, s", "staleness", "held-out reward"]
+    ]
+    for mode in dict.fromkeys(row["mode"] for row in found["rows"]):
+        mine = [row for row in found["rows"] if row["mode"] == mode]
+        names = ["samples_per_s", "rollout_s", "wait_s", "train_s", "sync_s", "staleness_mean", "held_out_reward"]
+        figures = [median(row[name] for row in mine) for name in names]
+        rows.append([mode, *(f"{value:.2f}" if value else "" for value in figures)])
+    h, seeds = found["headline"], {row["seed"] for row in found["rows"]}
+    text = f"Medians of {len(seeds)} seeds. One step ahead: {h['samples_ratio']:.2f} times the synchronous samples/s, "
+    text += f"{h['share_of_bound']:.0%} of the bound {h['bound']:.2f}, which rollout and training at once would reach; "
+    text += f"`--max-staleness 2`: {h['samples_ratio_2_versions']:.2f} times. "
+    text += "The held-out reward of the lower one less the synchronous one's: "
+    return f"{measured(found)}\n\n{table(*rows)}\n\n{text}{h['reward_difference']:+.3f}."
+
+
 def _first_too(row: dict[str, Any], name: str) -> str:
     now, first = row["median"][name], row["first"][name]
     return f"{now:.3f} ({first:.3f})" if row["steps"] > 1 else f"({first:.3f})"
@@ -191,6 +209,7 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
+    "docs/async.md": [async_training],
     "docs/data.md": [data_files],
     "docs/engines.md": [bf16_gap],
     "docs/performance.md": [controller_share],

@@ -53,6 +53,8 @@ ALGORITHMS = {
     "gspo": "--advantage-estimator gspo",
     "cispo": "--advantage-estimator cispo",
     "sapo": "--advantage-estimator sapo",
+    "dppo_tv": "--advantage-estimator dppo_tv",
+    "dppo_kl": "--advantage-estimator dppo_kl",
     "ppo": "--advantage-estimator ppo --critic-lr 2e-3 --num-critic-only-steps 5 --normalize-advantages",
 }
 

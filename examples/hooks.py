@@ -166,6 +166,22 @@ def freeze_first_layer(pre_process, post_process, vp_stage=None):
     return model
 
 
+def layer_spec(args, config, vp_stage=None):
+    """Megatron's own layers, with attention over bounded values."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.attention import SelfAttention
+
+    class BoundedAttention(SelfAttention):
+        def get_query_key_value_tensors(self, *args, **kwargs):
+            query, key, value, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+            return query, key, value.clamp(-0.1, 0.1), *rest
+
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.module = BoundedAttention
+    return block
+
+
 def megatron_started(args):
     print(f"Megatron's process groups stand; tensor parallel over {args.tensor_model_parallel_size}")
 

@@ -34,7 +34,7 @@ usage: instep COMMAND ...
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html
   samples     RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
-  convert     hf-to-megatron | megatron-to-hf: weights from one format to the other, read back and compared
+  convert     hf-to-megatron | megatron-to-hf | fp8-to-bf16: weights in another format, read back and compared
   doctor      [RUN_DIR]: check this installation, or what became of a run
 
 `instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train,

@@ -1,4 +1,5 @@
-"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, one parameter in memory at a time.
+"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and those in FP8 to bfloat16, with one
+parameter in memory at a time.
 
 What is written is read back and compared with its source bit by bit, and only then gets its name: a conversion that is
 killed leaves a hidden folder, which the next one removes.
@@ -28,23 +29,23 @@ from instep.checkpoints.folders import RELEASE, find_checkpoint, iteration_folde
 from instep.checkpoints.hf_export import (
     check_export_folder,
     check_hf_checkpoint,
-    check_unquantized,
     copy_companions,
+    fp8_block,
     new_export,
     write_weights,
 )
+from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.remote_code import own_code_named
-from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError, ConfigError
 from instep.models.shape import ModelShape, model_shape
-from instep.models.weight_map import WeightEntry, weight_entries
+from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.training.megatron.weights import check_tensors
 from instep.weights.source import TensorSpec
 
-TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
+TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
 Tell = Callable[[int], None]  # of how many bytes are done
 Tensors = Callable[[WeightEntry], list[Tensor]]  # the Hugging Face tensors of an entry
 
@@ -63,15 +64,18 @@ def _iteration(word: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line of `instep convert`."""
     top = _Parser("instep convert", description="Convert weights, read them back, and compare them bit by bit.")
-    ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF}")
+    ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF} | {TO_BF16}")
     to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
     to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
     to_hf = ways.add_parser(TO_HF, help="a Hugging Face folder of a torch_dist or torch checkpoint of any layout")
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
     to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
     to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
-    for way in (to_megatron, to_hf):
+    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in block-quantized FP8")
+    to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
+    for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
+    for way in (to_megatron, to_hf):
         way.add_argument("--trust-remote-code", action="store_true", help="run the Python files of --hf-checkpoint")
     return top
 
@@ -79,14 +83,18 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     """Run the command, and return its exit code."""
     options = parser().parse_args(words)
-    if options.way == TO_MEGATRON:
-        config = check_hf_checkpoint(options.hf_checkpoint)
-        check_unquantized(config, str(options.hf_checkpoint), "be converted, as Megatron's names have no scales")
-    shape = _shape(options.hf_checkpoint, options.trust_remote_code)
+    if options.way != TO_HF:
+        block = fp8_block(check_hf_checkpoint(options.hf_checkpoint), str(options.hf_checkpoint))
+        if options.way == TO_BF16 and block is None:
+            what, remedy = "its weights are not in FP8", "use it as it is"
+            raise ConfigError(what, where=f"--hf-checkpoint {options.hf_checkpoint}", remedy=remedy)
+    shape = None if options.way == TO_BF16 else _shape(options.hf_checkpoint, options.trust_remote_code)
     _check_apart(options.save, *(path for path in (options.hf_checkpoint, getattr(options, "load", None)) if path))
     check_export_folder(options.save, "--save", "conversion")
     console, began = Console(), time.monotonic()
-    if options.way == TO_MEGATRON:
+    if shape is None:
+        rows = fp8_to_bf16(options.hf_checkpoint, options.save, console)
+    elif options.way == TO_MEGATRON:
         rows = hf_to_megatron(options.hf_checkpoint, options.save, shape, console)
     else:
         found = find_checkpoint(options.load, options.ckpt_step)
@@ -146,8 +154,7 @@ def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console
         (new / TRACKER).write_text("release")
         with _on_disk(new), _bar(console, "comparing", weights.num_bytes) as tell:
             _compare(weights.entries, weights.tensors, MegatronCheckpoint(release, shape).tensors, tell)
-    left = {"left out": f"{len(weights.unread)} tensors of multi-token prediction"} if weights.unread else {}
-    return _figures(source, save / release.name, weights.entries, weights.num_bytes) | left
+    return _figures(source, save / release.name, weights.entries, weights.num_bytes) | _left_out(weights.unread)
 
 
 def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
@@ -162,41 +169,76 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         for entry in entries
         for name, size in zip(entry.names, entry.shapes, strict=True)
     ]
-    num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    num_bytes = _num_bytes(specs)
+    with _new_folder(save, num_bytes) as new:
+        _write(specs, entries, checkpoint.tensors, new, console)
+        copy_companions(hf, new, specs)
+        with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
+            _compare(entries, checkpoint.tensors, written.tensors, tell)
+    return _figures(folder, save, entries, num_bytes) | _left_out(checkpoint.mtp)
+
+
+def _left_out(names: Sequence[str]) -> dict[str, str]:
+    return {"left out": f"{len(names)} tensors of multi-token prediction"} if names else {}
+
+
+def _write(
+    specs: Sequence[TensorSpec], entries: Sequence[WeightEntry], read: Tensors, folder: Path, console: Console
+) -> None:
+    """Write what `read` returns for the entries into the files of a Hugging Face folder."""
 
     def weights(tell: Tell) -> Iterator[Tensor]:
-        for tensors in _ahead(checkpoint.tensors, entries):
+        for tensors in _ahead(read, entries):
             for tensor in tensors:
                 yield tensor
                 tell(tensor.nbytes)
 
-    with _new_folder(save, num_bytes) as new:
-        with _bar(console, "converting", num_bytes) as tell:
-            write_weights(specs, weights(tell), new)
-        copy_companions(hf, new, specs)
-        with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
-            _compare(entries, checkpoint.tensors, written.tensors, tell)
-    return _figures(folder, save, entries, num_bytes)
+    with _bar(console, "converting", _num_bytes(specs)) as tell:
+        write_weights(specs, weights(tell), folder)
+
+
+def _num_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+
+def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
+    """Convert the Hugging Face folder `source` to `save`: tensors in FP8 become bfloat16, all others stay as they are.
+
+    Returns, raises: as `hf_to_megatron`.
+    """
+    with HuggingFace(source) as weights, _new_folder(save, weights.num_bytes) as new:
+        _write(weights.specs, weights.entries, weights.tensors, new, console)
+        copy_companions(source, new, weights.specs)
+        with _on_disk(new), HuggingFace(new) as written, _bar(console, "comparing", weights.num_bytes) as tell:
+            _compare(weights.entries, weights.tensors, written.tensors, tell)
+    figures = _figures(source, save, weights.entries, weights.num_bytes)
+    return figures | {"tensors": f"{len(weights.entries):,}"}
 
 
 class HuggingFace:
-    """A context manager: the weights of the Hugging Face folder `folder`, which are those of a model of this shape.
+    """A context manager: the weights of the Hugging Face folder `folder`, those in FP8 as bfloat16.
+
+    Args:
+        shape: of the model whose weights they are; None: all tensors are entries of their own.
 
     Raises:
         CheckpointError: files are missing or damaged, or tensors are missing, unknown or of another shape.
     """
 
-    def __init__(self, folder: Path, shape: ModelShape):
-        self.entries, self._files, self._stack = weight_entries(shape), weight_files(folder), ExitStack()
+    def __init__(self, folder: Path, shape: ModelShape | None = None):
+        self._stack, self._advised = ExitStack(), set[Path]()
         with self._stack:
-            shards = {path: self._stack.enter_context(opened(path)) for path in sorted(set(self._files.values()))}
-            slices = {name: shards[path].get_slice(name) for name, path in self._files.items()}
-            self.unread = check_tensors(folder, shape, slices)
+            self._stored = self._stack.enter_context(opened_weights(folder, torch.bfloat16))
+            self.unread = check_tensors(folder, shape, self._stored) if shape else []
             self._stack = self._stack.pop_all()
-        self._shards, self._advised = shards, set[Path]()
-        self.num_bytes = sum(
-            tensor.nbytes for entry in self.entries for tensor in self.tensors(entry)
-        )  # mapped, not read
+        alone = (WeightEntry(n, (n,), (t.shape,), Kind.REPLICATED) for n, t in self._stored.items())
+        self.entries = weight_entries(shape) if shape else list(alone)
+        self.specs = [
+            TensorSpec(name, size, self._dtype(name))
+            for entry in self.entries
+            for name, size in zip(entry.names, entry.shapes, strict=True)
+        ]
+        self.num_bytes = _num_bytes(self.specs)
 
     def __enter__(self) -> HuggingFace:
         return self
@@ -206,12 +248,16 @@ class HuggingFace:
 
     def tensors(self, entry: WeightEntry) -> list[Tensor]:
         """The tensors of `entry`, in the order of its names; the kernel begins to read the file of the first one."""
-        path = self._files[entry.names[0]]
+        path = self._stored[entry.names[0]].path
         if path not in self._advised:
             self._advised.add(path)
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # page by page it would be slow
-        return [self._shards[self._files[name]].get_tensor(name) for name in entry.names]
+        return [self._stored[name].read() for name in entry.names]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self._stored[name]
+        return stored.dtype or stored.read().dtype  # mapped, not read
 
 
 @contextmanager

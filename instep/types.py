@@ -77,6 +77,7 @@ class Sample:
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     non_generation_time: float = 0.0
+    begun_version: int | None = None  # of the engines when its first token was asked for; see `version_spans`
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
     # Older spellings of `status` and `execution_id` in slime and vime.
@@ -113,6 +114,19 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    @property
+    def version_spans(self) -> list[VersionSpan]:
+        """`weight_versions`, and `begun_version` for other parts with trainable tokens: these are no older."""
+        if self.begun_version is None:
+            return self.weight_versions
+        out, end = list[VersionSpan](), 0
+        for span in [*self.weight_versions, VersionSpan("", self.response_length, self.response_length)]:
+            if end < span.start and (self.loss_mask is None or any(self.loss_mask[end : span.start])):
+                out.append(VersionSpan(str(self.begun_version), end, span.start))
+            out += [span] if span.start < span.end else []
+            end = max(end, span.end)
+        return out
 
     @property
     def effective_response_length(self) -> int:
@@ -226,12 +240,13 @@ class Sample:
             raise ValueError("either all trainable parts of a response have log-probs or none has")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; routed experts become a text (`routes.encode`)."""
+        """All fields as plain values, and the attributes that hooks have set; routed experts are a text."""
         from instep import routes
 
         known = {f.name for f in dataclasses.fields(self)}
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
-        out |= {name: value for name, value in vars(self).items() if name not in known}  # set by hooks
+        if own := {name: value for name, value in vars(self).items() if name not in known}:  # set by hooks
+            out |= {**own, "hook_attributes": list(own)}
         out["status"] = self.status.value
         if self.rollout_routed_experts is not None:
             out["rollout_routed_experts"] = routes.encode(self.rollout_routed_experts)
@@ -255,10 +270,11 @@ class Sample:
             sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
         else:
             sample.extra["weight_versions"] = spans
+        own = data.get("hook_attributes", ())
         for name, value in data.items():
-            if name in ("truncated", "aborted"):
+            if name in ("truncated", "aborted", *own):
                 setattr(sample, name, value)
-            elif name not in known:
+            elif name not in known and name != "hook_attributes":
                 sample.extra[name] = value
         return sample
 
@@ -270,6 +286,15 @@ def _plain(values: Iterable[Any], kind: type) -> list[Any]:
 
 
 Group = list[Sample]
+# The fields with an entry per token, which are always plain.
+COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
+
+
+def begin_under(group: Group, version: int | None) -> None:
+    """Note the version of the engines in the samples of a group that have no tokens yet."""
+    for sample in group:
+        if not sample.response_length:
+            sample.begun_version = version
 
 
 def name_of(sample: Sample) -> str:

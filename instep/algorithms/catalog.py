@@ -54,7 +54,8 @@ class Loss:
         of_token: the loss of a token (of a pair), in the words of the documentation.
         type: the value of `--loss-type`, a key of `training.losses.LOSSES`.
         bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), a weight, whose
-            lower bound may be 0, or nothing (a policy loss then has a smooth gate, `--sapo-tau-pos`).
+            lower bound may be 0, the divergence from the policy that sampled (`--eps-clip-c` bounds the ratio), or
+            nothing (a policy loss then has a smooth gate, `--sapo-tau-pos`).
         of_response: whether its ratio is one of a whole response, so that `--gspo-gradient` acts.
         reads_reference: whether it reads the reference's log-probs even without a KL.
         of_pairs: whether it is a loss of pairs, whose samples must share a micro-batch.
@@ -63,7 +64,7 @@ class Loss:
     name: str
     of_token: str
     type: str = "policy_loss"
-    bounds: Literal["ratio", "weight", "nothing"] = "nothing"
+    bounds: Literal["ratio", "weight", "divergence", "nothing"] = "nothing"
     of_response: bool = False
     reads_reference: bool = False
     of_pairs: bool = False
@@ -124,6 +125,8 @@ _PPO_CLIP = Loss("ppo_clip", "PPO's clip", bounds="ratio")
 _GSPO = Loss("gspo", "PPO's clip of the response's ratio", bounds="ratio", of_response=True)
 _CISPO = Loss("cispo", "log-prob times a bounded weight", bounds="weight")
 _SAPO = Loss("sapo", "a smooth gate on the ratio")
+_DPPO_TV = Loss("dppo_tv", "log-prob times the ratio, masked beyond a total variation", bounds="divergence")
+_DPPO_KL = Loss("dppo_kl", "log-prob times the ratio, masked beyond a KL", bounds="divergence")
 _SFT = Loss("sft", "-log-prob", "sft_loss")
 _DPO = Loss("dpo", "-log sigmoid of the pair's margin", "dpo_loss", reads_reference=True, of_pairs=True)
 
@@ -139,6 +142,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("gspo", "GSPO", "2507.18071", _GRPO, _GSPO, defaults={"eps_clip": 3e-4, "eps_clip_high": 4e-4}),
         Algorithm("cispo", "CISPO", "2506.13585", _GRPO, _CISPO, defaults={"eps_clip": 1.0, "eps_clip_high": 4.0}),
         Algorithm("sapo", "SAPO", "2511.20347", _GRPO, _SAPO),
+        Algorithm(
+            "dppo_tv", "DPPO", "2602.04879", _GRPO, _DPPO_TV, defaults={"eps_clip": 0.15, "use_rollout_logprobs": True}
+        ),
+        Algorithm(
+            "dppo_kl", "DPPO", "2602.04879", _GRPO, _DPPO_KL, defaults={"eps_clip": 0.05, "use_rollout_logprobs": True}
+        ),
         Algorithm("dr_grpo", "Dr. GRPO", "2503.20783", _DR_GRPO, _PPO_CLIP),
         Algorithm("rloo", "RLOO", "2402.14740", _RLOO, _PPO_CLIP),
         Algorithm("max_rl", "MaxRL", "2602.02710", _MAX_RL, _PPO_CLIP),

@@ -24,6 +24,7 @@ FlagStatus = Literal["acts", "accepted", "later", "refused"]
 # Why a flag comes later.
 SYNC_WAYS = "--weight-sync says how weights travel; deltas come later"
 WAYS_HERE = "--weight-sync disk, or another way of --weight-sync"
+NO_MTP = "layers of multi-token prediction are left out of the model, and not trained"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ def text(value: str) -> str:
     return value
 
 
+_SEEDS = ("slime", "slime_plugins", "vime", "vime_plugins")
+
+
 def hook(value: str) -> str:
     """A dotted path `package.module.function`. The top-level module must exist; it is not imported.
 
@@ -119,7 +123,7 @@ def hook(value: str) -> str:
     if importlib.util.find_spec(top) is None:
         if ours := instep_hook(value):
             return ours
-        here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in ("slime", "vime") else ""
+        here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in _SEEDS else ""
         raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
     return value
 
@@ -175,7 +179,8 @@ class Flag:
 
     Attributes:
         type: a converter from text; `bool` makes a switch that takes no value.
-        nargs: None (one value), "+" (one or more, gives a list) or "*" (none or more).
+        nargs: None (one value), "+" (one or more, gives a list), "*" (none or more) or "2" (Megatron's MODULE NAME, or
+            both in one, which gives a dotted path).
         append: each use adds one value to a list.
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
@@ -219,6 +224,8 @@ class Flag:
     def type_label(self) -> str:
         if self.choices:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
+        if self.nargs == "2":
+            return "MODULE NAME"
         label = getattr(self.type, "label", "") or TYPE_LABELS.get(self.type, "VALUE")
         return f"{label} ..." if self.nargs else label
 

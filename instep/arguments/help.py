@@ -120,10 +120,12 @@ def format_help(command: str = "train") -> str:
 
 
 def _entry(flag: Flag) -> list[str]:
-    left = f"  {flag.name} {flag.type_label}".rstrip()
+    label = f"  {flag.name} {flag.type_label}".rstrip().replace("|", "| ")  # a line may end after each alternative
+    lines = textwrap.wrap(label, 120, subsequent_indent=" " * (3 + len(flag.name)), break_on_hyphens=False)
+    *above, left = (line.replace("| ", "|") for line in lines)
     default = default_text(flag)
     words = flag.help + (f" (default {default})" if default else "")
     body = textwrap.wrap(words, 70)
     if len(left) <= 46:
-        return [f"{left:<48}{body[0]}", *(" " * 48 + line for line in body[1:])]
-    return [left, *(" " * 48 + line for line in body)]
+        return [*above, f"{left:<48}{body[0]}", *(" " * 48 + line for line in body[1:])]
+    return [*above, left, *(" " * 48 + line for line in body)]

@@ -19,6 +19,7 @@ from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
     COUNT,
     FRACTION,
+    NO_MTP,
     Flag,
     FlagGroup,
     Number,
@@ -120,7 +121,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
         "context-parallel ranks gather keys and values",
         "--context-parallel-size alone",
     ),
-    ("--mtp-", "later", "multi-token prediction comes later", ""),
+    ("--mtp-", "later", NO_MTP, ""),
     (
         "--(microbatch-group-size|overlap-p2p|no-overlap-p2p|.*virtual)",
         "refused",

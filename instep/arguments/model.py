@@ -14,6 +14,7 @@ from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import (
     COUNT,
     INDEX,
+    NO_MTP,
     SYNC_WAYS,
     WAYS_HERE,
     Flag,
@@ -95,8 +96,9 @@ MODEL = FlagGroup(
             "--update-weight-local-checkpoint-dir",
             instead=WAYS_HERE,
         ),
-        *later("multi-token prediction comes later", "CM", "--mtp-num-layers", "--mtp-loss-scaling-factor"),
-        *later("multi-token prediction comes later", "C", "--enable-mtp-training"),
+        *later(NO_MTP, "CM", "--mtp-num-layers", neutral=("0",)),
+        *later(NO_MTP, "CM", "--mtp-loss-scaling-factor"),
+        *later(NO_MTP, "C", "--enable-mtp-training"),
     ),
 )
 

@@ -200,6 +200,13 @@ VERL = (
     Row(ACTOR + "policy_loss.loss_mode gspo", "vanilla", "--advantage-estimator gspo"),
     Row(ACTOR + "policy_loss.loss_mode cispo", "", "--advantage-estimator cispo"),
     Row(ACTOR + "policy_loss.loss_mode sapo", "", "--advantage-estimator sapo", "tau_pos 1 and tau_neg 1.05 in both"),
+    Row(
+        ACTOR + "policy_loss.loss_mode dppo_tv",
+        "",
+        "--advantage-estimator dppo_tv",
+        "0.15 unless given; the ratio has no bound unless --eps-clip-c is given; bypass_mode is on",
+    ),
+    Row(ACTOR + "policy_loss.loss_mode dppo_kl", "", "--advantage-estimator dppo_kl", "0.05 unless given; the same"),
     Row(ACTOR + "use_kl_loss, kl_loss_coef", "False, 0.001", "--use-kl-loss --kl-loss-coef", "0 unless given"),
     Row(ACTOR + "kl_loss_type", "low_var_kl", "--kl-loss-type low_var_kl", "k1 unless given"),
     Row(ACTOR + "entropy_coeff", "0", "--entropy-coef"),

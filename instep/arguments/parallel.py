@@ -106,6 +106,13 @@ PARALLEL = FlagGroup(
             "instep.training.megatron.hooks.model_provider",
             whose="C",
         ),
+        Flag(
+            "--spec",
+            hook,
+            help="MODULE and NAME of f(args, config[, vp_stage]): the spec of the transformer layers of a rank",
+            nargs="2",
+            whose="CM",
+        ),
         *later(
             "low-precision matrix products come later",
             "C",

@@ -105,6 +105,10 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         return
     if not values and flag.nargs != "*":
         raise ValueError(f"needs a value ({flag.type_label})")
+    if flag.nargs == "2":
+        if len(values) > 2:
+            raise ValueError(f"takes {flag.type_label}, but got {len(values)} values")
+        values = [".".join(values)]
     converted = []
     for value in values:
         try:
@@ -114,4 +118,4 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
     if flag.append:
         result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
     else:
-        result.given[flag.attribute] = converted if flag.nargs else converted[0]
+        result.given[flag.attribute] = converted[0] if flag.nargs in (None, "2") else converted

@@ -16,6 +16,8 @@ class Settings:
         "gspo",
         "cispo",
         "sapo",
+        "dppo_tv",
+        "dppo_kl",
         "dr_grpo",
         "rloo",
         "max_rl",
@@ -301,6 +303,7 @@ class Settings:
     skip_bad_rows: bool
     skip_eval_before_train: bool
     skip_failed_groups: bool
+    spec: str | None
     stale_groups: Literal["drop", "requeue"]
     start_rollout_id: int | None
     swiglu: bool

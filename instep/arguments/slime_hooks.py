@@ -11,8 +11,17 @@ MODULES: dict[str, tuple[str, str]] = {
     "slime.rollout.base_types": ("instep.types", "RolloutFnTrainOutput RolloutFnEvalOutput"),
     "slime.utils.http_utils": ("instep.rollout.http", "post get"),
     "slime.utils.misc": ("instep.hooks", "load_function"),
-    "slime.rollout.sglang_rollout": ("instep.rollout.vllm_rollout", "generate_rollout generate get_model_url"),
-    "vime.rollout.vllm_rollout": ("instep.rollout.vllm_rollout", "generate_rollout generate get_model_url"),
+    "slime.rollout.sglang_rollout": (
+        "instep.rollout.vllm_rollout",
+        "generate_rollout generate get_model_url GenerateState",
+    ),
+    "vime.rollout.vllm_rollout": (
+        "instep.rollout.vllm_rollout",
+        "generate_rollout generate get_model_url GenerateState",
+    ),
+    "slime.rollout.rm_hub": ("instep.rollout.rm_hub", "async_rm batched_async_rm grade_answer_verl"),
+    "slime.rollout.rm_hub.math_utils": ("instep.rollout.rm_hub.math_utils", "extract_answer grade_answer_verl"),
+    "slime.rollout.rm_hub.math_dapo_utils": ("instep.rollout.rm_hub.math_dapo_utils", "compute_score"),
     "slime.rollout.sft_rollout": ("instep.rollout.sft_rollout", "generate_rollout"),
     "slime.rollout.filter_hub.base_types": ("instep.rollout.filters", "DynamicFilterOutput"),
     "slime.rollout.filter_hub.dynamic_sampling_filters": (

@@ -110,7 +110,9 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
         *_step(
-            scan, "loss_type eps_clip eps_clip_high", lambda: vars(args).update(algorithm.own_defaults(args, given))
+            scan,
+            "loss_type eps_clip eps_clip_high use_rollout_logprobs",
+            lambda: vars(args).update(algorithm.own_defaults(args, given)),
         ),
     ]
     for resolver in RESOLVERS:

@@ -14,7 +14,6 @@ good checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from instep.checkpoints.integrity import (
     put_in_place,
     write_manifest,
 )
+from instep.checkpoints.values import SAVABLE, from_text, to_text
 from instep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = from_text(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
         for name, kind in _STATE.items():
@@ -271,14 +271,12 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def _as_json(place: Path, value: Any) -> str:
-    """`value` as JSON, to be written to `place`. Raises CheckpointError for what is no plain value."""
+    """`value` as JSON, to be written to `place`. Raises CheckpointError for what cannot be saved."""
     try:
-        return json.dumps(value)
-    except TypeError as error:
+        return to_text(value)
+    except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"something in the run's state is no plain value: {error}",
-            where=str(place),
-            remedy="keep numbers, strings, lists and dicts in samples' rewards, labels and metadata",
+            f"something in the run's state cannot be saved: {error}", where=str(place), remedy=SAVABLE
         ) from error
 
 

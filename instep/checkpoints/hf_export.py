@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, write_manifest
+from instep.checkpoints.weight_files import INDEX, SINGLE, read_index
 from instep.documents import parse_json
 from instep.errors import CheckpointError, ConfigError
+from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
 from instep.private import share
 from instep.scratch import Scratch
 
@@ -69,10 +71,12 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
     config = _read_json(path / "config.json", remedy)
     check_causal_lm(config, where=str(path / "config.json"))
-    index = path / "model.safetensors.index.json"
-    files = [path / "model.safetensors"]
-    if index.exists():
-        files = [path / name for name in sorted(set(_read_json(index, remedy).get("weight_map", {}).values()))]
+    files = [path / SINGLE]
+    if (path / INDEX).exists():
+        try:
+            files = [path / name for name in sorted(set(read_index(path).values()))]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{INDEX} cannot be read: {error}", where=str(path / INDEX), remedy=remedy) from error
     missing = [f.name for f in files if not f.is_file()]
     if missing or not files:
         what = f"weights are missing: {', '.join(missing[:3]) or 'the index names no file'}"
@@ -80,14 +84,29 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def check_unquantized(config: dict[str, Any], where: str, cannot: str, more: str = "") -> None:
-    """Refuse a checkpoint of quantized weights, which `cannot` be used so. Raises ConfigError, with `more` to do."""
-    if how := (config.get("quantization_config") or {}).get("quant_method"):
-        raise ConfigError(
-            f"the weights of this checkpoint are quantized ({how}): they cannot {cannot}",
-            where=where,
-            remedy=f"give the checkpoint that they were made from, or convert them to bfloat16 first{more}",
-        )
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder. Raises ConfigError: it is missing or no JSON object."""
+    return _read_json(folder / "config.json", "give a folder with the config.json of the model")
+
+
+def fp8_block(config: dict[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of FP8 weights that share a scale; None: the checkpoint is not quantized.
+
+    Raises:
+        ConfigError: its weights are quantized in another way, which is not read.
+    """
+    how = config.get("quantization_config") or {}
+    method, block = how.get("quant_method"), how.get("weight_block_size")
+    if method is None:
+        return None
+    if method == "fp8" and isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    said = f"{method}{f', weight_block_size {block}' if method == 'fp8' else ''}"
+    raise ConfigError(
+        f"the weights of this checkpoint are quantized ({said}): only FP8 with a scale for each block is read",
+        where=where,
+        remedy="give the checkpoint that they were made from, or convert them to bfloat16 first",
+    )
 
 
 def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
@@ -223,7 +242,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
     weight_map: dict[str, str] = {}
     tensors = iter(weights)
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         with open(folder / name, "wb") as file:
             file.write(_header(shard))
             for _ in shard:
@@ -233,7 +252,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
     if len(shards) > 1:
         total = sum(map(_num_bytes, specs))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _header(shard: Sequence[TensorSpec]) -> bytes:
@@ -262,6 +281,8 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
     config.pop("quantization_config", None)  # of the weights of `src`
-    dtype = next(str(s.dtype).removeprefix("torch.") for s in specs if s.dtype.is_floating_point)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(largest.dtype).removeprefix("torch.")
+    if not mtp_names((spec.name for spec in specs), config.get("num_hidden_layers") or 0, num_mtp_layers(config)):
+        config |= {key: 0 for key in KEYS if config.get(key)}  # else engines would look for these layers
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -23,6 +24,8 @@ MANIFEST = "files.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGEST = "xxh3-128"
 TELL_SECONDS = 1.0  # until the user is told that files are read
+SEEN_SECONDS = 60.0  # until a host sees the names that others have written: NFS may keep a listing so long (acdirmax)
+LOOK_SECONDS = 0.2
 # A run's checkpoint; its weights in Hugging Face's format; what `instep convert` writes.
 Kind = Literal["checkpoint", "export", "conversion"]
 logger = logging.getLogger(__name__)
@@ -34,9 +37,13 @@ def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, 
     A checkpoint is on the disk when this returns; the others, whose files a user may edit, get no digests.
 
     Args:
-        known: digests of files that are on the disk, by name: the others are read here.
+        known: digests of files that are on the disk, by name, also of those that other hosts have written: the others
+            are read here.
+
+    Raises:
+        CheckpointError: a file of `known` is not here. OSError.
     """
-    paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / MANIFEST}
+    paths = _listed(folder, known or {})
     durable = kind == "checkpoint"
     digests: dict[str, str | None] = dict.fromkeys(paths) | dict(known or {})
     if durable:
@@ -47,6 +54,24 @@ def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, 
     write_text(folder / MANIFEST, json.dumps(content), flush=durable)
     for inner in (p for p in folder.rglob("*") if durable and p.is_dir()):
         sync_folder(inner)
+
+
+def _listed(folder: Path, known: Mapping[str, str]) -> dict[str, Path]:
+    """The files in `folder` by name; waits until those of `known` are among them."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+        paths.pop(MANIFEST, None)
+        if not (missing := sorted(known.keys() - paths.keys())):
+            return paths
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{', '.join(missing[:3])} (of {len(missing)} such files) are written, and not in the folder that the "
+                "controller sees: all hosts must share it",
+                where=str(folder),
+                remedy="put checkpoints on a file system that all hosts share",
+            )
+        time.sleep(LOOK_SECONDS)
 
 
 def digests_of_rank(folder: Path, rank: int) -> dict[str, str]:

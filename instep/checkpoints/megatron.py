@@ -87,6 +87,9 @@ class MegatronCheckpoint:
     Args:
         fresh_head: the output layer is not looked at.
 
+    Attributes:
+        mtp: names of tensors of multi-token prediction, which are not read.
+
     Raises:
         CheckpointError: another layout; a file is missing; the checkpoint of another model.
     """
@@ -108,6 +111,7 @@ class MegatronCheckpoint:
                 remedy="name a checkpoint that instep, slime, vime or Megatron-LM saved in one of the two formats; "
                 "convert others to Hugging Face's where they were written",
             )
+        self.mtp = sorted(name for name in self.stored if name.startswith("mtp."))
         self._check([e for e in self.entries if not (fresh_head and e.megatron == HEAD)])
 
     def _check(self, entries: Sequence[WeightEntry]) -> None:

@@ -27,6 +27,9 @@ FUSED = (
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
 LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts.", "mlp.experts.experts."
+# What Transformer Engine's modules, norms too, keep beside their weights: scales and histories of computing in FP8.
+# `_extra_state3` is a grouped GEMM's of an expert, `_extra_state/shard_0_24` an object of `torch_dist`.
+_EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
 # The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
@@ -100,7 +103,7 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
 
     stored = {}
     for key, about in index.state_dict_metadata.items():
-        if not isinstance(about, TensorStorageMetadata):
+        if not isinstance(about, TensorStorageMetadata) or _EXTRA_STATE.search(key):
             continue
         chunks = []
         for chunk in about.chunks:
@@ -158,7 +161,7 @@ def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Sto
         for chunk, weights in enumerate(chunks):
             first = sum(n for place, n in counts.items() if place < (chunk, pp))
             for name, tensor in weights.items():
-                if isinstance(tensor, Tensor) and not name.endswith("_extra_state"):  # Transformer Engine's
+                if isinstance(tensor, Tensor) and not _EXTRA_STATE.search(name):
                     prefix, own = _split(name)
                     found.setdefault(prefix + _whole_name(own, first, ep, weights), {}).setdefault(tp, tensor)
     stored = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from instep.documents import parse_json
 from instep.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -23,16 +23,24 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     try:
         if (folder / INDEX).exists():
-            weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            return {name: folder / file for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError) as error:
+            return {name: folder / file for name, file in read_index(folder).items()}
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"no readable index of weights: {error}",
+            f"{INDEX} cannot be read: {error}",
             where=str(folder / INDEX),
             remedy="copy or download the checkpoint again",
         ) from error
     with opened(folder / SINGLE) as tensors:
         return dict.fromkeys(tensors.keys(), folder / SINGLE)
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The name of the file of each tensor, by the tensor's name. Raises: OSError, ValueError."""
+    index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError("it has no weight_map, an object with the name of a file for each tensor")
+    return files
 
 
 @contextmanager

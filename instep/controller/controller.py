@@ -39,7 +39,7 @@ from instep.controller.round_metrics import (
     training_metrics,
     wandb_settings,
 )
-from instep.controller.run_state import beginning, data_state, how_to_go_on, restore_data
+from instep.controller.run_state import beginning, check_savable, data_state, how_to_go_on, restore_data
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
@@ -57,6 +57,7 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
 from instep.processes import lock_folders
 from instep.rollout import runtime
+from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.types import RolloutFnTrainOutput
 
@@ -94,6 +95,8 @@ class Controller:
         self.ledger = Ledger()
         source = load_source(args, self.hook_args)
         self.data_source = LedgeredDataSource(source, self.ledger)
+        if with_engines and args.eval_interval is not None:
+            read_sets(self.hook_args)
         epochs, batch = args.num_epoch or 0, args.rollout_batch_size
         self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
         replays = args.load_debug_rollout_data is not None
@@ -231,7 +234,8 @@ class Controller:
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
-        data, dropped_before = self.data_source.of_round(rollout_id), self.ledger.num_dropped
+        version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
+        data = self.data_source.of_round(rollout_id, version)
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self.call(call, f"rollout {rollout_id}"), self._rollout_hook)
@@ -245,6 +249,8 @@ class Controller:
         """Record and return the rollout of one round, whose groups are finished in the ledger."""
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, seconds.get("rollout", 0.0))
         metrics["rollout/num_dropped_groups"] = float(num_dropped)
+        if rollout_id == self.start_rollout_id:  # not hours later, at the first save
+            check_savable(self.args, (sample for group in output.samples for sample in group))
         rollout = Rollout(rollout_id, output.samples, metrics, seconds)
         self._records.generated(rollout, output.metrics)
         return rollout

@@ -5,6 +5,7 @@ Nothing of a round lives in the controller, so that a rollout may run ahead of t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
-from instep.data.batch import build_batch, older_tokens
+from instep.data.batch import build_batch, is_older, older_tokens
 from instep.data.conversion import FLAG, read_conversion
+from instep.data.sampling import truncated_by
 from instep.data.schedule import steps_of_samples
 from instep.errors import RolloutError
 from instep.hooks import Hook
@@ -30,11 +32,13 @@ from instep.rollout.teacher import served_teacher
 from instep.spans import span
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
-from instep.types import Group, Sample, TokenBatch
+from instep.types import Group, Sample, TokenBatch, name_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
+
+logger = logging.getLogger(__name__)
 
 # With these the loss divides the trainer's probabilities by the engine's.
 _COMPARING = ("use_tis", "use_rs", "use_rollout_logprobs")
@@ -135,6 +139,7 @@ class TrainingRound:
         self._actor, self._critic = actor, critic
         self._has_rewards = algorithm_of(args).has_rewards
         self._teacher = served_teacher(args)
+        self._warned = False
         self.uses_reference = uses_reference(args)
 
     def run(
@@ -169,8 +174,10 @@ class TrainingRound:
             batch.token_columns[FRESH] = fresh_tokens(samples, version)
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
-        if version and self._has_rewards and bool((older := older_tokens(batch, version, samples)).any()):
-            batch.token_columns["older"] = older
+        if version and self._has_rewards:
+            if bool((older := older_tokens(batch, version, samples)).any()):
+                batch.token_columns["older"] = older
+            self._warn_of_no_base(samples, version)
         self._weigh(batch, step_of_sample)
         out = TrainedBatch([], {}, batch, step_of_sample, {}, sources)
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
@@ -206,6 +213,23 @@ class TrainingRound:
             out.num_critic_steps = len(steps)
             out.metrics |= critic_metrics(steps, batch)
         return out
+
+    def _warn_of_no_base(self, samples: list[Sample], version: int) -> None:
+        """Tell once of an older sample whose own parameters truncate; of those of the flags a rule has told."""
+        args = self._args
+        if self._warned or args.rollout_top_p < 1 or args.rollout_top_k > 0:
+            return
+        of_older = (s for s in samples if any(is_older(span.version, version) for span in s.version_spans))
+        for sample, truncated in ((s, by) for s in of_older if (by := truncated_by(s))):
+            self._warned = True
+            logger.warning(
+                "%s was sampled with %s by older weights than those that are trained: its log-probs are no base for a "
+                "ratio, and it is trained without a correction for its age; sample from the full distribution, or only "
+                "with the current weights (`instep train`, no --partial-rollout)",
+                name_of(sample),
+                ", ".join(f"{name} {value!r:.40}" for name, value in truncated.items()),
+            )
+            return
 
     def _weigh(self, batch: TokenBatch, step_of_sample: list[int]) -> None:
         """Add the columns that make a step's loss a mean, whatever its micro-batches: `loss_weights`, `loss_scale`."""

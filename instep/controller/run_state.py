@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
 from instep.checkpoints.integrity import TRACKER, has_digests, others
+from instep.checkpoints.values import SAVABLE, to_text
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
-from instep.types import Group
+from instep.types import COLUMNS, Group, Sample, name_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -171,6 +173,21 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
         source.load(rollout_id)
 
 
+def check_savable(args: Settings, samples: Iterable[Sample]) -> None:
+    """Raise RolloutError for a sample that a checkpoint of the run may have to hold, and cannot."""
+    if not args.save or not (args.command == "train-async" or args.partial_rollout):
+        return
+    for sample in samples:
+        for name, value in sample.to_dict().items():
+            if name in COLUMNS:
+                continue
+            try:
+                to_text(value)
+            except (TypeError, ValueError) as error:
+                what = f"a checkpoint cannot hold {name} of a sample: {error}"
+                raise RolloutError(what, where=name_of(sample), remedy=SAVABLE) from error
+
+
 def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
     """Return the state of ledger and data source for a checkpoint, taken at one instant: a rollout may be running."""
     with data.books_lock:
@@ -180,8 +197,8 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
     """Go back to `data_state`. Finished groups are as they were; those issued are read anew, into the source's buffer.
 
-    They are fresh, so that they draw the same random numbers again. Groups of a data source without `cursor()`, and
-    those that a rollout function has made, cannot be read again: they are dropped.
+    They are fresh, so that they draw the same random numbers again. Those of a data source without `cursor()` come as
+    they were when they were issued.
 
     Raises:
         CheckpointError: ledger or data source cannot go back to that state; `folder` is its checkpoint.
@@ -209,4 +226,5 @@ def _restore(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -
     restore_source(source, state["data_source"], rollout_id)
     if again:
         data.add_samples([again[group] for group in ledger.issued if group in again])
-    ledger.drop_outstanding("outstanding at a save")
+    data.give_again([[Sample.from_dict(s) for s in group] for group in state["ledger"].get("again", [])])
+    ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, which kept no copies

@@ -21,6 +21,7 @@ import torch
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
+from instep.controller.run_state import check_savable
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import runtime
@@ -167,6 +168,11 @@ class HookTrial:
 
     def _rest(self, groups: list[Group]) -> None:
         args, samples = self._args, [s for g in groups for s in g]
+        try:
+            check_savable(args, samples)
+        except RolloutError as error:
+            error.where = f"{_row(samples[0])}; {NOT_BEGUN}"
+            raise
         if path := args.dynamic_sampling_filter_path:
             hook = Hook("--dynamic-sampling-filter-path", path)
             for group in groups:

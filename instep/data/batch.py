@@ -31,9 +31,9 @@ def build_batch(
     Token columns: `loss_mask` (1 for samples without one, 0 for those with `remove_sample`), and `rollout_log_probs` if
     any sample has them (NaN for samples without). Sample columns: `temperature` (the sample's own, else
     `default_temperature`), `rewards` (if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists:
-    `execution_id` (made up for a sample without one), `status`, `weight_versions`, `metadata`, `train_metadata`,
-    `extra`; with `replays` also `routed_experts` (`routes.py`), a row for every token. `index` and `group_index` are
-    int64, the other tensors float32.
+    `execution_id` (made up for a sample without one), `status`, `weight_versions` (`Sample.version_spans`), `metadata`,
+    `train_metadata`, `extra`; with `replays` also `routed_experts` (`routes.py`), a row for every token. `index` and
+    `group_index` are int64, the other tensors float32.
 
     Args:
         reward_key: the entry to take from a reward that is a dict.
@@ -69,7 +69,7 @@ def build_batch(
         "index": torch.tensor([-1 if s.index is None else s.index for s in samples], dtype=torch.int64),
         "execution_id": [execution for _, execution in flat],
         "status": [s.status.value for s in samples],
-        "weight_versions": [s.weight_versions for s in samples],
+        "weight_versions": [s.version_spans for s in samples],
         "metadata": [s.metadata for s in samples],
         "train_metadata": [s.train_metadata for s in samples],
         "extra": [s.extra for s in samples],
@@ -100,8 +100,9 @@ def is_older(name: str, version: int) -> bool:
 def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> torch.Tensor:
     """Which response tokens older weights than `version` have made, with the engine's log-prob known: 1 or 0.
 
-    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are taken for new, and
-    so are those whose log-probs are of a truncated distribution (top-p, ...), no base for a ratio of the whole one.
+    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are as old as they can
+    be (`Sample.version_spans`). Those whose log-probs are of a truncated distribution (top-p, ...), no base for a ratio
+    of the whole one, are taken for new.
 
     Args:
         samples: those of the batch, in its order.
@@ -110,7 +111,7 @@ def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> 
         float32 `[num_response_tokens]`.
     """
     out = marked_tokens(
-        samples, lambda s: [p for p in s.weight_versions if is_older(p.version, version)] if not truncated_by(s) else []
+        samples, lambda s: [p for p in s.version_spans if is_older(p.version, version)] if not truncated_by(s) else []
     )
     known = batch.token_columns.get("rollout_log_probs")
     if not out.any():

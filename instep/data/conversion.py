@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _fields(hook: Hook, answer: Any, required: Sequence[str]) -> dict[str, Any]:
         if name not in given:
             raise _wrong(hook, name, "it is missing", f"return {', '.join(required)}")
     out: dict[str, Any] = {}
-    for name, column in given.items():
+    for name, column in {"tokens": given["tokens"], **given}.items():  # the others are counted by them
         if name in _MADE:
             raise _wrong(hook, name, "training makes a column of this name", "give the field another name")
         with hook.reading(column, "lists with one entry for each row", f"field {name}"):
@@ -188,6 +189,8 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
         ):
             got = f"{len(values)} entries" if isinstance(values, (list, tuple)) else f"{values!r:.40}"
             raise _wrong(hook, name, f"[{i}] is {got} for {length} response tokens", "return one for each of them")
+    if others := [m for m in row["loss_masks"] if m not in (0, 1)]:
+        raise _wrong(hook, "loss_masks", f"[{i}] holds {others[0]!r:.40}", "return masks of 0 and 1")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in row.get("teacher_log_probs", ())):
         raise _wrong(hook, "teacher_log_probs", f"[{i}] is not finite", "return the log-prob of each response token")
     if row.get("total_lengths", len(tokens)) != len(tokens):
@@ -201,7 +204,7 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
     out.weight_versions = source.weight_versions if same else []
     for name in ("rollout_log_probs", "rollout_routed_experts"):
         setattr(out, name, row[name] if name in row else getattr(source, name) if same else None)
-    if "rollout_log_probs" not in row and any(map(int.__gt__, out.loss_mask, source.loss_mask or out.loss_mask)):
+    if "rollout_log_probs" not in row and any(map(operator.gt, out.loss_mask, source.loss_mask or out.loss_mask)):
         out.rollout_log_probs = None  # tokens that no engine sampled are trained on
     if "truncated" in row:
         out.truncated = bool(row["truncated"])

@@ -28,7 +28,8 @@ from instep.data.rows import BadRows, RawRow, parse_path, place, unreadable
 from instep.errors import DataError, writing
 
 LARGE = {".jsonl": 64 << 20, ".parquet": 16 << 20}  # bytes; the rows of smaller files are held in memory
-FORMAT = 1  # of the cache, and of what counts as a usable row
+FORMAT = 2  # of the cache, and of what counts as a usable row
+INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
 _PLACE = struct.Struct("<qq")  # where a row begins, and its number
 Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
@@ -36,10 +37,14 @@ Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
 
 @dataclass
 class Found:
-    """What there was in a file: rows that are used, rows left out; `digest` is of the content of all usable rows."""
+    """What there was in a file: rows that are used, rows left out; `digest` is of the content of all usable rows.
+
+    `num_bytes` are those of the rows that were unpacked into the cache.
+    """
 
     num_rows: int = 0
     num_too_long: int = 0
+    num_bytes: int = 0
     bad_rows: BadRows = field(default_factory=BadRows)
     digest: str = ""
 
@@ -72,8 +77,8 @@ class Index:
     def __init__(self, path: Path, folder: Path, found: Found):
         self.path, self.found = path, found
         try:
-            self._places = open(folder / "places", "rb")
-            self._rows = open(path if path.suffix == ".jsonl" else folder / "rows.jsonl", "rb")
+            self._places = open(folder / PLACES, "rb")
+            self._rows = open(path if path.suffix == ".jsonl" else folder / ROWS, "rb")
         except OSError as error:
             raise unreadable(path, error) from error
         self._stat = _identity(os.fstat(self._rows.fileno()))
@@ -98,12 +103,12 @@ class Index:
         folder = _cache(cache_path) / name
         with writing(folder, "--data-cache-path"), _locked(folder):
             found = _found(folder)
+            index = cls(path, folder, found or _build(path, folder, chunks))
+            if _name(path_spec, checked, kept) != name:  # to build it, or to wait for who does, takes long
+                raise _changed(path)
             if found is None:
-                found = _build(path, folder, chunks)
-                if _name(path_spec, checked, kept) != name:
-                    raise _changed(path)
-                _keep(folder, found)
-            return cls(path, folder, found)
+                _keep(folder, index.found)
+            return index
 
     def __len__(self) -> int:
         return self.found.num_rows
@@ -129,7 +134,9 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
     size = path.stat().st_size / 1e9
     print(f"{path} ({size:.1f} GB): building the index of its rows, once, in {folder} ...", file=sys.stderr, flush=True)
     found, told = Found(), time.monotonic()
-    with open(folder / "places", "wb") as places, open(folder / "rows.jsonl", "wb") as rows:
+    for name in (PLACES, ROWS):  # another run may have the files of an index that is damaged now
+        (folder / name).unlink(missing_ok=True)
+    with open(folder / PLACES, "wb") as places, open(folder / ROWS, "wb") as rows:
         for chunk in chunks(found):
             for raw, line, _ in chunk:
                 places.write(_PLACE.pack(rows.tell() if raw.offset is None else raw.offset, raw.number))
@@ -138,6 +145,7 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
             if chunk and time.monotonic() > told + TELL_SECONDS:
                 told = time.monotonic()
                 print(f"{place(path, chunk[-1][0].number)} ...", file=sys.stderr, flush=True)
+        found.num_bytes = rows.tell()
     return found
 
 
@@ -145,7 +153,8 @@ def _keep(folder: Path, found: Found) -> None:
     """Make the index count, and remove those of the file as it was."""
     errors = [[e.what, e.where, e.remedy] for e in found.bad_rows.errors]
     record = {**vars(found), "bad_rows": {"num": found.bad_rows.num, "errors": errors}}
-    write_text(folder / "index.json", json.dumps(record))
+    text = json.dumps(record)
+    write_text(folder / INDEX, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
     path, content, *_ = folder.name.split("-")
     for old in folder.parent.glob(f"{path}-*"):
         if old.name.split("-")[1] != content:
@@ -153,15 +162,19 @@ def _keep(folder: Path, found: Found) -> None:
 
 
 def _found(folder: Path) -> Found | None:
-    """What an index in `folder` says; None: there is none, or not all of it."""
+    """What an index in `folder` says; None: there is none, or not all of it, or it is damaged."""
     try:
-        record = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        whole = (folder / "places").stat().st_size == record["num_rows"] * _PLACE.size
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        digest, _, text = (folder / INDEX).read_text(encoding="utf-8").partition("\n")
+        sizes = [(folder / name).stat().st_size for name in (PLACES, ROWS)]
+    except (FileNotFoundError, UnicodeDecodeError):
         return None
+    if digest != xxhash.xxh3_64_hexdigest(text.encode()):
+        return None
+    record = json.loads(text)
     bad = record.pop("bad_rows")
     errors = [DataError(what, where=where, remedy=remedy) for what, where, remedy in bad["errors"]]
-    return Found(**record, bad_rows=BadRows(bad["num"], errors)) if whole else None
+    found = Found(**record, bad_rows=BadRows(bad["num"], errors))
+    return found if sizes == [found.num_rows * _PLACE.size, found.num_bytes] else None
 
 
 def _cache(cache_path: str | None) -> Path:

@@ -9,6 +9,7 @@ Rounds may overlap, in threads of their own.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.types import Group, Sample
+from instep.types import Group, Sample, begin_under
 
 OUTSTANDING = ("issued", "finished")
 
@@ -26,15 +27,17 @@ class _Entry:
     """A group that is not closed.
 
     Attributes:
-        state: "issued" | "finished" | "buffered".
+        state: "issued" | "finished" | "buffered" | "again" (it was under way at a save, and waits for a round).
         rollout_id: the round that it was issued to.
         read: how the data source gives it anew, {"cursor": its state before, "groups": all fresh ones of that call};
             None for a group that a rollout function has made, and of a data source without `cursor()`.
+        pristine: without `read`, a copy from when it was issued.
     """
 
     state: str
     rollout_id: int | None = None
     read: dict[str, Any] | None = None
+    pristine: Group | None = None
 
 
 class Ledger:
@@ -50,17 +53,26 @@ class Ledger:
         self.num_consumed = 0
         self.dropped: Counter[str] = Counter()
 
-    def issue(self, groups: Iterable[Any], rollout_id: int | None = None, cursor: Any = None) -> None:
-        """Enter groups that a round takes; `cursor` is the state of the data source from before it gave them."""
+    def issue(
+        self, groups: Iterable[Any], rollout_id: int | None = None, cursor: Any = None, *, begin: bool = False
+    ) -> None:
+        """Enter groups that a round takes.
+
+        Args:
+            cursor: the state of the data source from before it gave them.
+            begin: they begin now, so that a save may find them under way.
+        """
         with self._lock:
             indices = group_indices(groups)
             read = {"cursor": cursor, "groups": [i for i in indices if self._is_new(i)]} if cursor is not None else None
-            for group in indices:
+            for group, samples in zip(indices, groups, strict=True):
                 entry = self._open.get(group)
-                if self._is_closed(group) or (entry is not None and entry.state != "buffered"):
+                if self._is_closed(group) or (entry is not None and entry.state not in ("buffered", "again")):
                     raise _broken(group, "issued", self._state(group))
                 self.num_issued += entry is None
-                self._open[group] = _Entry("issued", rollout_id, read if entry is None else entry.read)
+                known = read if entry is None else entry.read
+                pristine = copy.deepcopy(samples) if begin and known is None else None
+                self._open[group] = _Entry("issued", rollout_id, known, pristine)
 
     def adopt(self, groups: Iterable[Any], rollout_id: int | None = None) -> None:
         """Issue the groups that a rollout function has made by itself; each needs a `group_index` of its own."""
@@ -73,6 +85,13 @@ class Ledger:
         with self._lock:
             self._set(groups, "finished", ("issued",))
             self._finished.update(zip(group_indices(groups), groups, strict=True))
+
+    def wait_again(self, groups: Iterable[Any]) -> None:
+        """Let issued groups, given as they were then, wait to be issued once more."""
+        with self._lock:
+            self._set(groups, "again", ("issued",))
+            for group, samples in zip(group_indices(groups), groups, strict=True):
+                self._open[group].pristine = samples
 
     def buffer(self, groups: Iterable[Any]) -> None:
         self._set(groups, "buffered")
@@ -150,9 +169,10 @@ class Ledger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole ledger, as JSON values if the samples' metadata are.
+        """Return the whole ledger, as values that a checkpoint holds if the samples' are.
 
-        `finished` are samples; `reads` tell how the data source gives the groups anew that are issued.
+        `finished` are samples; `reads` tell how the data source gives the groups anew that are issued, and `again` are
+        those of them, as they were then, that it cannot give.
         """
         with self._lock:
             reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state == "issued"}
@@ -160,6 +180,7 @@ class Ledger:
                 "open": {str(group): entry.state for group, entry in self._open.items()},
                 "finished": [[s.to_dict() for s in group] for group in self._finished.values()],
                 "reads": list(reads.values()),
+                "again": [[s.to_dict() for s in e.pristine] for e in self._open.values() if e.pristine is not None],
                 "closed_below": self._closed_below,
                 "closed_above": sorted(self._closed_above),
                 **self.counts(),
@@ -195,8 +216,8 @@ class Ledger:
                 if self._state(group) not in before:
                     raise _broken(group, state, self._state(group))
                 self._finished.pop(group, None)
-                if state in ("finished", "buffered"):
-                    self._open[group].state = state
+                if state in ("finished", "buffered", "again"):
+                    self._open[group].state, self._open[group].pristine = state, None
                 else:
                     self._close(group)
             return len(indices)
@@ -214,28 +235,43 @@ class LedgeredDataSource:
 
     Args:
         rollout_id: the round whose groups are issued through it; see `of_round`.
+        version: that the engines have in the round, where it is known.
     """
 
-    __slots__ = ("books_lock", "ledger", "rollout_id", "source")
+    __slots__ = ("_again", "_version", "books_lock", "ledger", "rollout_id", "source")
 
-    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None):
-        self.source, self.ledger, self.rollout_id = source, ledger, rollout_id
+    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None, version: int | None = None):
+        self.source, self.ledger, self.rollout_id, self._version = source, ledger, rollout_id, version
+        self._again: list[Group] = []  # come before those of the source
         self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
 
-    def of_round(self, rollout_id: int) -> LedgeredDataSource:
+    def of_round(self, rollout_id: int, version: int | None = None) -> LedgeredDataSource:
         """Return a view of this data source that issues its groups to one round."""
-        view = LedgeredDataSource(self.source, self.ledger, rollout_id)
-        view.books_lock = self.books_lock
+        view = LedgeredDataSource(self.source, self.ledger, rollout_id, version)
+        view.books_lock, view._again = self.books_lock, self._again
         return view
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         with self.books_lock:
-            cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
-            groups = self.source.get_samples(num_groups)
-            self.ledger.issue(groups, self.rollout_id, cursor)
+            groups = self._again[:num_groups]
+            del self._again[:num_groups]
+            self.ledger.issue(groups, self.rollout_id, begin=True)
+            if (left := num_groups - len(groups)) or not groups:
+                cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
+                fresh = self.source.get_samples(left)
+                self.ledger.issue(fresh, self.rollout_id, cursor, begin=True)
+                groups = [*groups, *fresh]
+            for group in groups if self._version is not None else ():
+                begin_under(group, self._version)
             return groups
 
     __call__ = get_samples  # slime gives `--rollout-all-samples-process-path` the bound method
+
+    def give_again(self, groups: list[Group]) -> None:
+        """Let groups that were issued come out of `get_samples` first, whatever the source can."""
+        with self.books_lock:
+            self.ledger.wait_again(groups)
+            self._again += groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""
@@ -249,6 +285,8 @@ class LedgeredDataSource:
 
     def finish_rollout(self, groups: list[list[Sample]]) -> None:
         """Finish the groups that the round's rollout function has returned; what else it was given is dropped."""
+        for sample in (s for group in groups for s in group if s.begun_version is None):  # its own
+            sample.begun_version = self._version
         self.ledger.adopt(groups, self.rollout_id)
         self.ledger.finish(groups)
         self.ledger.drop_outstanding("not returned by the rollout function", self.rollout_id)

@@ -227,10 +227,17 @@ def _json_row(batch: Any, i: int, names: list[str], where: str) -> bytes:
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:
-            row[key] = json.dumps(batch.column(key)[i].as_py(), ensure_ascii=False)
+            row[key] = json.dumps(_without_nulls(batch.column(key)[i].as_py()), ensure_ascii=False)
         except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
             raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
     return ("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in row.items()) + "}").encode()
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a parquet file without the fields that are null: each struct has those of all, as templates see."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Row:
@@ -337,7 +344,7 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
     if not isinstance(message, dict):
         raise bad(f"message {i} must be an object with role and content, not {_short(message)}")
-    # parquet gives every message the keys of all, as None
+    # null stands for what is not there, such as OpenAI's `content` beside tool calls
     message = {k: v for k, v in message.items() if v is not None}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise bad(f"message {i} has no role: {_short(message)}")

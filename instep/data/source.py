@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from typing import TYPE_CHECKING, Any
 
+from instep.checkpoints.values import to_text
 from instep.data.dataset import load_dataset
 from instep.data.formats import row_format
 from instep.data.mixture import Mixture
@@ -87,7 +87,7 @@ class RolloutDataSourceWithBuffer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, buffered groups, and what the files hold, as JSON values if the samples' metadata are."""
+        """Cursor, buffered groups, and what the files hold, as values that a checkpoint holds if the samples' are."""
         with self._lock:
             buffer = [[copy.deepcopy(s.to_dict()) for s in group] for group in self.buffer]
             return {**self.cursor(), "files": self._files(), "buffer": buffer}
@@ -186,7 +186,7 @@ class UserSource:
                 out = value(*args, **kwargs)
             if name in ("state_dict", "cursor"):  # which a checkpoint holds
                 with self.hook.reading(out, "a state that is JSON: numbers, strings, lists, dicts", name):
-                    json.dumps(out)
+                    to_text(out)
             return out
 
         return called

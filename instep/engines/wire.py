@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,14 @@ class Completion:
         if self.finish_reason == "length":
             return Status.TRUNCATED
         return Status.ABORTED if self.finish_reason in ("abort", "cancelled") else Status.COMPLETED
+
+    def ended(self, num_tokens: int, stop: str) -> Completion:
+        """What the engine would have answered had it stopped at the string `stop` after `num_tokens` tokens."""
+        lost, experts = len(self.token_ids) - num_tokens, self.routed_experts
+        spans = [replace(s, end=min(s.end, num_tokens)) for s in self.weight_versions if s.start < num_tokens]
+        log_probs = None if self.log_probs is None else self.log_probs[:num_tokens]
+        experts = None if experts is None else experts[: len(experts) - lost]
+        return Completion(self.token_ids[:num_tokens], log_probs, spans, "stop", stop, experts)
 
 
 class WireFormat:

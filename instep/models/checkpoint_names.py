@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from instep.models.mtp import mtp_names, num_mtp_layers
+
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters and persistent buffers under the names of its modules, tied ones once.
@@ -57,6 +59,7 @@ class CheckpointNames:
         groups: every weight of the model is in one of them, in the order of the model.
         missing: names of tensors that the checkpoint lacks (as transformers calls them).
         extra: names of tensors of the checkpoint that are not the model's, and that transformers does not ignore.
+        mtp: names of those of multi-token prediction, which the model does not have.
 
     Args:
         model: plain or sharded; only names and shapes are read.
@@ -78,10 +81,11 @@ class CheckpointNames:
             names = revert_weight_conversion(model, blank)
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         found: dict[str, Group] = {}
-        self.extra: list[str] = []
-        for name in sorted(names, key=dot_natural_key):
-            if not self._place(name, found) and name not in tied and not any(p.search(name) for p in ignored):
-                self.extra.append(name)
+        unknown = [name for name in sorted(names, key=dot_natural_key) if not self._place(name, found)]
+        config = model.config.to_dict()
+        self.mtp = mtp_names(unknown, config.get("num_hidden_layers") or 0, num_mtp_layers(config))
+        known = {*tied, *self.mtp}
+        self.extra = [n for n in unknown if n not in known and not any(p.search(n) for p in ignored)]
         self.missing: list[str] = []
         self.groups: list[Group] = []
         grouped: set[str] = set()

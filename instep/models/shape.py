@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.documents import parse_json
 from instep.errors import ConfigError
+from instep.models.mtp import num_mtp_layers
 from instep.models.rope import rope_by_layer
 
 
@@ -158,7 +159,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         rope=rope,
         experts=experts,
         latent=latent,
-        num_mtp_layers=(c.get("num_mtp_layers") or c.get("num_nextn_predict_layers") or 0) if family.latent else 0,
+        num_mtp_layers=num_mtp_layers(c) if family.latent else 0,
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
-from instep.arguments.data import split_slice
-from instep.data.dataset import Dataset, load_dataset
+from instep.data.dataset import Record, load_dataset
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
@@ -21,11 +19,25 @@ if TYPE_CHECKING:
     from instep.arguments import EvalDataset
     from instep.arguments.settings import HookSettings
 
-_loaded: dict[tuple[Any, ...], Dataset] = {}
+_loaded: dict[tuple[Any, ...], list[Record]] = {}
 
 
-def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
-    """The rows of a data set, which is read once per process."""
+def read_sets(args: HookSettings) -> None:
+    """Read the evaluation sets of a run that begins, which it keeps, whatever becomes of their files.
+
+    With an evaluation function of the user's, which may read anything, the sets are read when it asks for them.
+
+    Raises:
+        ConfigError, DataError, OutputError: as `load_dataset`.
+    """
+    _loaded.clear()  # those of the run before, in a notebook
+    if str(args.eval_function_path).startswith("instep."):
+        for dataset in args.eval_datasets:
+            _load(args, dataset)
+
+
+def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
+    """The rows of a data set, which is read once in a run; an evaluation takes all of them at a time anyway."""
     options: dict[str, Any] = {
         "row_format": eval_row_format(args, dataset),
         "apply_chat_template": args.apply_chat_template,
@@ -34,10 +46,9 @@ def _load(args: HookSettings, dataset: EvalDataset) -> Dataset:
         "skip_bad_rows": args.skip_bad_rows,
         "cache_path": args.data_cache_path,
     }
-    changed = os.stat(split_slice(dataset.path)[0]).st_mtime_ns  # between the runs of a notebook
-    key = (dataset.path, changed, str(args.hf_checkpoint), repr(options))
+    key = (dataset.path, str(args.hf_checkpoint), repr(options))
     if key not in _loaded:
-        _loaded[key] = load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options)
+        _loaded[key] = list(load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options))
     return _loaded[key]
 
 

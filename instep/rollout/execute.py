@@ -18,7 +18,7 @@ from instep.errors import DataError, RolloutError
 from instep.hooks import Hook, load_function
 from instep.rollout import admission
 from instep.rollout.client import to_vllm
-from instep.rollout.outputs import DONE, check_sample, flatten
+from instep.rollout.outputs import DONE, check_sample, check_versions, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.room import SAMPLES_PER_ENGINE, Room, others_wait
 from instep.rollout.runtime import gather
@@ -284,8 +284,8 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
         leaf.group_index, leaf.index, leaf.execution_id = (sample.group_index, sample.index, sample.execution_id)
         leaf.prompt = leaf.prompt or sample.prompt
         leaf.label = sample.label if leaf.label is None else leaf.label
-        if leaf.status is not Status.ABORTED:
-            check_sample(leaf, hook)
+        check = check_versions if leaf.status is Status.ABORTED else check_sample
+        check(leaf, hook)
         settle(leaf, requests, wanted, turns, before)
     return samples, not isinstance(output, Sample)
 

@@ -8,7 +8,16 @@ from typing import Any
 
 from instep.errors import RolloutError
 from instep.hooks import Hook
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, as_number, name_of
+from instep.types import (
+    Group,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    Status,
+    VersionSpan,
+    as_number,
+    name_of,
+)
 
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
@@ -30,6 +39,7 @@ def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
 
 def check_sample(sample: Sample, hook: Hook) -> None:
     """Raise RolloutError, which names `hook`, unless the sample's columns fit each other, as the trainer needs them."""
+    check_versions(sample, hook)
     n = sample.response_length
     problem = ""
     if not 0 <= n < max(1, len(sample.tokens)):
@@ -49,8 +59,43 @@ def check_sample(sample: Sample, hook: Hook) -> None:
         raise RolloutError(problem, where=f"{hook.place()}: {name_of(sample)}", remedy=remedy)
 
 
+def check_versions(sample: Sample, hook: Hook) -> None:
+    """Make spans of `weight_versions` where a function has added numbers, as slime's functions do ("3" or 3).
+
+    A number is the version of the tokens after the last span. Several do not tell those apart: they go into `extra`.
+
+    Raises:
+        RolloutError: an entry is something else.
+    """
+    given: Any = sample.weight_versions
+    if isinstance(given, list) and all(isinstance(one, VersionSpan) and isinstance(one.version, str) for one in given):
+        return
+    spans, names = [], []
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        version = one.version if isinstance(one, VersionSpan) else one
+        if type(version) is not int and not (isinstance(version, str) and (version is not one or version.isdecimal())):
+            raise RolloutError(
+                f"weight_versions holds {one!r:.60}, neither a VersionSpan nor the number of a version",
+                where=f"{hook.place()}: {name_of(sample)}",
+                remedy="use sample.append_response_tokens, or append the weight_version of the engine's meta_info",
+            )
+        if isinstance(one, VersionSpan):
+            spans.append(VersionSpan(str(version), one.start, one.end))
+        else:
+            names.append(one)
+    numbers, start = {int(name) for name in names}, spans[-1].end if spans else 0
+    if len(numbers) == 1 and start < sample.response_length:
+        spans.append(VersionSpan(str(numbers.pop()), start, sample.response_length))
+    elif len(numbers) > 1:
+        sample.extra["weight_versions"] = names
+    sample.weight_versions = spans
+
+
 def _are_finite(values: list[float]) -> bool:
-    return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a sum may be too large
+    try:
+        return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a sum may be too large
+    except TypeError:  # None is right for a token that is not trained on, which `build_batch` checks
+        return all(value is None or as_number(value) is not None for value in values)
 
 
 _COLUMN = (list, tuple, type(None))

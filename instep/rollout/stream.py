@@ -19,7 +19,7 @@ from instep.rollout import runtime
 from instep.rollout.execute import run_group
 from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import GroupRollout, order_of
-from instep.types import Group, RolloutFnTrainOutput, Status
+from instep.types import Group, RolloutFnTrainOutput, Status, begin_under
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -126,7 +126,9 @@ class Stream(GroupRollout):
         while self._error is None and len(self._begun) < self._room:
             group = self._more(1)[0]
             key = order_of(group)
-            self._begun[key] = _Begun(copy.deepcopy(group), oldest_version(group, self._version))
+            fresh = copy.deepcopy(group)
+            begin_under(group, self._version)
+            self._begun[key] = _Begun(fresh, oldest_version(group, self._version))
             task = asyncio.create_task(self._run(key, group))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
@@ -139,6 +141,8 @@ class Stream(GroupRollout):
             self._drop_failed(issued, error)
             del self._begun[key]
             return self._begin()
+        for sample in group:
+            sample.begun_version = entry.version if sample.begun_version is None else sample.begun_version
         if any(s.status is Status.ABORTED for s in group):  # by a sync: its own generate function has not gone on
             del self._begun[key]
             self.counts["aborted"] += 1
@@ -179,5 +183,5 @@ class Stream(GroupRollout):
 
 def oldest_version(group: Group, otherwise: int) -> int:
     """The oldest version of a group's tokens; `otherwise` if it has none whose version is known."""
-    known = [int(v.version) for s in group for v in s.weight_versions if v.version.isdigit()]
+    known = [int(v.version) for s in group for v in s.version_spans if v.version.isdigit()]
     return min(known, default=otherwise)

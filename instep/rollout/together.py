@@ -95,7 +95,41 @@ async def take(
             stop = stop_string(sample.response, before_last, params["stop"])
         if isinstance(stop, str):
             former = await decode(args, ids[:before], skip_special_tokens=skip)
-            sample.response = trim_stop(sample.response, stop, len(former) - len(stop))
+            kept = len(stop) if params.get("include_stop_str_in_output") else 0
+            sample.response = trim_stop(sample.response, stop, len(former) - len(stop), kept)
+
+
+async def ended_at_joint(
+    args: HookSettings, sample: Sample, params: dict[str, Any], out: Completion, begun: int
+) -> Completion:
+    """`out`, which continues `sample`, up to the token that completes a stop string begun before it, if one does.
+
+    An engine looks for stop strings in the text of its own answer alone. As in vLLM the one that ends first counts, of
+    two that end together the first in the list, and none ends within `min_tokens`.
+
+    Args:
+        params: those of the request, with vLLM's names.
+        begun: how many of the last tokens of `sample` an engine has begun the same turn with.
+    """
+    stops, skip = params.get("stop") or [], bool(params.get("skip_special_tokens", True))
+    ids = [*sample.tokens[len(sample.tokens) - begun :], *out.token_ids]
+
+    async def length_with(num_tokens: int) -> int:
+        text = await decode(args, ids[: begun + num_tokens], skip_special_tokens=skip)
+        return len(text.rstrip("\ufffd"))  # half a character is no text yet
+
+    text = await decode(args, ids, skip_special_tokens=skip)
+    joint, passed, ends = await length_with(0), await length_with(int(params.get("min_tokens", 0))), []
+    for i, stop in enumerate([stops] if isinstance(stops, str) else stops):
+        at = text.find(stop, max(0, passed - len(stop) + 1))
+        ends += [(at + len(stop), i, stop)] if at >= 0 else []
+    end, _, stop = min(ends, default=(0, 0, ""))
+    if not end or end - len(stop) >= joint:
+        return out
+    n = 1
+    while n < len(out.token_ids) and await length_with(n) < end:
+        n += 1
+    return out.ended(n, stop)
 
 
 def experts_wanted(args: HookSettings, sample: Sample, evaluation: bool) -> dict[str, int]:

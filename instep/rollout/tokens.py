@@ -145,7 +145,7 @@ def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str 
     return None
 
 
-def trim_stop(text: str, stop: str, start: int = 0) -> str:
-    """`text` up to the stop string that ended it, searched from `start` on."""
+def trim_stop(text: str, stop: str, start: int = 0, kept: int = 0) -> str:
+    """`text` up to the stop string that ended it, searched from `start` on, with the first `kept` characters of it."""
     at = text.find(stop, max(0, start))
-    return text if at < 0 else text[:at]
+    return text if at < 0 else text[: at + kept]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import record_turn
@@ -19,8 +20,16 @@ from instep.rollout.execute import Execution, new_execution, run_group, sampling
 from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten
 from instep.rollout.room import others_wait
-from instep.rollout.together import asks_alone, experts_wanted, generate_group, naming_prompt, take, way_of
-from instep.rollout.tokens import prompt_ids
+from instep.rollout.together import (
+    asks_alone,
+    ended_at_joint,
+    experts_wanted,
+    generate_group,
+    naming_prompt,
+    take,
+    way_of,
+)
+from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
@@ -28,12 +37,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["generate", "generate_rollout", "get_model_url"]
+__all__ = ["GenerateState", "generate", "generate_rollout", "get_model_url"]
 
 ABORT_SECONDS = 30.0  # how long requests may take to end after an abort; then they are cancelled
 MIN_FAILURES = 8  # groups: a few do not end a small rollout
 MAX_FAILURES_SHOWN = 3  # of a rollout; metrics count all of them
 MAX_WASTED_ROUNDS = 50  # more discarded groups than this times --rollout-batch-size are an error
+
+
+@dataclass(frozen=True)
+class GenerateState:
+    """slime's `GenerateState(args)`, as far as generate functions use it.
+
+    Of its `semaphore` and `aborted` there is nothing: a run bounds its requests, and ends them, by itself.
+    """
+
+    args: HookSettings
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of --hf-checkpoint."""
+        return tokenizer_of(self.args)
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """Those of a training rollout, under slime's names, without a seed."""
+        return train_sampling_params(self.args)
 
 
 async def generate(
@@ -42,7 +71,8 @@ async def generate(
     """Generate the response of `sample`, or continue the one that it has (a partial rollout, a further turn).
 
     `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`; a stop
-    string is cut from `response` only. Routed experts, which only training reads, are not kept in an `evaluation`.
+    string is cut from `response` only, also one that an abort has parted. Routed experts, which only training reads,
+    are not kept in an `evaluation`.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -57,7 +87,10 @@ async def generate(
             return sample
     if "min_tokens" in params:
         params["min_tokens"] = max(0, params["min_tokens"] - before)
+    begun = 0  # of the response's last tokens, those that an abort has left of this turn
     if before:
+        if sample.status is Status.ABORTED:
+            begun = next((n for n, mask in enumerate(reversed(sample.loss_mask or ())) if not mask), before)
         if "seed" in params:  # otherwise the rest would repeat the random numbers of the beginning
             params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
@@ -65,6 +98,8 @@ async def generate(
     record_turn(sample, params)
     params |= experts_wanted(args, sample, evaluation)
     out = await _complete(args, sample, params)
+    if begun and params.get("stop") and out.token_ids:
+        out = await ended_at_joint(args, sample, params, out, begun)
     await take(args, sample, params, out, evaluation=evaluation)
     return sample
 

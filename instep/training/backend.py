@@ -158,7 +158,8 @@ class TrainBackend(Frozen, Protocol):
         ...
 
     def remark(self) -> str:
-        """A line for the user about a slower way in which this model is trained, else empty; collective.
+        """A line for the user about a slower way in which this model is trained, and weights that are left out, else
+        empty; collective.
 
         Raises:
             ConfigError: the model cannot be trained.

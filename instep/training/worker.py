@@ -119,6 +119,7 @@ class Worker(Profiled):
         folder = str(like or self.args.hf_checkpoint)
         with own_code_named(folder, "model"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
+        vars(config).pop("quantization_config", None)  # `load_hf` reads weights in FP8 as `dtype`
         options: dict[str, Any] = {
             "hf_config": config,
             "device": self.device,

@@ -47,7 +47,7 @@ def type_of(flag: Flag) -> str:
         single = flag.type.kind.__name__
     else:
         single = {bool: "bool", kinds.json_object: "dict[str, Any]", kinds.size: "int"}.get(flag.type, "str")
-    if flag.nargs or flag.append:
+    if flag.nargs in ("+", "*") or flag.append:
         single = f"list[{single}]"
     return single if flag.default is not None or flag.attribute in REQUIRED else f"{single} | None"
 

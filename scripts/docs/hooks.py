@@ -213,6 +213,19 @@ ENTRIES = (
         more="--train-backend megatron",
     ),
     Entry(
+        "--spec",
+        "layer_spec",
+        "on every rank with `--train-backend megatron`, for each chunk of the model, also for reference and critic; "
+        "`config` is Megatron's `TransformerConfig` of the model, `vp_stage` is passed if the signature has it",
+        "a `ModuleSpec`, which all layers have, or `TransformerBlockSubmodules` with one for each layer of the chunk. "
+        "Megatron's own attention over queries, keys and values, norms, routers and experts in it become instep's, "
+        "which take packed sequences; that attention applies the rotary embedding, too. What Transformer Engine makes "
+        "is not for instep's trainer",
+        "anything else (a function that builds a whole model is for `--custom-model-provider-path`), and layers whose "
+        "parameters have other names than Megatron's: weights are read and sent by them",
+        more="--train-backend megatron",
+    ),
+    Entry(
         "--custom-megatron-init-path",
         "megatron_started",
         "on every rank, once Megatron's process groups stand and before the model is built",
@@ -277,10 +290,14 @@ def _section(entry: Entry) -> Iterator[str]:
         yield f"- default: `{flag.default}`."
     yield ""
     yield "```python"
-    yield f"# {' '.join(filter(None, (entry.flag, f'{MODULE}.{entry.example}', entry.more)))}"
+    yield f"# {' '.join(filter(None, (entry.flag, _named(flag, entry.example), entry.more)))}"
     yield inspect.getsource(example).rstrip()
     yield "```"
     yield ""
+
+
+def _named(flag: Flag, example: str) -> str:
+    return f"{MODULE} {example}" if flag.nargs == "2" else f"{MODULE}.{example}"
 
 
 def _signature(name: str) -> str:

@@ -87,7 +87,8 @@ def _hooks() -> Iterator[str]:
     yield (
         "Hooks keep their signatures, and `Sample` slime's `get_reward_value`, `effective_response_length`, "
         "`append_response_tokens` and `rollout_id` (it has no `spec_info` and `prefix_cache_info`, and "
-        "`weight_versions` are spans of tokens). The generate function of vime's usage guide, and hooks of the "
+        "`weight_versions` are spans of tokens: a number that a hook appends there is taken for the version of the "
+        "tokens after the last span). The generate function of vime's usage guide, and hooks of the "
         "shapes of slime's examples (several turns with a tool and `sample.append_response_tokens(args, tokens=..., "
         "log_probs=..., trainable=..., meta_info=...)`, rewards, filters, segments of one execution, whole rollouts "
         "over the default one, corrections, reducers, losses) run in instep's tests with other import paths and "
@@ -95,12 +96,12 @@ def _hooks() -> Iterator[str]:
         "run's own, and its engines, the embedded one and vLLM with the plugin, answer SGLang's `/generate` "
         "([engines.md](engines.md#sglangs-generate)), so that the generate function of slime's usage guide runs as "
         "it stands there. `await instep.rollout.vllm_rollout.generate(args, sample, sampling_params)` appends one "
-        "turn without a request of your own. In place of `GenerateState(args).tokenizer` there is "
-        "`instep.rollout.tokens.tokenizer_of(args)`. A reward function gets what it gets in slime: one sample, with "
-        "`--group-rm` a list, and the siblings of a fan-out as a list if its second parameter is named `samples` or "
-        "is a list by its annotation (one that takes a `Sample` is called once for each). slime's `train_async.py` "
-        "with `generate_rollout_fully_async` is `instep train-async --max-staleness N`, without a rollout function "
-        "([async.md](async.md))."
+        "turn without a request of your own. `GenerateState(args)` has `tokenizer` and `sampling_params`; its "
+        "`semaphore` and `aborted` are left out, as a run bounds its requests, and ends them, by itself. A reward "
+        "function gets what it gets in slime: one sample, with `--group-rm` a list, and the siblings of a fan-out as a "
+        "list if its second parameter is named `samples` or is a list by its annotation (one that takes a `Sample` is "
+        "called once for each). slime's `train_async.py` with `generate_rollout_fully_async` is `instep train-async "
+        "--max-staleness N`, without a rollout function ([async.md](async.md))."
     )
     yield ""
     yield (
@@ -109,6 +110,17 @@ def _hooks() -> Iterator[str]:
         "requests, openai) adds the header `Authorization: Bearer {instep.rollout.http.api_key(url)}`, or gets an "
         "answer 401; `--no-api-key` lets it stay as it is."
     )
+    yield ""
+    yield (
+        "Of slime's examples, `multi_agent` sets attributes of `args`, which are read-only here: pass these values on "
+        "as arguments of your own functions. `geo3k_vlm_multi_turn` needs images, which come later. `slime.agent` "
+        "(adapters, harnesses and sandboxes of `coding_agent_rl`) is not here: run the agent in a generate function, "
+        "and append what the engine sampled with `sample.append_response_tokens`. `--spec` takes a layer spec of your "
+        "own ([hooks.md](hooks.md#--spec)); leave it out where it names `slime_plugins.models`: the families that "
+        "instep knows ([models.md](models.md)) are built from config.json."
+    )
+    yield ""
+    yield "`slime.rollout.sglang_rollout` is also there as `instep.rollout.sglang_rollout`."
     yield ""
     yield "| slime | here |"
     yield "|---|---|"

@@ -9,6 +9,7 @@ import torch
 from instep.hooks import load_function
 from instep.rollout.filters import DynamicFilterOutput
 from instep.rollout.http import post
+from instep.rollout.sglang_rollout import GenerateState
 from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import generate_rollout as default_rollout
 from instep.types import RolloutFnTrainOutput, Sample
@@ -31,7 +32,7 @@ async def ask(args, ids, max_tokens):
 async def generate_with_tool(args, sample: Sample, sampling_params) -> Sample:
     """Several turns with an observation after each, as in slime's retool and search-r1."""
     assert not args.partial_rollout
-    tokenizer = tokenizer_of(args)
+    tokenizer = GenerateState(args).tokenizer
     sample.rollout_log_probs, sample.response, sample.response_length, sample.loss_mask = None, "", 0, []
     prompt_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     sample.tokens = list(prompt_ids)

@@ -1,6 +1,6 @@
 """The examples of docs/hooks.md: each is called in the way in which a run calls it, those of rollouts with an engine.
 
-Those of Megatron run in tests/distributed/test_megatron_hooks.py.
+Those of Megatron run in tests/distributed: test_megatron_hooks.py and test_layer_spec.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from instep.ports import free_port
 from instep.rollout import client, runtime
 from instep.rollout.client import to_vllm
 from instep.rollout.http import post
+from instep.rollout.tokens import token_texts
 from instep.rollout.vllm_rollout import generate, generate_rollout
 from instep.types import Sample
 from tests.engines.rollouts import calls, rollout, source_of, start_engine
@@ -94,6 +96,23 @@ def test_stop_strings_are_cut_from_the_text_only(make_args: Callable[..., Any]) 
 
     text = AutoTokenizer.from_pretrained(args.hf_checkpoint).decode(stopped.tokens[3:])
     assert stop in text and len(stopped.rollout_log_probs) == stopped.response_length
+
+
+def test_a_stop_string_that_an_abort_has_parted_ends_the_response(make_args: Callable[..., Any]) -> None:
+    args, params = make_args(), {"temperature": 0.0, "skip_special_tokens": False}
+    free = generate_one(args, "abc", **params)
+    texts = token_texts(args, free.tokens[3:])
+    pairs = [one[-1:] + two[:1] for one, two in pairwise(texts[4:30])]
+    stop = next(p for p in pairs if len(p) == 2 and p.isascii() and not any(p in text for text in texts))
+    whole = generate_one(args, "abc", **params, stop=[stop])
+    k = whole.response_length - 1
+    assert k + 1 < free.response_length and whole.response == "".join(texts[: k + 1]).partition(stop)[0]
+    sample = Sample(group_index=0, index=0, prompt="abc", tokens=whole.tokens[:3])
+    sample.append_response_tokens(whole.tokens[3:][:k], whole.rollout_log_probs[:k])
+    sample.status = Sample.Status.ABORTED
+    runtime.run(generate(args, sample, {"max_new_tokens": 60, "seed": 1, **params, "stop": [stop]}), timeout=30)
+    assert (sample.tokens, sample.response, sample.status) == (whole.tokens, whole.response, whole.status)
+    assert len(sample.rollout_log_probs) == k + 1
 
 
 def test_two_turns_with_a_tool_between(make_args: Callable[..., Any], tiny_model: Path) -> None:

@@ -38,9 +38,10 @@ def responses(seed: int, *, spread: float = 0.3) -> list[Response]:
     for i, (step, execution) in enumerate(plan):
         length = 1 if i == 2 else rng.randrange(2, 9)
         current = [-abs(rng.gauss(0, 1.5)) - 0.05 for _ in range(length)]
-        near = [[c + rng.gauss(0.02, spread) for c in current] for _ in range(3)]
+        old, engine, ref = ([c + rng.gauss(0.02, spread) for c in current] for _ in range(3))
+        engine = [min(x, -0.01) for x in engine]  # a probability
         mask = [0] * length if i == 3 else [1 if t == 0 else int(rng.random() < 0.75) for t in range(length)]
-        out.append(Response(step, execution, rng.gauss(0, 1), mask, *near, current))
+        out.append(Response(step, execution, rng.gauss(0, 1), mask, old, engine, ref, current))
     rng.shuffle(out)
     return out
 
@@ -156,7 +157,37 @@ def sapo(tau_pos: float, tau_neg: float) -> TokenLoss:
     return loss
 
 
+def dppo(kind: str, low: float, high: float, c: float = math.inf) -> TokenLoss:
+    """arXiv:2602.04879: the gradient of eq. 23 with the mask of eq. 12 and the divergences of eqs. 13 and 14."""
+
+    def loss(r: Response, lp: Values, frozen: Values) -> Values:
+        out = []
+        for x, f, engine in zip(lp, frozen, r.engine, strict=True):
+            pi, mu = math.exp(f), math.exp(engine)
+            d = abs(mu - pi)
+            if kind == "kl":
+                d = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+            up, down = r.advantage > 0 and pi / mu > 1 and d > high, r.advantage < 0 and pi / mu < 1 and d > low
+            out.append(0.0 if up or down else -min(pi / mu, c) * r.advantage * x)
+        return out
+
+    return loss
+
+
 # --- corrections ----------------------------------------------------------------------------------------------------
+
+
+def decoupled_ppo(eps: float) -> TokenLoss:
+    """arXiv:2110.00641, section 3: prox / behavior min(pi / prox A, clip(pi / prox) A), prox the recomputed policy."""
+
+    def loss(r: Response, lp: Values, _: Values) -> Values:
+        out = []
+        for x, prox, behavior in zip(lp, r.old, r.engine, strict=True):
+            ratio, a = math.exp(x) / math.exp(prox), r.advantage
+            out.append(-math.exp(prox) / math.exp(behavior) * min(ratio * a, clip(ratio, 1 - eps, 1 + eps) * a))
+        return out
+
+    return loss
 
 
 def level_ratios(r: Response, train: Values, level: str) -> Values:

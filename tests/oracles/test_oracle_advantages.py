@@ -81,7 +81,7 @@ def slow_compare(name, r, rewards):
     for i, reward in enumerate(rewards):
         means, others = executions_of(r, rewards, i)
         mean = statistics.fmean(means)
-        if name in ("grpo", "gspo", "cispo", "sapo"):
+        if name in ("grpo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl"):
             out.append((reward - mean) / (statistics.stdev(means) + 1e-6))
         elif name in ("dr_grpo", "reinforce_plus_plus_baseline"):
             out.append(reward - mean)

@@ -11,6 +11,7 @@ import torch
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
 from instep.algorithms.losses.dpo import dpo_loss
+from instep.algorithms.losses.dppo import binary_divergence, dppo_loss
 from instep.algorithms.losses.gspo import gspo_loss
 from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
@@ -102,6 +103,18 @@ FORMS = {
         PolicyLossConfig(form="sapo", sapo_tau_pos=3, sapo_tau_neg=7),
         oracle.sapo(3, 7),
     ),
+    "dppo tv": (
+        PolicyLossConfig(form="dppo_tv", use_rollout_logprobs=True, eps_clip=0.05),
+        oracle.dppo("tv", 0.05, 0.05),
+    ),
+    "dppo kl, two thresholds": (
+        PolicyLossConfig(form="dppo_kl", use_rollout_logprobs=True, eps_clip=0.002, eps_clip_high=0.02),
+        oracle.dppo("kl", 0.002, 0.02),
+    ),
+    "dppo tv, bounded ratio": (
+        PolicyLossConfig(form="dppo_tv", use_rollout_logprobs=True, eps_clip=0.1, eps_clip_high=0.05, eps_clip_c=1.1),
+        oracle.dppo("tv", 0.1, 0.05, 1.1),
+    ),
 }
 
 
@@ -113,7 +126,7 @@ def test_oracle_of_each_form(form: str, seed: int, per_token: bool):
 
 
 def test_oracle_data_reach_both_sides_of_every_bound():
-    for form in ("grpo", "gspo", "gspo, dual clip", "cispo", "cispo, two-sided"):
+    for form in (name for name in FORMS if not name.startswith("sapo")):
         shares = [check(*FORMS[form], seed, True)[1].sums["pg_clipfrac"].item() / 2 for seed in range(4)]
         assert 0.05 < sum(shares) / 4 < 0.95, (form, shares)
 
@@ -166,6 +179,12 @@ def test_oracle_of_importance_weights(level: str, mode: str, recomputed: bool):
         assert out.sums["tis"].item() == pytest.approx(expected, **EXACT)
         shares.append(out.sums["tis_clipfrac"].item() / 2)
     assert 0.02 < sum(shares) / 3 < 0.98, shares
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_oracle_of_decoupled_ppo(seed: int):
+    config = PolicyLossConfig(use_tis=True, tis_mode="truncate", tis_clip=1e6)
+    check(config, oracle.decoupled_ppo(0.2), seed, per_token=True)
 
 
 def oracle_of_one_step(r: Response, lp: list[float], frozen: list[float]) -> list[float]:
@@ -281,6 +300,52 @@ def test_oracle_of_ppo_clip_per_token(high: float | None, c: float | None):
         assert got.clipped[i].item() == float(ratio < 0.8 if adv[i] < 0 else ratio > 1 + upper)
         assert got.ratio[i].item() == pytest.approx(ratio) and got.ppo_kl[i].item() == pytest.approx(old[i] - lp[i])
     assert 10 < got.clipped.sum() < 50
+
+
+def moved_by(kind: str, delta: float, mu: float, sign: int) -> float:
+    """The probability above (`sign` 1) or below (-1) `mu` whose divergence (arXiv:2602.04879, 13 or 14) is `delta`."""
+
+    def divergence(p: float) -> float:
+        if kind == "tv":
+            return abs(mu - p)
+        return mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p))
+
+    near, far = mu, 1 - 1e-9 if sign > 0 else 1e-9
+    for _ in range(200):
+        middle = (near + far) / 2
+        near, far = (middle, far) if divergence(middle) < delta else (near, middle)
+    return near
+
+
+@pytest.mark.parametrize("mu", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_oracle_of_dppo_at_the_borders_of_its_mask(kind: str, advantage: float, mu: float):
+    """Beyond the threshold there is no gradient, short of it that of -r A; the way back is open however far it is."""
+    low, high = {"tv": (0.05, 0.09), "kl": (0.01, 0.02)}[kind]
+    sign = 1 if advantage > 0 else -1
+    border = moved_by(kind, high if advantage > 0 else low, mu, sign)
+    back = moved_by(kind, 0.09 if kind == "tv" else 0.3, mu, -sign)
+    cases = ((border + sign * 1e-6, False), (border - sign * 1e-6, True), (mu, True), (back, True))
+    p, kept = ([case[i] for case in cases] for i in range(2))
+    x = torch.tensor(p, dtype=torch.float64).log().requires_grad_()
+    engine = torch.full_like(x, math.log(mu), requires_grad=True)
+    out = dppo_loss(x, engine, torch.full_like(x, advantage), divergence=kind, eps_clip=low, eps_clip_high=high)
+    out.loss.sum().backward()
+    expected = [-value / mu * advantage if k else 0.0 for value, k in zip(p, kept, strict=True)]
+    assert x.grad.tolist() == pytest.approx(expected, **EXACT) and engine.grad is None
+    assert out.clipped.tolist() == [float(not k) for k in kept]
+    assert out.ratio.tolist() == pytest.approx([value / mu for value in p], **EXACT)
+    assert out.ppo_kl.tolist() == pytest.approx([math.log(mu / value) for value in p], **CLOSE)
+
+
+def test_the_divergence_of_a_token_that_is_certain_in_float32_is_small_and_finite():
+    now, before = torch.tensor([0.0, 0.0, -1e-6, 0.0, -60.0]), torch.tensor([0.0, -1e-6, 0.0, math.log(0.9), -0.1])
+    got = binary_divergence(now, before, "kl")
+    assert got[0] == 0 and got[1:3].abs().max() < 1e-4 and got[3:].min() > 0.05 and got.isfinite().all()
+    assert binary_divergence(now, before, "tv")[3] == pytest.approx(0.1, abs=1e-6)
+    with pytest.raises(ValueError, match="known are tv, kl"):
+        binary_divergence(now, before, "k3")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -66,6 +66,7 @@ def verl_loss(
     per_token: bool = False,
     weights: torch.Tensor | None = None,
     aggregation: str = "",
+    old: str = "old",
     **config: Any,
 ):
     function = peers.core_algos().get_policy_loss_fn(mode)
@@ -73,8 +74,8 @@ def verl_loss(
     aggregation = aggregation or ("token-mean" if per_token else "seq-mean-token-mean")
 
     def peer(x: torch.Tensor) -> torch.Tensor:
-        old, mask, adv = (peers.padded(batch, name) for name in ("old", "mask", "advantage"))
-        return function(old, x, adv, mask, aggregation, settings, weights)[0]
+        before, mask, adv = (peers.padded(batch, name) for name in (old, "mask", "advantage"))
+        return function(before, x, adv, mask, aggregation, settings, weights)[0]
 
     return peer
 
@@ -95,6 +96,14 @@ VERL = {
     "sapo": (
         PolicyLossConfig(form="sapo", sapo_tau_pos=1.0, sapo_tau_neg=1.5),
         {"mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.5},
+    ),
+    "dppo_tv": (
+        PolicyLossConfig(form="dppo_tv", use_rollout_logprobs=True, eps_clip=0.03, eps_clip_high=0.05, eps_clip_c=1.2),
+        {"mode": "dppo_tv", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "clip_ratio_c": 1.2, "old": "engine"},
+    ),
+    "dppo_kl": (
+        PolicyLossConfig(form="dppo_kl", use_rollout_logprobs=True, eps_clip=0.002, eps_clip_high=0.01),
+        {"mode": "dppo_kl", "clip_ratio_low": 0.002, "clip_ratio_high": 0.01, "clip_ratio_c": 1e9, "old": "engine"},
     ),
 }
 

@@ -141,10 +141,11 @@ def test_an_entropy_that_falls_is_a_collapse_where_nothing_is_gained(rewards, be
 def test_flags_move_the_bounds_and_switch_off():
     collapsed = series("train/entropy", [1.0, 1.0, 1.0, 0.03])
     assert watch(collapsed, Limits(entropy_fraction=0.05))[0] == {"entropy_collapse": 3}
-    off = Limits(entropy_fraction=0, gap=0, truncated_ratio=1, zero_std_ratio=1)
+    off = Limits(entropy_fraction=0, gap=0, truncated_ratio=1, zero_std_ratio=1, effective_sample_ratio=0)
     bad = {
         "train/entropy": 0.0,
         "train/log_prob_gap_mean": 9.0,
+        "train/effective_sample_ratio": 0.0,
         "rollout/truncated_ratio": 1.0,
         "rollout/zero_std_groups_ratio": 1.0,
     }

@@ -99,6 +99,7 @@ SHAPES = {
     "--recompute-num-layers 2 --recompute-granularity full": "layer by layer",
     "--ckpt-format torch_dist": ACTS,
     "--custom-model-provider-path json.loads": "is called by Megatron's ranks alone",
+    "--spec json loads": "is called by Megatron's ranks alone",
     "--custom-megatron-init-path json.loads": "is called by Megatron's ranks alone",
     "--custom-megatron-before-log-prob-hook-path json.loads": "is called by Megatron's ranks alone",
     "--custom-megatron-before-train-step-hook-path json.loads": "is called by Megatron's ranks alone",

@@ -57,6 +57,16 @@ def test_what_is_trained_on_is_not_on_policy() -> None:
     assert parse(argv(steps), "train-async").use_opsm
 
 
+@pytest.mark.parametrize("flag", ["--rollout-top-p 0.9", "--rollout-top-k 20"])
+def test_a_truncated_distribution_is_no_base_for_the_ratio_to_older_weights(flag: str) -> None:
+    def told(words: str, command: str = "train-async") -> bool:
+        return any("no base for a ratio" in note for note in parse(argv(f"{flag} {words}"), command).notes)
+
+    assert told("") and told("--max-staleness 2") and told("--partial-rollout", "train")
+    assert not told("--max-staleness 0") and not told("", "train")
+    assert "every ratio would be biased" in refusal(f"{flag} --use-tis", command="train-async")
+
+
 def test_flags_without_effect_are_told() -> None:
     notes = parse(argv("--max-staleness 1 --over-sampling-batch-size 64"), "train-async").notes
     assert any("--over-sampling-batch-size" in note and "no effect" in note for note in notes)

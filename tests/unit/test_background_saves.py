@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +13,41 @@ from typing import Any
 
 import pytest
 
+from instep.arguments import parse
+from instep.checkpoints.folders import find_checkpoint, read_state
+from instep.checkpoints.integrity import TRACKER, check_whole
+from instep.cluster.local import WorkerGroup
 from instep.controller.run_state import Beginning
 from instep.controller.saves import Saves
+from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, WorkerError
-from tests.command_line import make_folder, refusal
+from tests.command_line import argv, make_folder, refusal
 
 BEGINNING = Beginning(None, None, [], 0, "run")
+
+# A rank that computes nothing. In the second save rank 1 dies: before it has answered, or with --async-save afterwards.
+RANK = """
+import os, pickle, signal, sys, time
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+connection, rank, num_saves = Connection(int(os.environ["INSTEP_WORKER_FD"])), 0, 0
+while True:
+    method, args = pickle.loads(connection.recv_bytes())
+    result = {"setup": SimpleNamespace(dp_rank=0, dp_size=1), "remark": "", "save": {}}.get(method)
+    rank = args[0] if method == "setup" else rank
+    num_saves += method == "save"
+    dies = rank == 1 and num_saves == 2
+    if method == "save":
+        (args[0] / f"__{rank}_0.distcp").write_bytes(bytes(9))
+        if dies and sys.argv[1] != "--async-save":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not dies:
+            (args[0] / f".written_{rank}.json").write_text('{"digests": {}}')
+    connection.send_bytes(pickle.dumps(("result", result)))
+    if dies:
+        time.sleep(1.0)  # rank 0 has answered, too
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 class Writer:
@@ -107,6 +138,44 @@ def test_waiting_has_a_bound_and_watches_the_workers(tmp_path):
     made.close()
     assert told[1] == "the checkpoint that was being written is lost: actor rank 0 died (SIGKILL)"
     assert made._written.is_set()
+
+
+@pytest.mark.parametrize("flag", ["", "--async-save"])
+def test_a_rank_that_dies_in_a_save_is_named_and_the_checkpoint_before_stays(tmp_path, monkeypatch, flag):
+    make_folder(tmp_path, monkeypatch)
+    args, told = parse(argv(f"--save ckpt --save-interval 1 {flag}")), []
+    popen = subprocess.Popen
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "instep.processes.subprocess.Popen", lambda argv, **more: popen([sys.executable, "-c", RANK, flag], **more)
+        )
+        workers = WorkerGroup("actor", 2, tmp_path)
+    cluster: Any = SimpleNamespace(
+        workers=workers, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": [(0,), (1,)]}
+    )
+    deployment: Any = SimpleNamespace(worker_groups=[workers])
+    began = time.monotonic()
+    try:
+        trainer = Trainer(args, cluster, BEGINNING, num_rollout=3, scratch=tmp_path / "scratch", tell=told.append)
+        made = Saves(args, BEGINNING, deployment, told.append)
+        state = {"num_steps": 4, "version": 5, "ledger": {}, "evaluations": [], "args": {}}
+        made.write(trainer, 1, lambda: {**state, "rollout_id": 1})
+        made.wait()
+        with pytest.raises(WorkerError) as error:
+            made.write(trainer, 2, lambda: {**state, "rollout_id": 2})
+            made.wait()
+        assert error.value.what.startswith("actor rank 1 died (SIGKILL)") and str(tmp_path) in error.value.where
+        assert "run again to resume from the last checkpoint" in error.value.remedy
+        made.last()
+    finally:
+        workers.close()
+    made.close()
+    lost = "the checkpoint that was being written is lost: actor rank 1 died (SIGKILL)"
+    assert told[-1:] == ([lost] if flag else []) and time.monotonic() - began < 60
+    folder, iteration = find_checkpoint(Path("ckpt"), None)
+    check_whole(folder)
+    assert iteration == 1 and read_state(folder)["rollout_id"] == 1 and len(list(folder.glob("*.distcp"))) == 2
+    assert sorted(path.name for path in Path("ckpt").iterdir()) == ["iter_0000001", TRACKER]
 
 
 def test_what_is_whole_in_the_end_is_not_called_lost(tmp_path):

@@ -59,6 +59,7 @@ def test_the_record_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         args = parse(argv(f"--advantage-estimator {name}"))
         assert algorithm_of(args) is algorithm
         assert (args.eps_clip, args.loss_type) == (algorithm.defaults.get("eps_clip", 0.2), "policy_loss")
+        assert args.use_rollout_logprobs == (algorithm.loss.bounds == "divergence")
     for command, algorithm in OFFLINE.items():
         assert algorithm_of(Args(command=command, advantage_estimator="ppo")) is algorithm
     assert names_where(lambda estimator, loss: True) == tuple(ALGORITHMS)

@@ -186,7 +186,8 @@ WRONG = [
     ("response_lengths", row(2, 7), "response_lengths[2] is 7 of 7 tokens"),
     ("response_lengths", row(2, 5.0), "response_lengths[2] is 5.0"),
     ("loss_masks", row(4, [1]), "loss_masks[4] is 1 entries for 5 response tokens"),
-    ("loss_masks", row(4, [1, 2, 1, 1, 1]), "loss_mask holds 2"),
+    ("loss_masks", row(4, [1, 2, 1, 1, 1]), "loss_masks[4] holds 2"),
+    ("loss_masks", row(4, [1, None, 1, 1, 1]), "loss_masks[4] holds None"),
     ("tokens", row(4, 17), "tokens[4] is 17"),
     ("tokens", row(4, ["a"] * 7), "tokens are no list of ids"),
     ("rollout_log_probs", row(0, [0.0] * 4), "rollout_log_probs[0] is 4 entries for 5"),
@@ -211,6 +212,20 @@ def test_a_wrong_field_is_one_error_that_names_hook_and_field(root: Path, name: 
     assert what in error.value.what and error.value.remedy, error.value
     assert f"{' '.join(FLAG)}, " in error.value.where and "test_conversion.py:" in error.value.where
     assert name.removesuffix("s") in str(error.value)
+
+
+def test_the_order_of_the_fields_does_not_matter(root: Path) -> None:
+    with pytest.raises(RolloutError, match="returned 17") as error:
+        trained(root, lambda args, samples: {**dict(reversed(loss_hooks.convert(args, samples).items())), "tokens": 17})
+    assert "field tokens" in error.value.where
+
+
+def test_masks_of_a_tensor_are_numbers_as_others(root: Path) -> None:
+    """Without log-probs of the conversion's own: those of the samples are kept."""
+    mask = [1, 1, 1, 0, 1]
+    for masks in (torch.tensor([mask] * 8).float(), [np.array(mask, bool)] * 8):
+        _, batch, _ = trained(root, changed(loss_masks=masks, rollout_log_probs=GONE))
+        assert batch.token_columns["loss_mask"].tolist() == mask * 8
 
 
 def test_rows_without_their_samples_and_no_rows_are_refused(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from instep import convert
@@ -225,24 +227,51 @@ def test_what_is_read_is_never_replaced(models, tmp_path, capsys):
     assert to_hf(m, models / "untied", hf) == 0  # an earlier conversion is replaced
 
 
-def as_torch(release: Path, shape: ModelShape, folder: Path) -> MegatronCheckpoint:
-    """The weights of `release` in the format `torch`, with the states that Transformer Engine's modules have."""
+def whole_model(release: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """The weights of `release` under Megatron's names, of one rank."""
     there = MegatronCheckpoint(release, shape)
-    model = {e.megatron: there.local(e, 0, 1, shape.vocab_size if e.kind is Kind.VOCAB else full_shape(e)[0])
-             for e in there.entries}  # fmt: skip
-    for name in [name for name in model if name.endswith(".weight")]:
-        model[name.removesuffix("weight") + "_extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return {e.megatron: there.local(e, 0, 1, shape.vocab_size if e.kind is Kind.VOCAB else full_shape(e)[0])
+            for e in there.entries}  # fmt: skip
+
+
+def with_states(model: dict[str, torch.Tensor]) -> dict[str, object]:
+    """Beside each weight, norms too, what Transformer Engine's modules of several versions keep there."""
+    modules = [name.removesuffix("weight") for name in model if name.endswith(".weight")]
+    state, data = torch.arange(5, dtype=torch.uint8), io.BytesIO(b"pickled")
+    forms = {
+        "_extra_state": state,
+        "_extra_state0": state,
+        "_extra_state/shard_0_1": data,
+        "_extra_state/shard_0.1_1.4": data,
+    }
+    return model | {module + form: value for module in modules for form, value in forms.items()}
+
+
+def as_torch(model: dict[str, torch.Tensor], folder: Path) -> None:
     (folder / "mp_rank_00").mkdir(parents=True)
-    torch.save({"model": model}, folder / "mp_rank_00" / "model_optim_rng.pt")
-    return MegatronCheckpoint(folder, shape)
+    tensors = {name: t for name, t in with_states(model).items() if isinstance(t, torch.Tensor)}
+    torch.save({"model": tensors}, folder / "mp_rank_00" / "model_optim_rng.pt")
 
 
-def test_the_format_torch_of_transformer_engine_is_read(models, tmp_path):
-    assert to_megatron(models / "untied", tmp_path / "m") == 0
-    shape, before = convert._shape(models / "untied", False), weights(models / "untied")
-    read = as_torch(tmp_path / "m" / "release", shape, tmp_path / "iter_0000001")
+def as_torch_dist(model: dict[str, torch.Tensor], folder: Path) -> None:
+    named = {name.replace(".local_experts.", ".experts."): tensor for name, tensor in model.items()}
+    dcp.save(with_states(named), checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+@pytest.mark.parametrize("write", [as_torch, as_torch_dist])
+@pytest.mark.parametrize("name", ["untied", "moe-mixed"])
+def test_states_of_transformer_engine_are_passed_over(models, tmp_path, capsys, write, name):
+    assert to_megatron(models / name, tmp_path / "m") == 0
+    shape, before = convert._shape(models / name, False), weights(models / name)
+    write(whole_model(tmp_path / "m" / "release", shape), tmp_path / "te" / "release")
+    read = MegatronCheckpoint(tmp_path / "te" / "release", shape)
     after = {n: t for e in read.entries for n, t in zip(e.names, read.tensors(e), strict=True)}
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    (tmp_path / "te" / "latest_checkpointed_iteration.txt").write_text("release")
+    capsys.readouterr()
+    assert to_hf(tmp_path / "te", models / name, tmp_path / "hf") == 0
+    assert "extra_state" not in "".join(capsys.readouterr())
 
 
 def test_every_module_of_transformer_engine_finds_its_state(models, tmp_path):
@@ -280,15 +309,15 @@ def test_a_bit_that_changed_since_it_was_saved_is_no_source(models, tmp_path, ca
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_published_folder_of_fp8_gives_its_configuration_alone(models, tmp_path, capsys):
+def test_a_folder_that_is_quantized_otherwise_gives_its_configuration_alone(models, tmp_path, capsys):
     hf = shutil.copytree(models / "untied", tmp_path / "fp8")
     config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (hf / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     assert to_megatron(models / "untied", tmp_path / "m") == 0 and to_hf(tmp_path / "m", hf, tmp_path / "hf") == 0
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     assert to_megatron(hf, tmp_path / "m2") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "quantized (fp8)" in error and "convert them to bfloat16 first" in error
+    assert "quantized (awq)" in error and "convert them to bfloat16 first" in error
 
 
 @pytest.mark.parametrize(

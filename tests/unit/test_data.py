@@ -91,6 +91,37 @@ def test_parquet_messages_and_tools_as_text(tmp_path: Path, tokenizer: PreTraine
         load_dataset(str(tmp_path / "b.parquet"), LABELLED)
 
 
+def test_parquet_rows_are_those_of_the_jsonl_that_they_were_made_from(tmp_path: Path):
+    """Where a struct has no field, parquet holds null; a null in a list is an item."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [1, None]}}}]
+    parts = [{"type": "text", "text": "what?"}, {"type": "image", "image": "a.png"}]
+    given: list[dict[str, Any]] = [
+        {
+            "prompt": [USER, {"role": "assistant", "content": "", "tool_calls": calls}],
+            "label": {"inputs": ["1"]},
+            "tools": [tool("add", a={"type": "integer", "minimum": 0}), tool("find", text={"type": "string"})],
+            "metadata": {"level": 1},
+        },
+        {
+            "prompt": [{"role": "user", "name": "Ann", "content": "1 + 1?"}],
+            "label": {"outputs": ["2"]},
+            "metadata": {"from": {"page": 3}},
+        },
+        {"prompt": [{"role": "user", "content": "x"}], "label": {"inputs": []}, "metadata": {"from": {}}},
+    ]
+    for some in (given, [{"prompt": [{"role": "user", "content": parts}], "label": 1}]):
+        parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "a.parquet")
+        expected = load_dataset(write(tmp_path / "a.jsonl", some), LABELLED)
+        for got, one in zip(load_dataset(str(tmp_path / "a.parquet"), LABELLED), expected, strict=True):
+            got.where = one.where
+            assert got == one
+
+
 def test_chat_template_and_token_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     path = write(tmp_path / "a.jsonl", [{"prompt": [USER]}, {"prompt": "1 + 1?"}])
     one, two = load_dataset(path, UNLABELLED, apply_chat_template=True, tokenizer=tokenizer)

@@ -136,9 +136,48 @@ def test_an_index_stands_for_one_use_of_one_file(
     assert builds() and len(list(cache.iterdir())) == 1  # those of the file as it was are gone
     (folder,) = cache.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700  # the file may be secret
-    for name in ("places", "index.json"):
+    for name in ("places", "index"):
         (folder / name).write_bytes(b"")
         assert builds() and not builds()
+
+
+def test_a_damaged_index_is_built_anew_and_disturbs_no_run_that_reads_it(path: Path, tmp_path: Path, capsys: Any):
+    running = load(path, tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    whole = (folder / "index").read_text()
+    damaged = [
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        whole[:-9].encode(),
+        whole.replace('"num_rows": 40', '"num_rows": 4').encode(),
+    ]
+    damaged += [json.dumps({"num_rows": 40, "bad_rows": []}).encode(), b"[" * 5000]
+    for text in damaged:
+        (folder / "index").write_bytes(text)
+        assert check_file(str(path), LABELLED, cache_path=str(tmp_path / "cache")) == 40
+        assert [r.label for r in load(path, tmp_path / "cache")] == [str(i) for i in range(40)]
+        assert BUILDING in capsys.readouterr().err and (folder / "index").read_text() == whole
+        assert [r.label for r in running] == [str(i) for i in range(40)]
+    if path.suffix == ".parquet":
+        (folder / "rows.jsonl").write_bytes((folder / "rows.jsonl").read_bytes()[:-1])
+        assert len(load(path, tmp_path / "cache")) == 40 and BUILDING in capsys.readouterr().err
+
+
+def test_a_file_that_is_replaced_while_another_process_builds_its_index_is_an_error(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    load(path, tmp_path / "cache")
+    found = index._found
+
+    def replaced_meanwhile(folder: Path) -> Any:
+        (tmp_path / "new").write_bytes(path.read_bytes())
+        (tmp_path / "new").rename(path)
+        return found(folder)
+
+    monkeypatch.setattr(index, "_found", replaced_meanwhile)
+    with pytest.raises(DataError, match="changed while the run read it"):
+        load(path, tmp_path / "cache")
 
 
 def test_a_check_uses_the_index(path: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):

@@ -21,6 +21,7 @@ from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import RewardError
 from instep.rollout import runtime
+from instep.rollout.stream import oldest_version
 from instep.train_async import syncs_after
 from instep.types import Group, Sample, Status, VersionSpan
 from tests.assets import make_checkpoint
@@ -40,6 +41,9 @@ async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     sample.tokens = [1]
     sample.append_response_tokens([2, 3], [-1.0, -1.0], weight_versions=spans)
     sample.status = Status.COMPLETED
+    if sample.group_index in now.silent:
+        sample.metadata["version"] = halves[0]
+        sample.weight_versions = spans[1:] if sample.index % 2 else []
     if sample.group_index in now.foreign:  # whose tokens somebody else has made earlier
         now.foreign.remove(sample.group_index)
         sample.weight_versions = [VersionSpan("0", 0, 2)]
@@ -69,6 +73,7 @@ class Run:
         self.deployment = SimpleNamespace(version=1, trained_version=1)
         self.log = SimpleNamespace(phase=lambda *_: contextlib.nullcontext())
         self.broken, self.foreign, self.most, self.trained = None, set[int](), 0, list[list[int]]()
+        self.silent: Any = ()
         self.ages: list[int] = []
         if state is not None:
             restore_data(self.data_source, state, start - 1, Path())
@@ -156,6 +161,27 @@ def test_a_group_of_somebody_else_s_weights_is_dropped_or_begun_anew(make, stale
     assert sum(rollout.metrics.get("rollout/num_groups_stale", 0) for rollout in rollouts) == 2
     trained = {g for groups in run.trained for g in groups}
     assert ({9, 14} <= trained) == (stale == "requeue")
+
+
+def silent_run(args: Any, *resumed_with: Any) -> Run:
+    run = Run(args, *resumed_with)
+    run.silent = range(1000)
+    return run
+
+
+def test_tokens_of_unknown_versions_are_as_old_as_their_group(make):
+    args = make("--max-staleness", "2")
+    run = silent_run(args)
+    for rollout in run.rounds(until=6):
+        for group in rollout.groups:
+            begun = {sample.begun_version for sample in group}
+            assert begun == {oldest_version(group, 99)} and begun.pop() <= min(s.metadata["version"] for s in group)
+    runtime.run(asyncio.sleep(3 * LONGEST * TICK))
+    kept = {g[0].group_index: oldest_version(g, 99) for g in run.ledger.finished}
+    assert kept and min(kept.values()) < run.deployment.version
+    again = silent_run(args, run.state(), 6)
+    stands = {key[0]: entry.version for key, entry in again.ahead._stream._begun.items()}
+    assert kept.items() <= stands.items()  # not the version of the checkpoint
 
 
 @pytest.mark.parametrize("filters", [False, True])

@@ -187,6 +187,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], None]] = {
             "--custom-megatron-before-log-prob-hook-path": lambda hooks: hooks.before_log_probs([], ""),
             "--custom-megatron-before-train-step-hook-path": lambda hooks: hooks.before_step(0, 0, [], None),
             "--custom-model-provider-path": lambda hooks: hooks.build(dict, lambda *_: {}, True, True, 0),
+            "--spec": lambda hooks: hooks.layers(dict, {}, None),
         }.items()
     },
     "--custom-convert-samples-to-train-data-path": conversion,
@@ -289,6 +290,7 @@ WRONG: dict[str, list[Any]] = {
     "--custom-megatron-before-log-prob-hook-path": [],
     "--custom-megatron-before-train-step-hook-path": [],
     "--custom-model-provider-path": [None, 3, []],
+    "--spec": [None, 3, fails],
     "--custom-tis-function-path": [None, 3, (tensors(4), [tensors(4)]), (tensors(3), [tensors(4)], {})]
     + [
         (tensors(4), None, {}),

@@ -23,6 +23,8 @@ CONFIGS = {
     "gspo": PolicyLossConfig(form="gspo", eps_clip=0.05, eps_clip_high=0.08, **EVERYTHING),
     "cispo": PolicyLossConfig(form="cispo", eps_clip=1, eps_clip_high=0.2, **EVERYTHING),
     "sapo": PolicyLossConfig(form="sapo", **EVERYTHING),
+    "dppo tv": PolicyLossConfig(form="dppo_tv", use_rollout_logprobs=True, eps_clip=0.05, **EVERYTHING),
+    "dppo kl": PolicyLossConfig(form="dppo_kl", use_rollout_logprobs=True, eps_clip=0.01, **EVERYTHING),
     "sequence weights": PolicyLossConfig(use_tis=True, tis_level="sequence", tis_mode="mask", tis_clip=1.5),
     "geometric weights": PolicyLossConfig(use_tis=True, tis_level="geometric", tis_clip_low=0.9, tis_clip=1.1),
     "rejection": PolicyLossConfig(use_rs=True, rs_level="geometric", rs_lower_bound=0.8, rs_veto_threshold=0.5),
@@ -194,6 +196,8 @@ def test_corrections_read_the_mask_and_have_no_gradient():
 def test_contradictions_and_unknown_names_are_refused():
     for wrong in (
         {"use_rs": True, "use_rollout_logprobs": True},
+        {"form": "dppo_tv"},
+        {"form": "dppo_kl"},
         {"tis_level": "word"},
         {"tis_mode": "drop"},
         {"rs_level": "word"},

@@ -31,6 +31,11 @@ REFUSED = [
     ("--advantage-estimator sapo --eps-clip 0.2", "smooth gate"),
     ("--advantage-estimator sapo --eps-clip-c 3", "smooth gate"),
     ("--advantage-estimator cispo --eps-clip-c 3", "no second bound"),
+    ("--advantage-estimator dppo_tv --eps-clip-high 1", "hardly a token would be masked"),
+    ("--advantage-estimator dppo_kl --eps-clip 1", "hardly a token would be masked"),
+    ("--advantage-estimator dppo_tv --use-tis", "nothing to correct"),
+    ("--advantage-estimator dppo_kl --rollout-top-k 9", "truncated distribution"),
+    ("--advantage-estimator dppo_tv --sapo-tau-neg 2", "without SAPO's gate"),
     ("--sapo-tau-neg 2", "without SAPO's gate"),
     ("--constant-loss-length 100 --calculate-per-token-loss", "one denominator"),
     ("--use-tis --use-rollout-logprobs", "nothing to correct"),
@@ -91,6 +96,9 @@ ACCEPTED = [
     ("--advantage-estimator gspo --eps-clip-c 3", (3e-4, 4e-4)),
     ("--advantage-estimator cispo", (1.0, 4.0)),
     ("--advantage-estimator cispo --eps-clip 0.2 --eps-clip-high 0.3", (0.2, 0.3)),
+    ("--advantage-estimator dppo_tv", (0.15, 0.15)),
+    ("--advantage-estimator dppo_kl --eps-clip-c 5", (0.05, 0.05)),
+    ("--advantage-estimator dppo_tv --eps-clip 0.2 --eps-clip-high 0.3", (0.2, 0.3)),
 ]
 
 

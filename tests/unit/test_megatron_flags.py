@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instep.arguments import Args, parse
-from instep.arguments.all_flags import passed_through
+from instep.arguments.all_flags import own_hooks, passed_through
 from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
 
@@ -21,6 +21,16 @@ NEEDS = {  # what megatron-core refuses a flag without
     "--distribute-saved-activations": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
 }
+
+
+def test_a_spec_is_a_module_and_a_name(tmp_path, monkeypatch):
+    """As Megatron has it, or as one path, which functions given to the Python API become."""
+    make_folder(tmp_path, monkeypatch)
+    for words in ("json.decoder JSONDecoder", "json.decoder.JSONDecoder"):
+        args = parse(argv(f"--train-backend megatron --spec {words} --lr 1e-5"))
+        assert args.spec == "json.decoder.JSONDecoder" and args.lr == 1e-5
+        assert own_hooks(args) == [("--spec", "json.decoder.JSONDecoder")]
+    assert parse(argv()).spec is None
 
 
 def configured(settings: list[tuple[str, Args]]) -> list[list[Any]]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from instep.arguments import parse
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.checkpoints.weight_files import INDEX, weight_files
 from instep.errors import CheckpointError, ConfigError
 from instep.training.worker import Worker
 from tests.assets import make_checkpoint, make_prompts
@@ -89,3 +90,25 @@ def test_a_missing_shard_is_named_before_anything_loads(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights are missing: model-00002-of-00002") as error:
         check_hf_checkpoint(tmp_path)
     assert error.value.where == str(tmp_path) and error.value.remedy
+
+
+INDICES = {
+    "[]": "it has no weight_map",
+    "{}": "it has no weight_map",
+    '{"weight_map": ["model.safetensors"]}': "it has no weight_map",
+    '{"weight_map": {"lm_head.weight": 1}}': "with the name of a file for each tensor",
+    '{"weight_map": {"lm_head.weight": "model.saf': "is not JSON: Unterminated string",
+    "[" * 5000: "nested more than 100 levels deep",
+    "\xff": "can't decode byte",
+}
+
+
+@pytest.mark.parametrize("text", INDICES, ids=list(INDICES.values()))
+def test_an_index_of_another_shape_is_one_error(tmp_path: Path, text: str) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / INDEX).write_bytes(text.encode("latin-1"))
+    for read, kind in ((check_hf_checkpoint, ConfigError), (weight_files, CheckpointError)):
+        with pytest.raises(kind) as error:
+            read(tmp_path)
+        assert f"{INDEX} cannot be read: " in error.value.what and INDICES[text] in error.value.what
+        assert error.value.where == str(tmp_path / INDEX) and error.value.remedy

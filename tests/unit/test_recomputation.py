@@ -18,7 +18,8 @@ CONFIG = Qwen3Config(hidden_size=64, intermediate_size=160, num_hidden_layers=3,
 def storages() -> dict[int, int]:
     """Bytes of the storages of all tensors that Python knows, by address."""
     gc.collect()  # else what other tests have left ends in between, and its addresses come again
-    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]  # the compiler's have no storage
+    kinds = (torch.Tensor, nn.Parameter)  # those of the compiler have no storage, nor have sparse ones
+    tensors = [t for t in gc.get_objects() if type(t) in kinds and t.layout == torch.strided and not t.is_meta]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 

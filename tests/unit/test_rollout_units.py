@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from instep.data.batch import build_batch
+from instep.engines.wire import Completion
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import sft_rollout
@@ -24,7 +28,8 @@ from instep.rollout.filters import (
     verdict_of,
 )
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.tokens import stop_string, trim_stop
+from instep.rollout.together import ended_at_joint
+from instep.rollout.tokens import stop_string, tokenizer_of, trim_stop
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
 from tests.assets import make_checkpoint
 
@@ -57,7 +62,53 @@ def test_urls() -> None:
         get_model_url(args, "critic")
 
 
+def stops_at(text: str, stops: list[str], min_tokens: int) -> tuple[int, str | None]:
+    """What an engine makes of `text`, a token for each character: how many it samples, and the stop string."""
+    for n in range(min_tokens + 1, len(text) + 1):
+        for stop in stops:
+            if text[:n].endswith(stop):
+                return n, stop
+    return len(text), None
+
+
+def test_a_response_that_was_aborted_ends_where_it_would_have_ended(tmp_path: Path) -> None:
+    """The engine sees the text of the continuation alone; a tool has written what stands before the turn."""
+    make_checkpoint(tmp_path)
+    args: Any = SimpleNamespace(hf_checkpoint=tmp_path, trust_remote_code=False)
+    (a,), (b,) = (tokenizer_of(args)(letter)["input_ids"] for letter in "ab")
+
+    async def continued(text: str, k: int, stops: list[str], min_tokens: int) -> tuple[int, str | None]:
+        ids = [a if letter == "a" else b for letter in text]
+        left = max(0, min_tokens - k)
+        n, stop = stops_at(text[k:], stops, left)
+        new, spans = ids[k : k + n], [VersionSpan("1", 0, 1), VersionSpan("2", 1, n)]
+        log_probs, reason = [-0.1 * i for i in range(n)], "stop" if stop else "abort"
+        out = Completion(new, log_probs, spans, reason, stop, np.ones((n, 1, 1)))
+        sample = Sample(tokens=[a, a, a, *ids[:k]], response_length=k + 2)
+        params = {"stop": stops, "min_tokens": left}
+        out = await ended_at_joint(args, sample, params, out, begun=k)
+        n = len(out.token_ids)
+        assert (out.token_ids, out.log_probs, out.weight_versions[-1].end) == (new[:n], log_probs[:n], n)
+        assert len(out.routed_experts) == n and (out.status is Status.COMPLETED) == (out.stop_reason is not None)
+        return k + n, out.stop_reason
+
+    async def run() -> int:
+        rng, parted = random.Random(5), 0
+        for _ in range(2000):
+            text = "".join(rng.choices("ab", k=rng.randint(3, 12)))
+            stops = ["".join(rng.choices("ab", k=rng.randint(2, 5))) for _ in range(rng.randint(1, 3))]
+            k, min_tokens = rng.randint(1, len(text) - 2), rng.choice([0, 0, 2, 5])
+            expected = stops_at(text, stops, min_tokens)
+            if expected[0] > k:
+                assert await continued(text, k, stops, min_tokens) == expected
+                parted += expected[1] is not None and expected[0] - len(expected[1]) < k
+        return parted
+
+    assert asyncio.run(run()) > 100
+
+
 def test_stop_strings_are_trimmed_at_their_first_place() -> None:
+    assert trim_stop("a END b", "END", kept=3) == "a END"
     assert trim_stop("a END b END", "END") == "a "
     assert trim_stop("abc", "x") == "abc"
     assert trim_stop("a END b END c", "END", 6) == "a END b "
@@ -110,14 +161,45 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),
+        ([[done(0, 0, rollout_log_probs=["-1", 0.0])]], "not all finite"),
         ([[done(0, 0, response_length=3)]], "response_length 3 with 3 tokens"),
         ([[done(0, 0, status=Status.PENDING)]], "still PENDING"),
         ([[done(0, 0, weight_versions=[VersionSpan("1", 0, 3)])]], "reach 3 of 2"),
+        ([[done(0, 0, weight_versions=["3", "default"])]], "weight_versions holds 'default', neither"),
+        ([[done(0, 0, weight_versions=[3, None])]], "weight_versions holds None"),
+        ([[done(0, 0, weight_versions=None)]], "weight_versions holds None"),
+        ([[done(0, 0, weight_versions=[VersionSpan(None, 0, 2)])]], "holds VersionSpan"),  # type: ignore[arg-type]
+        ([[done(0, 0, weight_versions=[True])]], "weight_versions holds True"),
     ],
 )
 def test_bad_train_outputs_are_refused(output: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         as_train_output(output)
+
+
+def test_a_token_that_is_not_trained_on_needs_no_log_prob() -> None:
+    groups = as_train_output([[done(0, 0, loss_mask=[0, 1], rollout_log_probs=[None, -1.0])]]).samples
+    assert build_batch(groups).token_columns["rollout_log_probs"].tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "spans", "names"),
+    [
+        (["3"], [("3", 0, 2)], None),
+        (["3", 3, "3"], [("3", 0, 2)], None),
+        (("3",), [("3", 0, 2)], None),
+        ([VersionSpan("3", 0, 1), "4"], [("3", 0, 1), ("4", 1, 2)], None),  # a partial rollout that went on
+        ([VersionSpan("3", 0, 2), "3"], [("3", 0, 2)], None),
+        ([VersionSpan(3, 0, 2)], [("3", 0, 2)], None),  # type: ignore[arg-type]
+        ([VersionSpan("3", 0, 1), "4", 5], [("3", 0, 1)], ["4", 5]),
+        (["3", "4"], [], ["3", "4"]),
+    ],
+)
+def test_versions_by_number_become_spans(given: Any, spans: list[Any], names: list[Any] | None) -> None:
+    sample = as_train_output([[done(0, 0, weight_versions=given)]]).samples[0][0]
+    assert [(s.version, s.start, s.end) for s in sample.weight_versions] == spans
+    assert sample.extra.get("weight_versions") == names
+    assert Sample.from_dict(sample.to_dict()).weight_versions == sample.weight_versions
 
 
 def test_eval_outputs() -> None:

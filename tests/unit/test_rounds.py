@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from instep.checkpoints.folders import read_state, save_checkpoint
+from instep.checkpoints.values import from_text
 from instep.controller.round import Rollout
-from instep.controller.run_state import data_state, restore_data
+from instep.controller.run_state import check_savable, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import RolloutError
 from instep.types import Group, Sample, Status, VersionSpan
@@ -117,15 +124,18 @@ def test_a_group_from_the_buffer_is_begun_anew(path: str) -> None:
     assert indices(again) == [0, 1] and again[0][0].response_length == 0
 
 
-def test_what_cannot_be_read_again_is_dropped() -> None:
+@pytest.mark.parametrize("had_copies", [True, False])
+def test_a_source_without_a_cursor_loses_no_group_that_was_under_way(had_copies: bool) -> None:
     class Source:
         """In the seeds' style: it keeps its state itself."""
 
-        def __init__(self) -> None:
+        def __init__(self, start: int = 0) -> None:
             self.calls: list[Any] = []
+            self.next = start
 
         def get_samples(self, num_groups: int) -> list[Group]:
-            return groups_of(*range(num_groups))
+            self.next += num_groups
+            return groups_of(*range(self.next - num_groups, self.next))
 
         def save(self, rollout_id: int) -> None:
             self.calls.append(("save", rollout_id))
@@ -133,13 +143,84 @@ def test_what_cannot_be_read_again_is_dropped() -> None:
         def load(self, rollout_id: int) -> None:
             self.calls.append(("load", rollout_id))
 
-    data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(), Ledger())
-    data.ledger.consume(data.get_samples(2)[:1])
+    data, again = LedgeredDataSource(Source(), Ledger()), LedgeredDataSource(Source(5), Ledger())
+    trained, _, begun, ready, _ = data.get_samples(5)
+    data.ledger.consume([trained])
+    data.ledger.finish([ready])
+    begun[0].append_response_tokens([5], [-0.5])  # of weights that are gone
     state = json.loads(json.dumps(data_state(data, 7)))
+    if not had_copies:  # an earlier instep
+        assert len(state["ledger"].pop("again")) == 3
     restore_data(again, state, 7, Path())
     again.ledger.check()
     assert (data.source.calls, again.source.calls) == ([("save", 7)], [("load", 7)])
-    assert again.ledger.dropped == {"outstanding at a save": 1} and again.ledger.num_outstanding == 0
+    if not had_copies:
+        assert again.ledger.dropped == {"outstanding at a save": 3} and indices(again.get_samples(1)) == [5]
+        return
+    assert again.ledger.dropped == {} and indices(again.ledger.finished) == [3]
+    first = again.of_round(8).get_samples(1)
+    twice = LedgeredDataSource(Source(5), Ledger())  # ended again, with one under way and two that wait
+    restore_data(twice, json.loads(json.dumps(data_state(again, 8))), 8, Path())
+    for session in (again, twice):
+        groups = [*(first if session is again else ()), *session.of_round(9).get_samples(4 - (session is again))]
+        assert indices(groups) == [1, 2, 4, 5] and all(not group[0].tokens for group in groups)
+        session.ledger.finish(groups)
+        session.ledger.consume(session.ledger.finished)
+        session.ledger.check()
+        assert (session.ledger.num_issued, session.ledger.num_consumed, session.ledger.num_dropped) == (6, 6, 0)
+
+
+def test_samples_know_the_version_that_they_began_under(path: str) -> None:
+    data = fresh(path)
+    one = data.of_round(1, version=3)
+    whole, part = one.get_samples(2)
+    part[0].append_response_tokens([5], [-0.5])
+    one.add_samples([part])
+    one.finish_rollout([whole, *groups_of(100)])
+    assert [s.begun_version for group in data.ledger.finished for s in group] == [3, 3, 3]
+    two = data.of_round(2, version=4)
+    assert [[s.begun_version for s in group] for group in two.get_samples(2)] == [[3, 4], [4, 4]]
+    assert [s.begun_version for group in resumed(data, path).ledger.finished for s in group] == [3, 3, 3]
+
+
+def test_finished_samples_keep_tensors_and_what_hooks_have_set(path: str, tmp_path: Path) -> None:
+    data = fresh(path)
+    (group,) = groups = data.get_samples(1)
+    pixels = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
+    for sample in group:
+        sample.reward, sample.metadata["pixels"] = {"score": torch.tensor(0.5)}, pixels
+        sample.mine = np.float32([1.5, math.nan])  # type: ignore[attr-defined]
+    data.ledger.finish(groups)
+    state = {"rollout_id": 7, "num_steps": 0, "version": 1, "evaluations": [], "args": {}, **data_state(data, 7)}
+    save_checkpoint(tmp_path, 7, lambda folder: {}, state)
+    again, read = fresh(path), read_state(tmp_path / "iter_0000007")
+    assert read is not None
+    restore_data(again, read, 7, tmp_path)
+    for sample in again.ledger.finished[0]:
+        score, held = sample.reward["score"], sample.metadata["pixels"]  # type: ignore[index]
+        assert score.dtype is torch.float32 and score.item() == 0.5 and held.dtype is torch.bfloat16
+        assert held.equal(pixels) and sample.mine.dtype == np.float32  # type: ignore[attr-defined]
+        assert sample.mine[0] == 1.5 and math.isnan(sample.mine[1])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, np.array([object()]), torch.eye(2).to_sparse()])
+def test_what_no_checkpoint_can_hold_is_named_with_its_sample(value: Any) -> None:
+    sample = Sample(group_index=4, index=9)
+    sample.mine = [value]  # type: ignore[attr-defined]
+    args: Any = SimpleNamespace(save="x", command="train-async", partial_rollout=False)
+    with pytest.raises(RolloutError, match=f"cannot hold mine of a sample: a {type(value).__name__} is") as error:
+        check_savable(args, [Sample(metadata={"a": torch.ones(2), "b": b"raw"}), sample])
+    assert error.value.where == "group 4, sample 9"
+    args.command = "train"  # nothing is left over when it saves
+    check_savable(args, [sample])
+
+
+@pytest.mark.parametrize("dtype", ["O", "f4,O", "V8", "load", "float99"])
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_a_state_names_no_type_whose_bits_are_pointers(kind: str, dtype: str) -> None:
+    raw = base64.b64encode(bytes(16)).decode()
+    with pytest.raises(ValueError, match="array|no 'tensor'"):
+        from_text(json.dumps({"instep": kind, "dtype": dtype, "shape": [1], "base64": raw}))
 
 
 def test_a_round_drops_its_own_groups_only(path: str) -> None:

@@ -319,6 +319,18 @@ async def keeps_the_seed(args: Any, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
+async def aborted_as_in_slime(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.tokens, sample.status = [1, 2], Status.ABORTED
+    sample.append_response_tokens([3], [-1.0])
+    sample.weight_versions.append("4")  # type: ignore[arg-type]
+    return sample
+
+
+def test_an_aborted_sample_of_a_hook_of_slimes_can_be_saved(checkpoint: Path) -> None:
+    for sample in run(checkpoint, "--custom-generate-function-path", f"{ME}.aborted_as_in_slime"):
+        assert sample.to_dict()["weight_versions"] == [{"version": "4", "start": 0, "end": 1}]
+
+
 def test_an_evaluation_draws_other_random_numbers_than_the_training(checkpoint: Path, tmp_path: Path) -> None:
     hook = ("--custom-generate-function-path", f"{ME}.keeps_the_seed")
     names = ("a", str(make_prompts(tmp_path / "a.jsonl", 4)), "b", str(make_prompts(tmp_path / "b.jsonl", 4)))

@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,23 @@ def test_each_rank_reads_what_it_has_written_and_links_are_read_once(tmp_path, r
     (critic / "critic" / "__1_0.distcp").write_bytes(b"critic/" + bytes(99))
     with pytest.raises(CheckpointError, match=r"critic/__1_0\.distcp has another content"):
         check_whole(whole, critic)
+
+
+def test_files_that_other_hosts_have_written_are_waited_for_and_not_left_out(tmp_path, monkeypatch):
+    def elsewhere(folder: Path) -> dict[str, str]:
+        (folder / "critic").mkdir()
+        threading.Timer(0.5, (folder / "critic" / "__1_0.distcp").write_bytes, [b"x"]).start()
+        return {"critic/__1_0.distcp": "told"}
+
+    folder = save_checkpoint(tmp_path, 1, elsewhere, STATE)
+    assert integrity._read_manifest(folder)[1]["critic/__1_0.distcp"] == (1, "told")
+    monkeypatch.setattr(integrity, "SEEN_SECONDS", 0.3)
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(
+            tmp_path, 2, lambda folder: {**write(folder), "__1_0.distcp": "told", "rng_1.pt": "told"}, STATE
+        )
+    assert "__1_0.distcp, rng_1.pt (of 2 such files) are written, and not in the folder" in error.value.what
+    assert "iteration 1 is complete" in error.value.remedy and find_checkpoint(tmp_path, None) == (folder, 1)
 
 
 def test_a_user_is_told_while_a_resume_compares(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from instep.arguments import parse
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
+from instep.controller.round_metrics import staleness_metrics
 from instep.controller.trainer import num_steps_of_run
 from instep.errors import ConfigError, RolloutError
 from instep.training import lr_schedule
@@ -116,6 +117,33 @@ def test_tokens_of_older_weights_have_the_engines_log_prob_as_their_old_one(root
     # They are no measure of how well trainer and engine agree.
     assert metrics["log_prob_gap_coverage"] == pytest.approx(37 / 40) and metrics["log_prob_gap_max"] == 1.0
     assert metrics["log_prob_gap_mean"] == pytest.approx((7 * 4 + 2) / 37)
+
+
+def test_tokens_whose_version_nobody_tells_are_of_that_which_their_group_began_under(root: Path) -> None:
+    groups = rollout()
+    for sample, begun in zip(groups[1], [6, 7, None, 6], strict=True):
+        sample.weight_versions, sample.begun_version = [], begun
+    groups[1][3].weight_versions = [VersionSpan("7", 2, 5)]
+    batch = trained(arguments(root), groups).batch
+    assert batch is not None
+    assert batch.token_columns["older"].split(5)[4].tolist() == [1] * 5
+    assert batch.token_columns["older"].split(5)[7].tolist() == [1, 1, 0, 0, 0]
+    assert batch.token_columns["older"].sum() == 3 + 5 + 2
+    assert batch.token_columns["fresh"].split(5)[5].sum() == 0  # though it can be no older, nobody has said so
+    of_version = {6: 3 + 5 + 2, 7: 2 + 15 + 5 + 3}
+    shares = {f"async/staleness_ratio/{8 - v}": n / 35 for v, n in of_version.items()}
+    assert shares.items() <= staleness_metrics(batch, 8).items()
+
+
+def test_truncated_samples_of_older_weights_are_told_of_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(arguments(root), rollout({"min_p": 0.1}), version=6)
+    trained(arguments(root, "--rollout-top-p", "0.9"), rollout({"top_p": 0.9}))  # a note at the start has told
+    assert not caplog.records
+    batch = trained(arguments(root), rollout({"min_p": 0.1})).batch
+    assert batch is not None and "older" not in batch.token_columns
+    assert [r.message.partition(" by older")[0] for r in caplog.records] == [
+        "group 0, sample 0 was sampled with min_p 0.1"
+    ]
 
 
 def test_importance_weights_correct_for_older_weights_themselves(root: Path) -> None:

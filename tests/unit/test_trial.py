@@ -12,6 +12,7 @@ import torch
 from instep.arguments import parse
 from instep.controller.trial import HookTrial
 from instep.data.source import RolloutDataSourceWithBuffer
+from instep.errors import RolloutError
 from tests.assets import make_checkpoint, make_prompts
 
 END = "<|im_end|>"
@@ -45,6 +46,10 @@ def short(args, sample):
 
 def minus_length(args, sample):
     return -len(sample.response)
+
+
+def with_an_object(args, sample):
+    sample.tried = object()
 
 
 def without_end(args, sample):
@@ -83,6 +88,14 @@ def test_a_reward_of_equality_is_noted(folder, reward, more):
     assert f"sample.response.removesuffix('{END}')" in note and "--rollout-skip-special-tokens" in note
     assert notes(folder, reward, *more, "--rollout-skip-special-tokens") == []
     assert notes(folder, reward, *more, "--rollout-sample-hook-path", f"{__name__}.without_end") == []
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_start(folder):
+    more = ["--partial-rollout", "--rollout-sample-hook-path", f"{__name__}.with_an_object"]
+    assert notes(folder, "contained", *more) == []
+    with pytest.raises(RolloutError, match="a checkpoint cannot hold tried of a sample: a object is no plain") as error:
+        notes(folder, "contained", *more, "--save", str(folder / "ckpt"))
+    assert "train.jsonl" in error.value.where and "the run has not begun" in error.value.where
 
 
 @pytest.mark.parametrize("reward", ["contained", "short", "minus_length"])

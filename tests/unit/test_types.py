@@ -29,6 +29,19 @@ def test_append_keeps_all_columns_aligned():
     assert sample.effective_response_length == 5 and Sample(response_length=3).effective_response_length == 3
 
 
+def test_tokens_of_no_known_version_are_as_old_as_their_group():
+    sample = Sample(tokens=[1], begun_version=3)
+    sample.append_response_tokens([4, 5], [-1.0, -1.0])
+    sample.append_response_tokens([6], trainable=False)
+    sample.append_response_tokens([7], [-1.0], weight_versions=[VersionSpan("5", 0, 1)])
+    sample.append_response_tokens([8], [-1.0])
+    assert [(s.version, s.start, s.end) for s in sample.version_spans] == [("3", 0, 3), ("5", 3, 4), ("3", 4, 5)]
+    assert [s.version for s in sample.weight_versions] == ["5"]  # nothing is said that nobody knows
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).version_spans == sample.version_spans
+    sample.begun_version = None
+    assert sample.version_spans == sample.weight_versions
+
+
 def test_a_response_that_begins_with_tool_tokens():
     sample = Sample(tokens=[1])
     sample.append_response_tokens([2, 3], trainable=False)
@@ -115,6 +128,15 @@ def test_round_trip_through_json_with_unknown_fields():
     assert again == sample
     assert again.weight_versions == [VersionSpan("7", 0, 2)] and again.extra == sample.extra
     assert Sample.from_dict({}) == Sample()
+
+
+def test_attributes_that_hooks_have_set_come_back_as_attributes():
+    sample = Sample(group_index=3, extra={"where": "a.jsonl:1"})
+    sample.turns, sample.score = [1, 2], 0.5
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+    assert (again.turns, again.score, again.extra) == ([1, 2], 0.5, {"where": "a.jsonl:1"})
+    assert vars(Sample.from_dict(again.to_dict())) == vars(sample)
+    assert "hook_attributes" not in Sample().to_dict() and not hasattr(again, "where")
 
 
 @pytest.mark.parametrize(("flag", "status"), [("truncated", Status.TRUNCATED), ("aborted", Status.ABORTED)])

@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.cispo import cispo_loss
+from instep.algorithms.losses.dppo import dppo_loss
 from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
 from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
 from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
@@ -68,6 +69,8 @@ class PolicyLossConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
         if self.eps_clip_c is not None and self.eps_clip_c <= 1:
             raise ValueError(f"eps_clip_c must be greater than 1, not {self.eps_clip_c}")
+        if self.form in _AROUND_ROLLOUT and not self.use_rollout_logprobs:
+            raise ValueError(f"{self.form} bounds the way from the policy that sampled: it needs use_rollout_logprobs")
         if (self.use_tis or self.use_rs) and self.use_rollout_logprobs:
             raise ValueError(
                 "use_tis and use_rs correct towards recomputed log-probs; use_rollout_logprobs leaves nothing to do"
@@ -82,7 +85,7 @@ class PolicyLossConfig:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """The bounds of a ratio or a weight, as keyword arguments of a form."""
+        """The bounds of a ratio, a weight or a divergence, as keyword arguments of a form."""
         return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
 
     @classmethod
@@ -103,7 +106,14 @@ FORMS: dict[str, Form] = {
     "sapo": lambda now, old, a, mask, lengths, c: sapo_loss(
         now, old, a, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
     ),
+    "dppo_tv": lambda now, old, a, mask, lengths, c: dppo_loss(
+        now, old, a, divergence="tv", **c.bounds, eps_clip_c=c.eps_clip_c
+    ),
+    "dppo_kl": lambda now, old, a, mask, lengths, c: dppo_loss(
+        now, old, a, divergence="kl", **c.bounds, eps_clip_c=c.eps_clip_c
+    ),
 }
+_AROUND_ROLLOUT = ("dppo_tv", "dppo_kl")
 
 
 class LossTerms(NamedTuple):

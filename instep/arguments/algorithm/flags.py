@@ -58,7 +58,8 @@ ALGORITHM = FlagGroup(
             "--eps-clip",
             POSITIVE,
             0.2,
-            f"clip range of the ratio, below 1; unless given {_own_defaults('eps_clip')} (1: no lower bound)",
+            "clip range of the ratio, below 1 (dppo: of the divergence; cispo: 1 for no lower bound); unless given "
+            + _own_defaults("eps_clip"),
             whose="VC",
         ),
         Flag(
@@ -72,7 +73,7 @@ ALGORITHM = FlagGroup(
             "--eps-clip-c",
             Number(float, 1, 1e6, above=True),
             None,
-            "dual-clip constant, above 1; off if unset",
+            "dual-clip constant (dppo: upper bound of the ratio), above 1; off if unset",
             whose="C",
         ),
         Flag(

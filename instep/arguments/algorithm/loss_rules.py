@@ -8,6 +8,7 @@ from instep.arguments.concern import Settings
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
+_BOUNDED_DIVERGENCE = names_where(lambda estimator, loss: loss.bounds == "divergence")
 _OF_RESPONSE = names_where(lambda estimator, loss: loss.of_response)
 _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
@@ -29,6 +30,11 @@ def _always_on_policy(args: Settings) -> bool:
     return makes_its_own and args.num_steps_per_rollout == 1 and same_weights
 
 
+def _truncates(args: Settings) -> bool:
+    """Whether engines sample from a part of the distribution."""
+    return args.rollout_top_p < 1 or args.rollout_top_k > 0
+
+
 def _rounding_clips(args: Settings) -> bool:
     """Whether tokens may have the engine's log-probs, rounded in bf16, as old ones under bounds as narrow as GSPO's."""
     rounded = args.precision == "bf16" or (args.precision == "auto" and args.device != "cpu")
@@ -44,6 +50,13 @@ RULES: tuple[Combination, ...] = (
         lambda a, given: a.eps_clip >= 1,
         "it would never clip below",
         "use a value below 1, such as 0.2",
+    ),
+    Combination(
+        _BOUNDED_DIVERGENCE,
+        "--eps-clip or --eps-clip-high of 1 or more",
+        lambda a, given: max(a.eps_clip, a.eps_clip_high) >= 1,
+        "no probability moves by 1, and a KL of 1 nat is no trust region: hardly a token would be masked",
+        "use a value below 1, such as 0.15 for the total variation or 0.05 for the KL",
     ),
     Combination(
         _BOUNDED_WEIGHT,
@@ -101,16 +114,25 @@ RULES: tuple[Combination, ...] = (
         (),
         "--use-tis or --use-rs with --use-rollout-logprobs",
         lambda a, given: _corrects(a) and a.use_rollout_logprobs,
-        "with the engine's log-probs as old policy there is nothing to correct",
-        "give one of the two",
+        "with the engine's log-probs as old policy, as dppo always has them, there is nothing to correct",
+        "leave the correction out",
     ),
     Combination(
         (),
-        "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs",
-        lambda a, given: (a.rollout_top_p < 1 or a.rollout_top_k > 0) and (_corrects(a) or a.use_rollout_logprobs),
+        "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs (dppo has it)",
+        lambda a, given: _truncates(a) and (_corrects(a) or a.use_rollout_logprobs),
         "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
         "biased",
         "sample from the full distribution, or leave the correction out",
+    ),
+    Combination(
+        (),
+        "--rollout-top-p or --rollout-top-k with --partial-rollout or `instep train-async`",
+        lambda a, given: _truncates(a) and _has_older_tokens(a),
+        "the engine's log-probs are of the distribution that the older weights truncated, no base for a ratio: tokens "
+        "of older weights are trained as if the current ones had made them, without a correction",
+        "sample from the full distribution, or only with the current weights (`instep train`, no --partial-rollout)",
+        refused=False,
     ),
     Combination(
         (),

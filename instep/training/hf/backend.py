@@ -30,6 +30,7 @@ from instep.checkpoints.plain import METADATA, read_index
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
+from instep.models.mtp import left_out
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
 from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
@@ -123,7 +124,7 @@ class HfBackend:
             device=device,
         )
         self.policy.num_passes = self._most
-        self._checked = False
+        self._checked, self._left_out = False, ""
         self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
         self._weights = Parking(device, lambda: local_tensors(self.policy))
         self._states = Parking(device, self._optimizer_states)
@@ -168,7 +169,7 @@ class HfBackend:
             one = torch.ones(1, dtype=torch.long)
             tokens = torch.arange(4) % self._compute.vocab_size
             self.forward_only([TokenBatch(tokens, 4 * one, one, sample_columns={"temperature": one.float()})])
-        return self._compute.remark
+        return "; ".join(filter(None, (self._compute.remark, self._left_out)))
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
@@ -261,7 +262,8 @@ class HfBackend:
         return reference
 
     def load_hf(self, path: Path) -> None:
-        load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
+        unread = load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
+        self._left_out = left_out(unread)
         self._changed()
         self._remember_base(Path(path))
 

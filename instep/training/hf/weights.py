@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from instep.checkpoints.weight_files import opened, weight_files
+from instep.checkpoints.hf_weights import opened_weights
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.training.hf.gather import in_batches
@@ -68,31 +67,33 @@ def _named_shapes(group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 @torch.no_grad()
-def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> None:
+def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> list[str]:
     """Copy a checkpoint's weights into `model`, each rank its own shard, with no communication.
 
     Args:
         fresh: the name of a weight that keeps its value, whether the checkpoint has it or not.
 
+    Returns:
+        The names of the tensors that are not read: those of multi-token prediction.
+
     Raises:
-        CheckpointError: a missing or unreadable file, a weight missing, unexpected or of another shape.
+        CheckpointError, ConfigError: a missing or unreadable file, a weight missing, unexpected or of another shape.
     """
-    weights, places = named_weights(model), weight_files(path)
-    names = CheckpointNames(model, places)
-    if missing := [name for name in names.missing if name != fresh]:
-        raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
-    if names.extra:
-        raise _mismatch(path, f"{len(names.extra)} weights are not the model's, the first {names.extra[0]!r}")
-    groups = [group for group in names.groups if group.model != [fresh]]
-    with contextlib.ExitStack() as stack:
-        files = {file: stack.enter_context(opened(file)) for file in sorted(set(places.values()))}
-        for group in groups:
-            tensors = [files[places[name]].get_tensor(name) for name in group.checkpoint]
+    weights = named_weights(model)
+    with opened_weights(path, model.dtype) as stored:
+        names = CheckpointNames(model, stored)
+        if missing := [name for name in names.missing if name != fresh]:
+            raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
+        if names.extra:
+            raise _mismatch(path, f"{len(names.extra)} weights are not the model's, the first {names.extra[0]!r}")
+        for group in (group for group in names.groups if group.model != [fresh]):
+            tensors = [stored[name].read() for name in group.checkpoint]
             for name, shape, tensor in zip(group.checkpoint, group.shapes, tensors, strict=True):
                 if tensor.shape != shape:
                     raise _mismatch(path, f"{name!r} is {list(tensor.shape)} there and {list(shape)} in the model")
             for name, full in names.to_model(group, tensors).items():
                 write(weights[name], full)
+    return names.mtp
 
 
 def _mismatch(path: Path, what: str) -> CheckpointError:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import InstepError
+from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
@@ -27,7 +28,7 @@ from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.host_moments import keep_moments_in_pieces
 from instep.training.megatron.replay import routes_of
-from instep.training.megatron.weights import MegatronWeightSource, load_hf, local_parameters
+from instep.training.megatron.weights import MegatronWeightSource, check_parameters, load_hf, local_parameters
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch
@@ -86,6 +87,9 @@ class MegatronBackend:
         self.rope = Rope(hf_config, self.shape.rotary_dim, device)
         with cpu_platform.scope():
             self.chunks = [self._chunk(chunk, hooks).to(device) for chunk in range(self.placement.num_chunks)]
+            if hooks is not None and hooks.builders:
+                named = local_parameters(self.chunks, self.placement)
+                check_parameters(named, self.shape, self.placement, hooks.builders)
             if selection is not None:
                 named = local_parameters(self.chunks, self.placement)
                 named = {name: p for name, p in named.items() if isinstance(p, torch.nn.Parameter)}
@@ -103,12 +107,15 @@ class MegatronBackend:
         from instep.training.megatron import spec
 
         def own(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> spec.PolicyModel:
+            block = spec.block_spec(self.config, vp_stage, self.shape.experts.layers if self.shape.experts else ())
+            if hooks is not None:
+                block = hooks.layers(functools.partial(spec.users_block, block), self.config, vp_stage) or block
             return spec.PolicyModel(
                 self.config,
                 padded_vocab=self.padded_vocab,
                 vocab_size=self.shape.vocab_size,
                 value_head=self.shape.value_head,
-                expert_layers=self.shape.experts.layers if self.shape.experts else (),
+                block=block,
                 max_sequence_length=self.shape.max_position_embeddings,
                 pre_process=pre_process,
                 post_process=post_process,
@@ -326,9 +333,7 @@ class MegatronBackend:
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
         unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
-        if unread:
-            self._remark = f"{len(unread)} tensors of multi-token prediction ({unread[0]}, ...) are not read: they are "
-            self._remark += "neither trained nor synced nor exported"
+        self._remark = left_out(unread)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -348,7 +353,8 @@ class MegatronBackend:
 
         parameters = local_parameters(self.chunks, self.placement)
         states = self.optimizer if optimizer else None
-        checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
+        unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
+        self._remark = left_out(unread)
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 

@@ -198,12 +198,15 @@ def load(
     optimizer: Any | None,
     *,
     fresh_head: bool = False,
-) -> None:
+) -> list[str]:
     """Read this rank's part of a Megatron checkpoint, which instep or another program of any layout wrote.
 
     Args:
         parameters: of `local_parameters`.
         fresh_head: the output layer is not read but becomes zero.
+
+    Returns:
+        The names of the tensors that are not read: those of multi-token prediction.
 
     Raises:
         CheckpointError: no such checkpoint, one of another model, or an optimizer state that cannot be read.
@@ -234,6 +237,7 @@ def load(
                 master.state[name] = piece.to(master.tensor.device, copy=True)
     if optimizer is not None:
         _set_step(optimizer, held, step)
+    return checkpoint.mtp
 
 
 def _set_step(optimizer: Any, held: Mapping[Tensor, Master], step: float) -> None:

@@ -1,4 +1,4 @@
-"""The functions of `--custom-megatron-*-path` and `--custom-model-provider-path`, with slime's signatures.
+"""The functions of `--custom-megatron-*-path`, `--custom-model-provider-path` and `--spec`, with slime's signatures.
 
 This module imports nothing heavy.
 """
@@ -6,8 +6,9 @@ This module imports nothing heavy.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from instep.hooks import Hook
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import HookSettings
     from instep.training.megatron.spec import PolicyModel
+
+
+T = TypeVar("T")
+MODEL_PROVIDER, SPEC = "--custom-model-provider-path", "--spec"
 
 
 class Provider(Protocol):
@@ -51,6 +56,7 @@ class MegatronHooks:
         step: f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before the gradients of a step, which
             are zero then; the scheduler is None: the controller sets the learning rate.
         provider: f(pre_process, post_process[, vp_stage]), which builds the model, from that of `model_provider`.
+        spec: f(args, config[, vp_stage]), which makes the spec of the layers; `config` is Megatron's.
 
     `model` is a list of this rank's modules, as Megatron has wrapped them.
     """
@@ -60,6 +66,7 @@ class MegatronHooks:
     log_probs: str | None
     step: str | None
     provider: str | None
+    spec: str | None = None
 
     @classmethod
     def from_args(cls, args: Args) -> MegatronHooks:
@@ -69,7 +76,14 @@ class MegatronHooks:
             args.custom_megatron_before_log_prob_hook_path,
             args.custom_megatron_before_train_step_hook_path,
             args.custom_model_provider_path,
+            args.spec,
         )
+
+    @property
+    def builders(self) -> str:
+        """The flags whose functions build the model, with these; empty if there are none."""
+        named = ((MODEL_PROVIDER, self.provider), (SPEC, self.spec))
+        return ", ".join(f"{flag} {path}" for flag, path in named if path)
 
     def build(
         self, kind: type[Any], own: Provider, pre_process: bool, post_process: bool, vp_stage: int | None
@@ -84,10 +98,8 @@ class MegatronHooks:
         """
         if self.provider is None:
             return own(pre_process, post_process, vp_stage)
-        hook = Hook("--custom-model-provider-path", self.provider)
-        chunk: dict[str, Any] = (
-            {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(hook.function).parameters else {}
-        )
+        hook = Hook(MODEL_PROVIDER, self.provider)
+        chunk = _stage_if_taken(hook, vp_stage)
         _building.append(own)
         try:
             model = hook.call(pre_process=pre_process, post_process=post_process, **chunk)
@@ -96,6 +108,23 @@ class MegatronHooks:
         if not isinstance(model, kind):
             raise hook.wrong(model, "the model of instep.training.megatron.hooks.model_provider, changed or not")
         return cast("PolicyModel", model)
+
+    def layers(self, read: Callable[[Any], T], config: Any, vp_stage: int | None) -> T | None:
+        """What `read` makes of the spec that the user's function returns; None if there is no function.
+
+        Args:
+            read: raises TypeError or ValueError for what is no spec.
+
+        Raises:
+            RolloutError: the function raised, or returned something else.
+        """
+        if self.spec is None:
+            return None
+        hook = Hook(SPEC, self.spec)
+        spec = hook.call(self.args, config, **_stage_if_taken(hook, vp_stage))
+        expected = "a ModuleSpec of a layer, or TransformerBlockSubmodules with one for each layer of the chunk"
+        with hook.reading(spec, expected):
+            return read(spec)
 
     def started(self) -> None:
         if self.init:
@@ -109,3 +138,7 @@ class MegatronHooks:
         if self.step:
             hook = Hook("--custom-megatron-before-train-step-hook-path", self.step)
             hook.call(self.args, rollout_id, step_id, model, optimizer, None)
+
+
+def _stage_if_taken(hook: Hook, vp_stage: int | None) -> dict[str, Any]:
+    return {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(hook.function).parameters else {}

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -196,6 +202,41 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+# Megatron's modules which pack no sequences, split no norms or log no routes: instep's stand in for them.
+_PLAIN = (DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP)
+
+
+def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBlockSubmodules:
+    """The layers of the user's spec, with the modules of `own` in the place of Megatron's plain ones.
+
+    Args:
+        theirs: a spec of every layer, or of one that all are like.
+
+    Raises:
+        TypeError, ValueError: it is none, or has another number of layers.
+    """
+    if isinstance(theirs, ModuleSpec):
+        theirs = TransformerBlockSubmodules([theirs] * len(own.layer_specs), own.layer_norm)
+    if not isinstance(theirs, TransformerBlockSubmodules):
+        raise TypeError("no spec")
+    for layer, mine in zip(theirs.layer_specs, own.layer_specs, strict=True):
+        _adopt(layer.submodules, mine.submodules)
+    if theirs.layer_norm in _PLAIN:
+        theirs.layer_norm = own.layer_norm
+    return theirs
+
+
+def _adopt(theirs: Any, mine: Any) -> None:
+    """Put parts of the layer `mine` in the place of plain ones of `theirs`, and its keys of checkpoints."""
+    for name, part in vars(mine).items() if type(theirs) is type(mine) else ():
+        found = getattr(theirs, name)
+        plain = (found.module if isinstance(found, ModuleSpec) else found) in _PLAIN
+        if name == "sharded_state_dict_keys_map" or (plain and part is not IdentityOp):
+            setattr(theirs, name, part)
+        elif isinstance(found, ModuleSpec) and isinstance(part, ModuleSpec):
+            _adopt(found.submodules, part.submodules)
+
+
 def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     num_experts = config.num_moe_experts if has_experts else None
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -234,12 +275,11 @@ class PolicyModel(GPTModel):
         vocab_size: int,
         value_head: bool,
         vp_stage: int | None,
-        expert_layers: Sequence[int],
+        block: TransformerBlockSubmodules,
         **kwargs: Any,
     ):
-        spec = block_spec(config, vp_stage, expert_layers)
         super().__init__(
-            config, spec, vocab_size=padded_vocab, position_embedding_type="none", vp_stage=vp_stage, **kwargs
+            config, block, vocab_size=padded_vocab, position_embedding_type="none", vp_stage=vp_stage, **kwargs
         )  # the core attention rotates
         self.real_vocab_size, self.value_head = vocab_size, value_head
         for layer in self.decoder.layers:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.checkpoints.weight_files import opened, weight_files
-from instep.errors import CheckpointError
+from instep.checkpoints.hf_weights import StoredTensor, opened_weights
+from instep.errors import CheckpointError, ConfigError
+from instep.models.mtp import mtp_names
 from instep.models.shape import ModelShape
 from instep.models.weight_map import (
     EMBEDDING,
@@ -49,6 +49,34 @@ def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) ->
                 name = f"{before}{experts}{int(index) + placement.ep_rank * placement.num_local_experts}.{rest}"
             named[name] = param
     return named
+
+
+def check_parameters(names: Collection[str], shape: ModelShape, placement: Placement, where: str) -> None:
+    """The parameters of this rank, of a model that functions of the user's have built, are those of its checkpoint.
+
+    Args:
+        names: of `local_parameters`.
+        where: the flags that name the functions.
+
+    Raises:
+        ConfigError: names parameters that are missing, and those that no checkpoint has.
+    """
+    p, entries = placement, weight_entries(shape)
+    here = {
+        entry.megatron
+        for entry in entries
+        if p.stage(entry) == p.pp_rank and (entry.expert is None or entry.expert // p.num_local_experts == p.ep_rank)
+    }
+    known = here | ({HEAD} if shape.tied else set())  # the last stage's copy
+    problems = [f"{name} is missing" for name in sorted(here - set(names))]
+    problems += [f"{name} is none of this model's" for name in sorted(set(names) - known)]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(
+            f"the model has other parameters than its checkpoint: {'; '.join(problems[:8])}{more}",
+            where=where,
+            remedy="keep Megatron's names: weights are read from checkpoints, and sent to engines, by them",
+        )
 
 
 @dataclass
@@ -136,16 +164,14 @@ def load_hf(
         The names of the tensors that are not read: those of multi-token prediction.
 
     Raises:
-        CheckpointError: an unreadable folder, or tensors that are not the model's.
+        CheckpointError, ConfigError: an unreadable folder, or tensors that are not the model's.
     """
-    files = weight_files(path)
     by_name = {entry.megatron: entry for entry in weight_entries(shape)}
     if shape.tied:  # the last stage of a pipeline has its own copy
         by_name[HEAD] = by_name[EMBEDDING]
-    with ExitStack() as stack:
-        shards = {file: stack.enter_context(opened(file)) for file in sorted(set(files.values()))}
-        slices = {name: shards[file].get_slice(name) for name, file in files.items()}
-        unread = check_tensors(path, shape, slices)
+    dtype = next(iter(parameters.values())).dtype
+    with opened_weights(path, dtype) as tensors:
+        unread = check_tensors(path, shape, tensors)
         for name, param in parameters.items():
             if shape.value_head and name == HEAD:
                 param.zero_()
@@ -153,21 +179,20 @@ def load_hf(
             entry = by_name[name]
             parts = []
             for i, hf_name in enumerate(entry.names):
-                stored = slices[hf_name]
                 if entry.split_dim is None:
-                    parts.append(stored[:])
+                    parts.append(tensors[hf_name].read())
                     continue
                 start, stop = part_range(entry, i, *placement.split(entry)[:2], padded_vocab)
-                parts.append(stored[start:stop] if entry.split_dim == 0 else stored[:, start:stop])
+                parts.append(tensors[hf_name].read(entry.split_dim, start, stop))
             param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
     return unread
 
 
-def check_tensors(path: Path, shape: ModelShape, slices: Mapping[str, Any]) -> list[str]:
+def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """Every tensor of the model is in the checkpoint with its shape, and nothing else is but what is not read.
 
     Args:
-        slices: of the checkpoint. The output layer of a model that has none, or of a critic, is not looked at.
+        tensors: of the checkpoint. The output layer of a model that has none, or of a critic, is not looked at.
 
     Returns:
         The names of tensors of multi-token prediction, which checkpoints hold as layers behind the model's own.
@@ -175,16 +200,15 @@ def check_tensors(path: Path, shape: ModelShape, slices: Mapping[str, Any]) -> l
     Raises:
         CheckpointError: names all that are missing, unknown or of another shape.
     """
-    behind = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_mtp_layers))
-    unread = sorted(name for name in slices if name.startswith(behind))
+    unread = mtp_names(tensors, shape.num_layers, shape.num_mtp_layers)
     entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
     wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
     ignored = {*unread, *(["lm_head.weight"] if shape.tied or shape.value_head else [])}
-    found = {name for name in slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+    found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - ignored
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
     for name in wanted:
-        if name in found and (size := tuple(slices[name].get_shape())) != wanted[name]:
+        if name in found and (size := tensors[name].shape) != wanted[name]:
             problems.append(f"{name} has shape {size}, config.json says {wanted[name]}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""

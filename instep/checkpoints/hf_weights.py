@@ -1,0 +1,109 @@
+"""The tensors of a Hugging Face checkpoint, read one or one part at a time; those in FP8 become what the model takes.
+
+Block-quantized FP8 is how DeepSeek-V3 is published (arXiv 2412.19437, section 3.3.2): `X` holds float8_e4m3fn,
+`X_scale_inv` a number for each block of 128 x 128 of its elements, with which these are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoints.hf_export import fp8_block, read_hf_config
+from instep.checkpoints.weight_files import opened, weight_files
+from instep.errors import CheckpointError
+
+FP8, SCALE = "F8_E4M3", "_scale_inv"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of an open checkpoint. `dtype` is what it is read as; None: as it is stored."""
+
+    name: str
+    path: Path
+    file: Any  # of `opened`
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Its part [start, stop) along `dim`, 0 or 1; by default all of it."""
+        if start == 0 and stop is None:
+            tensor: Tensor = self.file.get_tensor(self.name)
+        else:
+            stored = self.file.get_slice(self.name)
+            tensor = stored[start:stop] if dim == 0 else stored[:, start:stop]
+        return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockQuantized(StoredTensor):
+    """A matrix in FP8; `scale` is that of its blocks, each of `block` rows and columns (fewer at the ends)."""
+
+    scale: StoredTensor
+    block: tuple[int, int]
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        stop, size = self.shape[dim] if stop is None else stop, self.block[dim]
+        weight = super().read(dim, start, stop)
+        scale = self.scale.read(dim, start // size, -(-stop // size)).float()
+        before = [start % size if d == dim else 0 for d in range(2)]  # of the first block's rows and columns, left out
+        wide = scale.repeat_interleave(self.block[1], 1)[:, before[1] : before[1] + weight.shape[1]]
+        out = torch.empty(weight.shape, dtype=self.dtype)
+        for i, of_row in enumerate(wide):  # a row of blocks at a time is in float32
+            rows = slice(max(0, i * self.block[0] - before[0]), (i + 1) * self.block[0] - before[0])
+            out[rows] = weight[rows].float() * of_row
+        return out
+
+
+@contextmanager
+def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
+
+    Args:
+        dtype: what tensors in FP8 are read as. Their scales are no tensors of their own here.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor in FP8 has no scale, or one of another shape.
+        ConfigError: no readable config.json; its weights are quantized in another way.
+    """
+    block, files = fp8_block(read_hf_config(folder), str(folder)), weight_files(folder)
+    with ExitStack() as stack:
+        shards = {path: stack.enter_context(opened(path)) for path in sorted(set(files.values()))}
+        slices = {name: shards[path].get_slice(name) for name, path in files.items()}
+        tensors = {
+            name: StoredTensor(name, path, shards[path], tuple(slices[name].get_shape()))
+            for name, path in files.items()
+        }
+        for name in [name for name, stored in slices.items() if stored.get_dtype() == FP8]:
+            tensors[name] = _quantized(tensors[name], tensors.pop(name + SCALE, None), block, dtype)
+        yield tensors
+
+
+def _quantized(
+    weight: StoredTensor, scale: StoredTensor | None, block: tuple[int, int] | None, dtype: torch.dtype
+) -> BlockQuantized:
+    wanted = None
+    if block is not None and len(weight.shape) == 2:
+        wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    if block is None:
+        problem = "config.json has no quantization_config with quant_method fp8 and a weight_block_size"
+    elif scale is None:
+        problem = f"{weight.name}{SCALE} is missing"
+    elif scale.shape != wanted:
+        by = " x ".join(map(str, block))
+        problem = f"{scale.name} has shape {scale.shape}, not {wanted or 'one'} of its blocks of {by}"
+    else:
+        place = (weight.name, weight.path, weight.file, weight.shape, dtype)
+        return BlockQuantized(*place, scale=scale, block=block)
+    raise CheckpointError(
+        f"{weight.name}, of shape {weight.shape}, is in FP8, and {problem}",
+        where=str(weight.path.parent),
+        remedy="download the checkpoint again, config.json too; or give one in bfloat16",
+    )

@@ -1,0 +1,30 @@
+"""Multi-token prediction: modules that checkpoints have beside the model, which is loaded and trained without them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+KEYS = ("num_mtp_layers", "num_nextn_predict_layers")  # of config.json, for one number
+_MODULE = re.compile(r"(model\.)?mtp[._]")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def num_mtp_layers(config: Mapping[str, Any]) -> int:
+    """How many layers of multi-token prediction a config.json says that there are."""
+    return next((int(config[key]) for key in KEYS if config.get(key)), 0)
+
+
+def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
+    """Those of a checkpoint's names that are multi-token prediction's, sorted: layers behind the model's own, of which
+    there are `num_layers` (DeepSeek-V3, GLM-4.5), or modules called so (Qwen3-Next, MiMo)."""
+    behind = range(num_layers, num_layers + num_mtp)
+    layers = ((name, _LAYER.match(name)) for name in names)
+    return sorted(name for name, at in layers if (int(at[1]) in behind if at else _MODULE.match(name)))
+
+
+def left_out(names: Sequence[str]) -> str:
+    """A line that says that these are left out; empty without any."""
+    what = f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: " if names else ""
+    return what and f"{what}they are neither trained nor synced nor exported"

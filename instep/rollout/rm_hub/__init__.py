@@ -1,0 +1,25 @@
+"""What slime's `slime.rollout.rm_hub` has for users' functions, under its names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from instep.rollout.rewards.dispatch import compute_reward
+from instep.rollout.rm_hub.math_utils import grade_answer_verl
+from instep.types import Group, Sample
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
+__all__ = ["async_rm", "batched_async_rm", "grade_answer_verl"]
+
+
+async def async_rm(args: HookSettings, sample: Sample) -> Any:
+    """The reward of a sample by --custom-rm-path or --rm-type. Raises: as `compute_reward`."""
+    return await compute_reward(args, sample)
+
+
+async def batched_async_rm(args: HookSettings, samples: Group) -> list[Any]:
+    """The rewards of samples; a function of --custom-rm-path gets all in one call. Raises: as `compute_reward`."""
+    rewards: list[Any] = await compute_reward(args, samples) if samples else []
+    return rewards

@@ -1,0 +1,47 @@
+"""slime's grader of boxed answers, under its names."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from typing import Any
+
+from instep.rollout.rewards.dispatch import MAX_ALGEBRA_CHARS
+from instep.rollout.rewards.pool import NUM_THREADS, START_SECONDS, RewardPool
+from instep.rollout.rewards.text import last_boxed, quick_equal
+
+ALGEBRA_SECONDS = 10.0  # of a worker, for one comparison
+
+
+def extract_answer(passage: str) -> str | None:
+    """The content of the last `\\boxed{...}`; None if there is none."""
+    return last_boxed(passage)
+
+
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the last `\\boxed{...}` of a response equals the label (--rm-type math), which may be boxed, too.
+
+    It blocks where only algebra can tell, for milliseconds once a worker runs; `await async_rm(...)` does not.
+
+    Raises:
+        RewardError: a comparison took too long, or its worker failed.
+    """
+    answer, label = extract_answer(solution_str), "" if ground_truth is None else str(ground_truth)
+    label = extract_answer(label) or label
+    if answer is None or not label:
+        return False
+    equal = quick_equal(answer, label)
+    if equal is not None or max(len(answer), len(label)) > MAX_ALGEBRA_CHARS:
+        return bool(equal)
+    loop, pool = _grader()
+    work = pool.equal(answer, label, timeout=ALGEBRA_SECONDS, where="grade_answer_verl")
+    return asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS + NUM_THREADS * ALGEBRA_SECONDS)
+
+
+@functools.cache
+def _grader() -> tuple[asyncio.AbstractEventLoop, RewardPool]:
+    """A worker beside the rollout's own, and its loop: the caller may stand on the rollout's."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="instep-grader", daemon=True).start()
+    return loop, RewardPool(1)

@@ -1,0 +1,313 @@
+"""Published folders: block-quantized FP8 is read as what it stands for (a loop over the blocks says what that is), and
+multi-token prediction is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from instep import convert
+from instep.arguments import parse
+from instep.checkpoints.hf_weights import opened_weights
+from instep.checkpoints.megatron import MegatronCheckpoint
+from instep.cli import main
+from instep.errors import CheckpointError, ConfigError, InstepError
+from instep.preflight import check_inputs
+from instep.training.worker import Worker
+from tests.architectures import tiny_config
+from tests.assets import make_prompts, make_tokenizer
+from tests.distributed.megatron_layouts import MODELS, random_model
+from tests.fp8 import change_config, quantize
+from tests.live_bytes import LiveBytes
+
+SCALES, WEIGHTS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """In FP8, with what their tensors stand for in `NAME.safetensors` beside them."""
+    root = tmp_path_factory.mktemp("models")
+    for name in ("untied", "moe-mixed"):
+        random_model(MODELS[name]).bfloat16().save_pretrained(root / name)
+        save_file(quantize(root / name), root / f"{name}.safetensors")
+    return root
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    dist.destroy_process_group()
+    torch.set_rng_state(state)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_part_of_a_matrix_is_that_of_the_whole(tmp_path, block, dtype):
+    """Its rows and columns are no multiples of a block's, and parts begin within blocks."""
+    torch.manual_seed(0)
+    full = torch.randn(300, 421).bfloat16() * torch.logspace(-3, 3, 421).bfloat16()
+    save_file({NAME: full, "lm_head.weight": full[:, :9].contiguous()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    meant = quantize(tmp_path, block)[NAME].to(dtype)
+    assert not torch.equal(meant, full.to(dtype))
+    with opened_weights(tmp_path, dtype) as tensors:
+        assert tensors.keys() == {NAME, "lm_head.weight"}
+        assert torch.equal(tensors["lm_head.weight"].read(), full[:, :9])
+        stored = tensors[NAME]
+        assert stored.shape == (300, 421) and torch.equal(stored.read(), meant) and stored.read().dtype is dtype
+        for start, stop in [(0, 1), (0, 128), (64, 192), (100, 101), (127, 129), (150, 300), (256, 300), (90, 90)]:
+            assert torch.equal(stored.read(0, start, stop), meant[start:stop])
+            assert torch.equal(stored.read(1, start, stop), meant[:, start:stop])
+        assert torch.equal(stored.read(1, 400, 421), meant[:, 400:])
+
+
+def test_only_a_row_of_blocks_is_in_float32_at_a_time(tmp_path):
+    save_file({NAME: torch.randn(2048, 512).bfloat16()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    quantize(tmp_path, (128, 128))
+    with opened_weights(tmp_path, torch.bfloat16) as tensors, LiveBytes() as live:
+        assert tensors[NAME].read().nbytes == 2 * 2048 * 512
+    assert live.peak < 4 * 2048 * 512, "with what is mapped less than a float32 copy of it alone"
+
+
+def damaged(folder: Path, file: str, name: str, tensor: torch.Tensor | None) -> None:
+    tensors, index = load_file(folder / file), folder / "model.safetensors.index.json"
+    there = json.loads(index.read_text())
+    tensors.pop(name)
+    del there["weight_map"][name]
+    if tensor is not None:
+        tensors[name], there["weight_map"][name] = tensor, file
+    save_file(tensors, folder / file)
+    index.write_text(json.dumps(there))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "what"),
+    [
+        (lambda f: damaged(f, SCALES, f"{NAME}_scale_inv", None), CheckpointError, f"{NAME}_scale_inv is missing"),
+        (
+            lambda f: damaged(f, SCALES, f"{NAME}_scale_inv", torch.ones(3, 4)),
+            CheckpointError,
+            f"{NAME}, of shape (64, 96), is in FP8, and {NAME}_scale_inv has shape (3, 4), not (4, 4) of its blocks",
+        ),
+        (
+            lambda f: damaged(f, WEIGHTS, NAME, torch.ones(64, 2, 48).to(torch.float8_e4m3fn)),
+            CheckpointError,
+            "has shape (4, 4), not one of its blocks of 16 x 24",
+        ),
+        (lambda f: change_config(f, quantization_config=None), CheckpointError, "has no quantization_config"),
+        (
+            lambda f: change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}),
+            ConfigError,
+            "are quantized (gptq): only FP8 with a scale for each block is read",
+        ),
+        (
+            lambda f: change_config(f, quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
+            ConfigError,
+            "are quantized (fp8, weight_block_size None)",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_error(models, tmp_path, capsys, change, error, what):
+    hf = shutil.copytree(models / "untied", tmp_path / "hf")
+    change(hf)
+    with pytest.raises(error) as caught, opened_weights(hf, torch.bfloat16):
+        pass
+    assert what in caught.value.what and str(hf) in caught.value.where and caught.value.remedy
+    for way in ("hf-to-megatron", "fp8-to-bf16"):
+        assert main(["convert", way, "--hf-checkpoint", str(hf), "--save", str(tmp_path / "new")]) != 0
+        said = capsys.readouterr().err
+        assert said.count("where:") == 1 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["untied", "moe-mixed"])
+def test_a_conversion_to_megatron_is_in_bfloat16(models, tmp_path, name):
+    hf, meant = models / name, load_file(models / f"{name}.safetensors")
+    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(tmp_path / "m")]) == 0
+    checkpoint = MegatronCheckpoint(tmp_path / "m" / "release", convert._shape(hf, False))
+    read = {n: t for e in checkpoint.entries for n, t in zip(e.names, checkpoint.tensors(e), strict=True)}
+    stored = weights(hf)
+    assert read.keys() == meant.keys()
+    for key, tensor in read.items():
+        dtype = torch.bfloat16 if stored[key].dtype is torch.float8_e4m3fn else stored[key].dtype
+        assert tensor.dtype is dtype and torch.equal(tensor, meant[key].to(dtype)), key
+
+
+def test_the_folder_in_bfloat16_is_what_transformers_loads(models, tmp_path, capsys):
+    hf, save, meant = models / "moe-mixed", tmp_path / "bf16", load_file(models / "moe-mixed.safetensors")
+    (hf / "tokenizer_config.json").write_text("{}")
+    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(hf), "--save", str(save)]) == 0
+    assert f"{len(meant)}" in capsys.readouterr().out
+    config = json.loads((save / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    assert (save / "tokenizer_config.json").exists()
+    written = weights(save)
+    assert written.keys() == meant.keys()
+    assert all(torch.equal(tensor, meant[key].bfloat16()) for key, tensor in written.items())
+    model, info = AutoModelForCausalLM.from_pretrained(save, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype is torch.bfloat16
+    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(save), "--save", str(tmp_path / "again")]) == 2
+    assert "its weights are not in FP8" in capsys.readouterr().err
+
+
+def make_run(folder: Path, model_type: str) -> dict[str, torch.Tensor]:
+    """A model in FP8 in `hf`, with prompts to train it on, and what its tensors stand for."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(model_type)).bfloat16().save_pretrained(folder / "hf")
+    make_tokenizer().save_pretrained(folder / "hf")
+    make_prompts(folder / "train.jsonl", 2)
+    return quantize(folder / "hf")
+
+
+def words(folder: Path, hf: Path, more: str = "--rm-type random --n-samples-per-prompt 4") -> list[str]:
+    line = f"--hf-checkpoint {hf} --prompt-data {folder}/train.jsonl --input-key prompt --rollout-batch-size 1 "
+    line += "--num-rollout 1 --actor-num-gpus-per-node 1 --train-backend hf --device cpu --precision fp32 "
+    return [*line.split(), "--run-dir", str(folder / "run"), *more.split()]
+
+
+def make_worker(folder: Path, hf: Path) -> Worker:
+    worker = Worker(lambda event: None)
+    args = parse(words(folder, hf, "--no-torch-compile"), "sft")
+    worker.setup(args, 0, 1, str(folder / "rendezvous"), 1)
+    return worker
+
+
+def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkeypatch):
+    make_run(tmp_path, "qwen3")
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--lora-rank", "2"]):
+        with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot") as error:
+            check_inputs(parse([*words(tmp_path, tmp_path / "hf"), *more]))
+    check_inputs(parse(words(tmp_path, tmp_path / "hf")).replace(debug_train_only=True))
+    talk = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
+    only = f"--prompt-data {tmp_path}/talks.jsonl --input-key messages"
+    check_inputs(parse(words(tmp_path, tmp_path / "hf", only), "sft"))
+    command = re.match(r"`instep ([^`]+)`, and give that", error.value.remedy)
+    assert command is not None, error.value.remedy
+    assert main(shlex.split(command[1])) == 0
+    check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16")))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_the_hf_backend_trains_and_exports_what_it_stands_for(tmp_path, alone, model_type):
+    meant, hf = make_run(tmp_path, model_type), tmp_path / "hf"
+    worker = make_worker(tmp_path, hf)
+    worker.load_weights(hf)
+    worker.remark()
+    worker.export_hf(tmp_path / "export")
+    written = weights(tmp_path / "export")
+    assert written.keys() == meant.keys() and all(torch.equal(written[key].float(), meant[key]) for key in meant)
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    assert not hasattr(worker.backend.policy.model.config, "quantization_config")
+
+
+def test_an_error_in_the_weights_reaches_the_user_of_the_hf_backend(tmp_path, alone):
+    make_run(tmp_path, "qwen3")
+    damaged(tmp_path / "hf", SCALES, f"{NAME}_scale_inv", None)
+    worker = make_worker(tmp_path, tmp_path / "hf")
+    with pytest.raises(InstepError, match="_scale_inv is missing"):
+        worker.load_weights(tmp_path / "hf")
+
+
+# ---- multi-token prediction ------------------------------------------------------------------------------------------
+
+
+def add_mtp(folder: Path, prefix: str) -> set[str]:
+    """Give a folder a module of multi-token prediction, a layer like the last one and more; returns its names."""
+    file = folder / "model.safetensors"
+    tensors, last = load_file(file), "model.layers.1."
+    more = {prefix + name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)}
+    more |= {f"{prefix}{part}.weight": torch.randn(8) for part in ("enorm", "hnorm", "shared_head.norm")}
+    save_file(tensors | more, file, {"format": "pt"})
+    return set(more)
+
+
+def test_converters_say_what_of_multi_token_prediction_they_leave_out(tmp_path, capsys):
+    hf, m = tmp_path / "hf", tmp_path / "m"
+    random_model(MODELS["deepseek"]).bfloat16().save_pretrained(hf)
+    mtp = add_mtp(hf, "model.layers.2.")
+    meant = quantize(hf)
+    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(m)]) == 0
+    said = f"{len(mtp)} tensors of multi-token prediction"
+    assert said in capsys.readouterr().out
+    back = ["convert", "megatron-to-hf", "--load", str(m), "--hf-checkpoint", str(hf), "--save", str(tmp_path / "back")]
+    assert main(back) == 0 and said not in capsys.readouterr().out
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    written, stored = weights(tmp_path / "back"), weights(hf)
+    assert written.keys() == meant.keys() - mtp
+    for name, tensor in written.items():
+        dtype = torch.bfloat16 if stored[name].dtype is torch.float8_e4m3fn else stored[name].dtype
+        assert tensor.dtype is dtype and torch.equal(tensor, meant[name].to(dtype)), name
+    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(hf), "--save", str(tmp_path / "whole")]) == 0
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert weights(tmp_path / "whole").keys() == meant.keys() and config["num_nextn_predict_layers"] == 1
+
+
+def test_that_of_a_megatron_checkpoint_is_left_out_and_said(tmp_path, capsys):
+    hf, release = tmp_path / "hf", tmp_path / "m" / "release"
+    random_model(MODELS["deepseek"]).save_pretrained(hf)
+    shape = convert._shape(hf, False)
+    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(tmp_path / "m")]) == 0
+    there = MegatronCheckpoint(release, shape)
+    model = {e.megatron: there.local(e, 0, 1, sum(size[0] for size in e.shapes)) for e in there.entries}
+    assert not there.mtp
+    shutil.rmtree(release)
+    (release / "mp_rank_00").mkdir(parents=True)
+    file = release / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save({"model": model | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 4)}}, file)
+    back = ["convert", "megatron-to-hf", "--load", str(tmp_path / "m"), "--hf-checkpoint", str(hf)]
+    assert main([*back, "--save", str(tmp_path / "back")]) == 0
+    assert "1 tensors of multi-token prediction" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model_type", "prefix"),
+    [("deepseek_v3", "model.layers.2."), ("glm4_moe", "model.layers.2."), ("qwen3_next", "mtp.0.")],
+)
+def test_the_hf_backend_leaves_it_out_and_says_so(tmp_path, alone, model_type, prefix):
+    torch.manual_seed(0)
+    hf = tmp_path / "hf"
+    AutoModelForCausalLM.from_config(tiny_config(model_type)).save_pretrained(hf)
+    make_tokenizer().save_pretrained(hf)
+    make_prompts(tmp_path / "train.jsonl", 2)
+    before = weights(hf).keys()
+    mtp = add_mtp(hf, prefix)
+    worker = make_worker(tmp_path, hf)
+    worker.load_weights(hf)
+    said = f"{len(mtp)} tensors of multi-token prediction ({min(mtp)}, ...) are not read: they are neither trained nor"
+    assert said in worker.remark()
+    worker.export_hf(tmp_path / "export")
+    assert weights(tmp_path / "export").keys() == before
+    for folder, num in ((hf, 1), (tmp_path / "export", 0)):
+        assert json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", num) == num
+    if "layers" in prefix:  # of which config.json must say that they are there
+        change_config(hf, num_nextn_predict_layers=0)
+        other = worker._build(with_optimizer=False)
+        with pytest.raises(CheckpointError, match="weights are not the model's, the first 'model.layers.2."):
+            other.load_hf(hf)
+
+
+def test_its_flags_say_why_they_are_refused(tmp_path):
+    make_run(tmp_path, "qwen3")
+    with pytest.raises(
+        ConfigError, match="layers of multi-token prediction are left out of the model, and not trained"
+    ):
+        parse([*words(tmp_path, tmp_path / "hf"), "--mtp-num-layers", "1"])
+    parse([*words(tmp_path, tmp_path / "hf"), "--mtp-num-layers", "0"])
