@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,10 +79,11 @@ def _check_unquantized(args: Settings, config: dict[str, Any]) -> None:
     if fp8_block(config, str(folder)) is None or args.command not in ONLINE or args.debug_train_only:
         return
     lora = "; with --lora-rank and --weight-sync lora --vllm-quantization fp8 quantizes it in the engines"
+    words = ["instep", "convert", "fp8-to-bf16", "--hf-checkpoint", str(folder), "--save", f"{folder.name}-bf16"]
     raise ConfigError(
         "the weights of this checkpoint are in FP8: the trainer reads them, engines cannot take what is trained",
         where=f"--hf-checkpoint {folder}",
-        remedy=f"`instep convert fp8-to-bf16 --hf-checkpoint {folder} --save {folder.name}-bf16`, and give that{lora}",
+        remedy=f"`{shlex.join(words)}`, and give that{lora}",
     )
 
 

@@ -31,7 +31,9 @@ def from_text(text: str) -> Any:
 
 def _encoded(value: Any) -> dict[str, Any]:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # without them it is nothing of theirs
-    if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_nested or value.is_meta:
+            raise TypeError(f"a {type(value).__name__} is sparse, nested or without values: no dense tensor")
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         raw, kind, dtype = flat.view(torch.uint8).numpy().tobytes(), "tensor", str(value.dtype).removeprefix("torch.")
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind not in "OV":

@@ -94,7 +94,8 @@ class Controller:
         self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
         source = load_source(args, self.hook_args)
-        self.data_source = LedgeredDataSource(source, self.ledger)
+        under_way = bool(args.save) and args.command == "train-async"
+        self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:
             read_sets(self.hook_args)
         epochs, batch = args.num_epoch or 0, args.rollout_batch_size

@@ -157,7 +157,7 @@ def _keep(folder: Path, found: Found) -> None:
     write_text(folder / INDEX, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
     path, content, *_ = folder.name.split("-")
     for old in folder.parent.glob(f"{path}-*"):
-        if old.name.split("-")[1] != content:
+        if old.name.split("-")[1] != content or (old / "index.json").exists():  # the latter: as indices were before
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from instep.checkpoints.values import SAVABLE
 from instep.errors import RolloutError
 from instep.types import Group, Sample, begin_under
 
@@ -71,7 +72,7 @@ class Ledger:
                     raise _broken(group, "issued", self._state(group))
                 self.num_issued += entry is None
                 known = read if entry is None else entry.read
-                pristine = copy.deepcopy(samples) if begin and known is None else None
+                pristine = _copied(group, samples) if begin and known is None else None
                 self._open[group] = _Entry("issued", rollout_id, known, pristine)
 
     def adopt(self, groups: Iterable[Any], rollout_id: int | None = None) -> None:
@@ -236,18 +237,28 @@ class LedgeredDataSource:
     Args:
         rollout_id: the round whose groups are issued through it; see `of_round`.
         version: that the engines have in the round, where it is known.
+        under_way: whether a save may find groups under way, which a source without `cursor()` cannot give anew.
     """
 
-    __slots__ = ("_again", "_version", "books_lock", "ledger", "rollout_id", "source")
+    __slots__ = ("_again", "_under_way", "_version", "books_lock", "ledger", "rollout_id", "source")
 
-    def __init__(self, source: Any, ledger: Ledger, rollout_id: int | None = None, version: int | None = None):
+    def __init__(
+        self,
+        source: Any,
+        ledger: Ledger,
+        rollout_id: int | None = None,
+        version: int | None = None,
+        *,
+        under_way: bool = True,
+    ):
         self.source, self.ledger, self.rollout_id, self._version = source, ledger, rollout_id, version
+        self._under_way = under_way
         self._again: list[Group] = []  # come before those of the source
         self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
 
     def of_round(self, rollout_id: int, version: int | None = None) -> LedgeredDataSource:
         """Return a view of this data source that issues its groups to one round."""
-        view = LedgeredDataSource(self.source, self.ledger, rollout_id, version)
+        view = LedgeredDataSource(self.source, self.ledger, rollout_id, version, under_way=self._under_way)
         view.books_lock, view._again = self.books_lock, self._again
         return view
 
@@ -255,11 +266,11 @@ class LedgeredDataSource:
         with self.books_lock:
             groups = self._again[:num_groups]
             del self._again[:num_groups]
-            self.ledger.issue(groups, self.rollout_id, begin=True)
+            self.ledger.issue(groups, self.rollout_id, begin=self._under_way)
             if (left := num_groups - len(groups)) or not groups:
                 cursor = self.source.cursor() if hasattr(self.source, "cursor") else None
                 fresh = self.source.get_samples(left)
-                self.ledger.issue(fresh, self.rollout_id, cursor, begin=True)
+                self.ledger.issue(fresh, self.rollout_id, cursor, begin=self._under_way)
                 groups = [*groups, *fresh]
             for group in groups if self._version is not None else ():
                 begin_under(group, self._version)
@@ -277,6 +288,9 @@ class LedgeredDataSource:
         """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""
         with self.books_lock:
             self.ledger.adopt(groups, self.rollout_id)
+            for sample in (s for group in groups for s in _flat(group) if s.response_length):
+                if sample.begun_version is None:  # made by the rollout function itself
+                    sample.begun_version = self._version
             self.ledger.buffer(groups)
             self.source.add_samples(groups)
 
@@ -302,6 +316,19 @@ class LedgeredDataSource:
             object.__setattr__(self, name, value)
         else:
             setattr(self.source, name, value)
+
+
+def _copied(group: int, samples: Any) -> Any:
+    try:
+        return copy.deepcopy(samples)
+    except TypeError as error:
+        what = f"a checkpoint cannot hold a sample of the data source as it gave it: {error}"
+        raise RolloutError(what, where=f"group {group}", remedy=SAVABLE) from error
+
+
+def _flat(group: Iterable[Any]) -> Iterator[Sample]:
+    for part in group:
+        yield from _flat(part) if isinstance(part, list) else (part,)
 
 
 def group_indices(groups: Iterable[Any]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from instep.checkpoints.values import to_text
 from instep.data.dataset import load_dataset
 from instep.data.formats import row_format
+from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
 from instep.data.rows import split_files
 from instep.data.tokenizer import load_tokenizer
@@ -113,7 +114,9 @@ class RolloutDataSourceWithBuffer:
         if "num_records" in state and len(self) != state["num_records"]:  # as states were before
             before = [{**now[0], "num_rows": state["num_records"]}]
         for old, new in zip(before, now, strict=True):
-            if (old["num_rows"], old["digest"]) == (new["num_rows"], new["digest"]):
+            # before their format was noted, rows of parquet files had other bytes
+            same = old["digest"] == new["digest"] or ("format" not in old and ".parquet" in new["path"])
+            if same and old["num_rows"] == new["num_rows"]:
                 continue
             what = f"the data set has {new['num_rows']} usable prompts, but {old['num_rows']} when the state was saved"
             if old["num_rows"] == new["num_rows"]:
@@ -123,7 +126,7 @@ class RolloutDataSourceWithBuffer:
 
     def _files(self) -> list[dict[str, Any]]:
         datasets = [] if self.dataset is None else self.dataset.datasets
-        return [{"path": d.path, "num_rows": len(d), "digest": d.digest} for d in datasets]
+        return [{"path": d.path, "num_rows": len(d), "digest": d.digest, "format": FORMAT} for d in datasets]
 
     def _fresh_group(self) -> Group:
         if self.dataset is None:

@@ -19,7 +19,7 @@ def num_mtp_layers(config: Mapping[str, Any]) -> int:
 def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
     """Those of a checkpoint's names that are multi-token prediction's, sorted: layers behind the model's own, of which
     there are `num_layers` (DeepSeek-V3, GLM-4.5), or modules called so (Qwen3-Next, MiMo)."""
-    behind = range(num_layers, num_layers + num_mtp)
+    behind = range(num_layers, num_layers + num_mtp if num_layers else 0)
     layers = ((name, _LAYER.match(name)) for name in names)
     return sorted(name for name, at in layers if (int(at[1]) in behind if at else _MODULE.match(name)))
 

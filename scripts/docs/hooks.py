@@ -219,7 +219,8 @@ ENTRIES = (
         "`config` is Megatron's `TransformerConfig` of the model, `vp_stage` is passed if the signature has it",
         "a `ModuleSpec`, which all layers have, or `TransformerBlockSubmodules` with one for each layer of the chunk. "
         "Megatron's own attention over queries, keys and values, norms, routers and experts in it become instep's, "
-        "which take packed sequences; that attention applies the rotary embedding, too. What Transformer Engine makes "
+        "which take packed sequences, whatever parameters and submodules the plain ones were given: derive a class to "
+        "change one. That attention applies the rotary embedding, too. What Transformer Engine makes "
         "is not for instep's trainer",
         "anything else (a function that builds a whole model is for `--custom-model-provider-path`), and layers whose "
         "parameters have other names than Megatron's: weights are read and sent by them",

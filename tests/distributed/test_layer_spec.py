@@ -28,6 +28,19 @@ def one_for_all(args, config):
     return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm)
 
 
+def experts_of_ones_own(args, config, vp_stage):
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class Column(ColumnParallelLinear):
+        pass
+
+    block = plain(args, config, vp_stage)
+    for layer in block.layer_specs:
+        if experts := getattr(layer.submodules.mlp.submodules, "experts", None):
+            experts.submodules.linear_fc1 = Column
+    return block
+
+
 def too_many(args, config, vp_stage):
     block = plain(args, config, vp_stage)
     block.layer_specs.append(block.layer_specs[0])
@@ -131,6 +144,14 @@ def test_a_part_of_the_users_is_in_the_model(run_ranks, root):
     for scores, want, other in zip(got[0], wanted, unbounded, strict=True):
         torch.testing.assert_close(scores, want, atol=1e-5, rtol=1e-5)
         assert (scores - other).abs().max() > 1e-3
+
+
+def test_a_part_of_plain_experts_is_the_users(run_ranks, root):
+    (got,), (want,) = (
+        run_ranks(results, 1, root, "one-moe-mixed", path) for path in (f"{ME}.experts_of_ones_own", None)
+    )
+    assert all(map(torch.equal, got[0], want[0])) and got[2] == want[2]
+    assert got[4] - want[4] == {"Column"} and "SequentialMLP" in got[4]
 
 
 def refusals(root: Path, paths: list[str]) -> list[InstepError]:

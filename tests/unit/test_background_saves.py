@@ -45,7 +45,9 @@ while True:
             (args[0] / f".written_{rank}.json").write_text('{"digests": {}}')
     connection.send_bytes(pickle.dumps(("result", result)))
     if dies:
-        time.sleep(1.0)  # rank 0 has answered, too
+        deadline = time.monotonic() + 60
+        while not os.path.exists("dies") and time.monotonic() < deadline:  # when the controller has both answers
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -163,6 +165,7 @@ def test_a_rank_that_dies_in_a_save_is_named_and_the_checkpoint_before_stays(tmp
         made.wait()
         with pytest.raises(WorkerError) as error:
             made.write(trainer, 2, lambda: {**state, "rollout_id": 2})
+            Path("dies").touch()
             made.wait()
         assert error.value.what.startswith("actor rank 1 died (SIGKILL)") and str(tmp_path) in error.value.where
         assert "run again to resume from the last checkpoint" in error.value.remedy

@@ -181,6 +181,23 @@ def test_samples_know_the_version_that_they_began_under(path: str) -> None:
     two = data.of_round(2, version=4)
     assert [[s.begun_version for s in group] for group in two.get_samples(2)] == [[3, 4], [4, 4]]
     assert [s.begun_version for group in resumed(data, path).ledger.finished for s in group] == [3, 3, 3]
+    (own,) = groups_of(200)
+    own[0].append_response_tokens([5], [-0.5])
+    two.add_samples([own])
+    three = data.of_round(3, version=5)
+    three.finish_rollout(three.get_samples(1))
+    assert own[0].begun_version == 4  # that of the round which made it
+
+
+def test_groups_are_copied_only_where_a_save_may_find_them_under_way() -> None:
+    class Source:
+        def get_samples(self, num_groups: int) -> list[Group]:
+            return [[Sample(group_index=i, metadata={"lock": threading.Lock()})] for i in range(num_groups)]
+
+    assert indices(LedgeredDataSource(Source(), Ledger(), under_way=False).get_samples(2)) == [0, 1]
+    with pytest.raises(RolloutError, match="cannot hold a sample of the data source as it gave it.*lock") as error:
+        LedgeredDataSource(Source(), Ledger()).get_samples(2)
+    assert error.value.where == "group 0" and "tensors" in error.value.remedy
 
 
 def test_finished_samples_keep_tensors_and_what_hooks_have_set(path: str, tmp_path: Path) -> None:
@@ -203,7 +220,9 @@ def test_finished_samples_keep_tensors_and_what_hooks_have_set(path: str, tmp_pa
         assert sample.mine[0] == 1.5 and math.isnan(sample.mine[1])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, np.array([object()]), torch.eye(2).to_sparse()])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, np.array([object()]), torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
+)
 def test_what_no_checkpoint_can_hold_is_named_with_its_sample(value: Any) -> None:
     sample = Sample(group_index=4, index=9)
     sample.mine = [value]  # type: ignore[attr-defined]

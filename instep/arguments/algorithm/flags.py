@@ -114,7 +114,11 @@ ALGORITHM = FlagGroup(
         negation("--disable-rewards-normalization", "rewards_normalization", "no centring within a group", "C"),
         negation("--disable-grpo-std-normalization", "grpo_std_normalization", "no division by the group's std", "C"),
         switch("--normalize-advantages", "whiten the advantages over the rollout", "VC"),
-        switch("--use-rollout-logprobs", "the engine's log-probs are the old policy's; nothing is recomputed", "C"),
+        switch(
+            "--use-rollout-logprobs",
+            "the engine's log-probs are the old policy's; nothing is recomputed (always so with dppo)",
+            "C",
+        ),
         switch("--use-tis", "importance weights between trainer and engine (truncated importance sampling)", "VSC"),
         Flag("--tis-clip", POSITIVE, 2.0, "upper bound", aliases=("--tis-upper-bound",), whose="C"),
         Flag("--tis-clip-low", NON_NEGATIVE, 0.0, "lower bound", aliases=("--tis-lower-bound",), whose="C"),

@@ -7,6 +7,7 @@ import functools
 import threading
 from typing import Any
 
+from instep.errors import RewardError
 from instep.rollout.rewards.dispatch import MAX_ALGEBRA_CHARS
 from instep.rollout.rewards.pool import NUM_THREADS, START_SECONDS, RewardPool
 from instep.rollout.rewards.text import last_boxed, quick_equal
@@ -36,7 +37,16 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
         return bool(equal)
     loop, pool = _grader()
     work = pool.equal(answer, label, timeout=ALGEBRA_SECONDS, where="grade_answer_verl")
-    return asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS + NUM_THREADS * ALGEBRA_SECONDS)
+    graded, seconds = asyncio.run_coroutine_threadsafe(work, loop), START_SECONDS + NUM_THREADS * ALGEBRA_SECONDS
+    try:
+        return graded.result(seconds)
+    except TimeoutError:
+        graded.cancel()
+        raise RewardError(
+            f"no worker has graded {answer!r:.40} within {seconds:.0f} s",
+            where="grade_answer_verl",
+            remedy="look for a lack of memory or of processes; `await async_rm(...)` waits for no other caller",
+        ) from None
 
 
 @functools.cache

@@ -217,7 +217,9 @@ def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBloc
     """
     if isinstance(theirs, ModuleSpec):
         theirs = TransformerBlockSubmodules([theirs] * len(own.layer_specs), own.layer_norm)
-    if not isinstance(theirs, TransformerBlockSubmodules):
+    if not isinstance(theirs, TransformerBlockSubmodules) or not all(
+        isinstance(layer, ModuleSpec) for layer in theirs.layer_specs or ()
+    ):
         raise TypeError("no spec")
     for layer, mine in zip(theirs.layer_specs, own.layer_specs, strict=True):
         _adopt(layer.submodules, mine.submodules)
@@ -230,8 +232,9 @@ def _adopt(theirs: Any, mine: Any) -> None:
     """Put parts of the layer `mine` in the place of plain ones of `theirs`, and its keys of checkpoints."""
     for name, part in vars(mine).items() if type(theirs) is type(mine) else ():
         found = getattr(theirs, name)
-        plain = (found.module if isinstance(found, ModuleSpec) else found) in _PLAIN
-        if name == "sharded_state_dict_keys_map" or (plain and part is not IdentityOp):
+        module, own = (p.module if isinstance(p, ModuleSpec) else p for p in (found, part))
+        replaced = module in _PLAIN and module is not own and part is not IdentityOp
+        if name == "sharded_state_dict_keys_map" or replaced:
             setattr(theirs, name, part)
         elif isinstance(found, ModuleSpec) and isinstance(part, ModuleSpec):
             _adopt(found.submodules, part.submodules)
