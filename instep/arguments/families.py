@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.algorithms.catalog import ONLINE
 from instep.arguments import megatron, parallel
 from instep.arguments.args import Draft
 from instep.arguments.concern import Problem
@@ -30,7 +31,9 @@ def family(args: Draft, given: set[str]) -> Iterator[Problem]:
     out = [split] if args.tensor_model_parallel_size > 1 else []
     out += [flag for flag, what in with_hf if (flag, what) not in with_megatron and split not in flag]
     without = f" without {', '.join(dict.fromkeys(out))}" if out else ""
-    whole = "convert the quantized weights to bfloat16, and give " if config.get("quantization_config") else ""
+    how = (config.get("quantization_config") or {}).get("quant_method")
+    read = how is None or (how == "fp8" and (args.command not in ONLINE or args.debug_train_only))
+    whole = "" if read else "convert the quantized weights to bfloat16, and give "
     yield Problem(
         f"the megatron train backend {why}",
         "--hf-checkpoint",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
+from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-# With these the loss divides the trainer's probabilities by the engine's.
-_COMPARING = ("use_tis", "use_rs", "use_rollout_logprobs")
 
 
 @dataclass
@@ -253,12 +251,13 @@ class TrainingRound:
     def _batch(self, groups: list[Group]) -> tuple[TokenBatch, list[Sample], list[int]]:
         """The batch of a rollout, its samples, and the number of each in the rollout (`TrainedBatch.sources`)."""
         args, samples = self._args, [sample for group in groups for sample in flatten(group)]
+        compares = PolicyLossConfig.from_args(args).reads_rollout_log_probs if self._has_rewards else ()
         build = partial(
             build_batch,
             reward_key=args.reward_key,
             default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             replays=args.use_rollout_routing_replay,
-            compares=" and ".join("--" + name.replace("_", "-") for name in _COMPARING if getattr(args, name)),
+            compares=" and ".join(compares),
         )
         if args.custom_convert_samples_to_train_data_path is None:
             return build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))

@@ -52,7 +52,7 @@ def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> 
         columns = batch.token_columns
         weights = _column(batch, "loss_weights", "every loss")
         if config.reads_rollout_log_probs:
-            flag = " and ".join("--" + name.replace("_", "-") for name in config.reads_rollout_log_probs)
+            flag = " and ".join(config.reads_rollout_log_probs)
             unknown = _column(batch, "rollout_log_probs", flag).isnan() & (weights > 0)
             if bool(unknown.any()):
                 raise RolloutError(

@@ -272,6 +272,12 @@ def test_config_from_args_and_its_contradictions():
             PolicyLossConfig(**wrong)
 
 
+def test_errors_name_the_flag_that_was_given():
+    for form, flag in (("ppo_clip", "--use-rollout-logprobs"), ("dppo_tv", "--advantage-estimator dppo_tv")):
+        assert PolicyLossConfig(form=form, use_rollout_logprobs=True).reads_rollout_log_probs == (flag,)
+    assert PolicyLossConfig(use_tis=True, use_rs=True).reads_rollout_log_probs == ("--use-tis", "--use-rs")
+
+
 def test_a_pure_call_needs_what_the_config_needs():
     with pytest.raises(ValueError, match="ref_log_probs"):
         policy_loss(tensor([-1.0]), tensor([1.0]), tensor([1.0]), torch.tensor([1]), PolicyLossConfig(use_kl_loss=True))

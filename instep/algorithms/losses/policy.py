@@ -80,8 +80,11 @@ class PolicyLossConfig:
 
     @property
     def reads_rollout_log_probs(self) -> tuple[str, ...]:
-        """The flags for which every trained token needs the engine's log-prob."""
-        return tuple(n for n in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(self, n))
+        """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's:
+        every trained token needs the engine's log-prob."""
+        old = f"--advantage-estimator {self.form}" if self.form in _AROUND_ROLLOUT else "--use-rollout-logprobs"
+        flags = {"--use-tis": self.use_tis, "--use-rs": self.use_rs, old: self.use_rollout_logprobs}
+        return tuple(flag for flag, is_on in flags.items() if is_on)
 
     @property
     def bounds(self) -> dict[str, Any]:
