@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,18 +244,53 @@ def plot_phases(history: History) -> str | None:
     if not phases:
         return None
     figure, axes = _axes("Time by phase", "seconds per rollout")
-    x, bottom = [x for x, _ in history.steps], [0.0] * len(history.steps)
     total = sum(map(sum, phases.values()))
-    for i, (name, seconds) in enumerate(phases.items()):
-        color = "#c9d1dc" if name == "other" else COLORS[i % len(COLORS)]
-        label = f"{name} ({sum(seconds) / total:.0%})"
-        top = [b + s for b, s in zip(bottom, seconds, strict=True)]
+    named = {f"{name} ({sum(seconds) / total:.0%})": seconds for name, seconds in phases.items()}
+    colors = ["#c9d1dc" if name == "other" else COLORS[i % len(COLORS)] for i, name in enumerate(phases)]
+    _stack(axes, [x for x, _ in history.steps], named, colors)
+    return _svg(figure, axes)
+
+
+def _stack(axes: Any, x: list[int], columns: Mapping[str, list[float]], colors: Sequence[str]) -> None:
+    """Draw the columns on each other, with their names in the legend."""
+    bottom = [0.0] * len(x)
+    for (label, heights), color in zip(columns.items(), colors, strict=True):
+        top = [b + h for b, h in zip(bottom, heights, strict=True)]
         if len(x) <= 120:
-            axes.bar(x, seconds, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
+            axes.bar(x, heights, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
         else:
             axes.fill_between(x, bottom, top, color=color, label=label, linewidth=0, step="mid")
         bottom = top
-    return _svg(figure, axes)
+
+
+def plot_staleness(history: History) -> str | None:
+    """Plot how old the trained tokens of an asynchronous run are, and the groups that wait on the right axis."""
+    prefix = "async/staleness_ratio/"
+    ages = sorted(int(name.removeprefix(prefix)) for name in history.names(prefix))
+    if not ages:
+        return None
+    rows = [(x, row) for x, row in history.steps if any(f"{prefix}{age}" in row for age in ages)]
+    figure, axes = _axes("Staleness", "share of trained tokens")
+    columns = {f"{age} versions" if age != 1 else "1 version": _column(rows, f"{prefix}{age}") for age in ages}
+    _stack(axes, [x for x, _ in rows], columns, [COLORS[i % len(COLORS)] for i in range(len(ages))])
+    axes.set_ylim(0, 1.02)
+    x, waiting = history.column("async/queue_length")
+    if not x:
+        return _svg(figure, axes)
+    second = _right_axes(axes, "groups")
+    _line(second, x, waiting, "groups that wait (right axis)", INK, linestyle="--")
+    second.set_ylim(0, max(1.0, *waiting) * 1.25)
+    return _svg(figure, axes, second)
+
+
+def _column(rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> list[float]:
+    return [float(row.get(name) or 0.0) for _, row in rows]
+
+
+def plot_idle(history: History) -> str | None:
+    """Plot the share of the time in which nothing was trained, and in which no engine had a request."""
+    labels = {"perf/trainer_idle_ratio": "trainer", "perf/engine_idle_ratio": "engines"}
+    return _plot("Idle", "share of the time", _curves(history, labels), limits=(0, 1.02))
 
 
 def plot_speed(history: History) -> str | None:
@@ -298,6 +333,8 @@ PLOTS = (
     plot_entropy,
     plot_critic,
     plot_phases,
+    plot_idle,
+    plot_staleness,
     plot_speed,
     plot_memory,
 )

@@ -53,6 +53,8 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
             metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_max": 2e-6 * (step + 1)}
             metrics |= {"critic/value_loss": 0.5 / (step + 1), "critic/explained_variance": 0.2 * step}
             metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
+            metrics |= {"perf/trainer_idle_ratio": 0.25, "perf/engine_idle_ratio": 0.5, "async/queue_length": 3.0}
+            metrics |= {"async/staleness_ratio/0": 0.25, "async/staleness_ratio/1": 0.75}
             metrics |= {"memory/rollout/others_bytes": 6e10, "memory/train/others_bytes": 1e9}
             log.log(step, metrics)
             log.samples(step, make_groups(seed=step), "train", 3)
@@ -75,9 +77,10 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
         [{"step": 0, "train/loss": 0.5}],
         [{"step": 0, "rollout/reward_mean": 0.5, "train/log_prob_gap_max": None, "train/engine_kl": 0.0}],
         [{"step": 5, "eval/a/reward_mean": None}],
+        [{"step": s, "train/loss": 1.0, f"async/staleness_ratio/{s % 3}": 1.0} for s in range(150)],
         [{"step": s, "train/loss": 1.0, "perf/train_seconds": 0.0, "perf/x_seconds": 1.0} for s in range(300)],
     ],
-    ids=["nothing", "one step", "gaps", "null eval", "long"],
+    ids=["nothing", "one step", "gaps", "null eval", "many ages", "long"],
 )
 def test_report_of_a_poor_run(tmp_path: Path, rows: list[dict]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
