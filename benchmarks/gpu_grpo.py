@@ -114,7 +114,9 @@ def of_instep(run: Path, began: float) -> dict[str, Any]:
     names = sorted({n for n in rows[-1] if n.startswith(kept) and ("seconds" in n or "bytes" in n)})
     parts = {n: round(median(row[n] for row in rows[1:]), 4) for n in names if all(n in row for row in rows[1:])}
     gap = {n: rows[-1][n] for n in ("train/log_prob_gap_mean", "train/log_prob_gap_max") if n in rows[-1]}
-    start = {"start_s": round(rows[0]["time"] - rows[0]["perf/step_seconds"] - began, 1)}
+    # The first row counts the first session, too, which belongs to the start.
+    first = rows[0]["perf/rollout_seconds"] + rows[0]["perf/train_seconds"] + parts.get("perf/sync_seconds", 0.0)
+    start = {"start_s": round(rows[0]["time"] - first - began, 1)}
     return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **start, "parts": parts, **gap}
 
 

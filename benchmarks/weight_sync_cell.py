@@ -114,7 +114,10 @@ def measure(controller: Controller, stamps: Stamps, order: dict[str, Any]) -> di
     others = [Path(order["models"]) / f"{order['size']}-{seed}" for seed in (1, 0)]
     if "lora" in order["flags"] or not others[0].exists():
         others = []  # the base of an adapter stays
-    loads = itertools.cycle([None] * (RELOAD_EVERY - 1) + others[:1] + [None] * (RELOAD_EVERY - 1) + others[1:])
+    rests = [None] * (RELOAD_EVERY - 1)
+    loads = itertools.cycle([*rests, *others[:1], *rests, *others[1:]])
+    if "single-copy" in order["flags"]:  # writes nothing unless the masters have changed, or were loaded anew
+        loads = itertools.cycle(others or [Path(model)])
     assert controller.deployment.trainer is not None
     trainer = controller.deployment.trainer.actor
     trainer.memory()  # the peak counts from here

@@ -44,7 +44,7 @@ ONE_GPU = {  # flags of the ways between processes on one GPU
 TWO_GPUS = {
     "nccl": "--weight-sync nccl --rollout-num-gpus 1",
     "single-copy-tp2": "--colocate --weight-sync single-copy --actor-num-gpus-per-node 2 "
-    "--rollout-num-gpus-per-engine 2 --vllm-disable-custom-all-reduce",
+    "--tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 2 --vllm-disable-custom-all-reduce",
 }
 WAYS = ONE_GPU | TWO_GPUS
 ALSO = {"ipc": ["shm"]}  # ways that the engine of another takes, too: one start less

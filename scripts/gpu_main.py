@@ -4,10 +4,11 @@
     python scripts/gpu_main.py --out DIR --tests [WORD ...] [--side-by-side 4]
 
 Each job is `instep train` of a random model of 0.6 B dimensions (16 prompts x 8 samples x (128 + 128) tokens a step,
-10 steps); job `4b` offloads, with a KV cache of 40 GiB. With --tests each job is a file of tests/gpu (whose name has
-one of the words), and what it prints. Jobs begin in their order, --side-by-side at a time; `4b` has the GPU alone.
-Models lie in --models, logs and runs in DIR. At the end, or after --limit seconds, a table shows what was measured;
-DIR/table.json holds it, too. `--device cpu --tiny` tries all of it without a GPU.
+10 steps); job `4b` has a KV cache of 40 GiB. With --tests each job is a file of tests/gpu (whose name has one of the
+words), and what it prints. Jobs begin in their order, --side-by-side at a time; those that offload have the GPU alone:
+vLLM cannot sleep while others take memory. Models lie in --models, logs and runs in DIR. At the end, or after --limit
+seconds, a table shows what was measured; DIR/table.json holds it, too. `--device cpu --tiny` tries all of it without a
+GPU.
 """
 
 from __future__ import annotations
@@ -157,14 +158,14 @@ def tests(words: list[str], out: Path) -> list[Job]:
 
 
 def run_all(jobs: list[Job], ready: Callable[[Job], bool], out: Path, at_once: int, deadline: float) -> None:
-    """Run the jobs in their order; `4b` runs alone. At the deadline those that still run are ended."""
+    """Run the jobs in their order, those that offload alone. At the deadline those that still run are ended."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     env.setdefault("VLLM_CACHE_ROOT", str(out.parent / "vllm-cache"))  # the second start of an engine is warm
     waiting, running, looked = list(jobs), list[Job](), 0.0
     try:
         while (waiting or running) and time.monotonic() < deadline:
-            alone = [j for j in (*running, *waiting[:1]) if j.name == "4b"]
+            alone = [j for j in (*running, *waiting[:1]) if "--offload" in WAYS.get(j.name, "").split()]
             room = not running if alone else len(running) < at_once
             if waiting and room and ready(waiting[0]):
                 running.append(start(waiting.pop(0), env, out))
@@ -261,7 +262,7 @@ def text(row: dict[str, Any]) -> str:
     if row["error"]:
         lines[0] += f"  {row['error'][:300]}"
     lines += [f"        {row['cause']}"] if row["cause"] else []
-    for prefix in sorted({name.partition("/")[0] for name in now} & {"perf", "sync", "memory", "offload"}):
+    for prefix in sorted({name.partition("/")[0] for name in now} & {"perf", "sync", "memory", "turns"}):
         mine = {name.partition("/")[2]: value for name, value in now.items() if name.startswith(prefix + "/")}
         timed = [
             f"{n.removesuffix('_seconds')} {v:.3f} ({first.get(f'{prefix}/{n}', v):.3f})"

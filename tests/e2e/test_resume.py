@@ -78,7 +78,7 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     return victim
 
 
-# Four kills: one in each phase of a step. With megatron `test_a_stopped_run_goes_on_where_it_was` is the faster test.
+# Four kills: one in each phase of a step.
 @pytest.mark.parametrize("backend, kills", [("hf", 2), ("megatron", 1)])
 def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend, kills):
     assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills)) == (kills, 0)

@@ -136,8 +136,8 @@ def test_num_rollout_0_evaluates_whatever_the_interval_is(finished, tiny, tmp_pa
     assert len(summary["evaluations"]) == len(before["evaluations"])  # the save came before the last of these
 
 
-# With hf `test_killed_at_random_and_resumed_is_bit_identical` asserts more.
-@pytest.mark.parametrize("backend", [pytest.param("hf", marks=pytest.mark.slow), "megatron"])
+@pytest.mark.slow  # `test_killed_at_random_and_resumed_is_bit_identical` asserts more
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, backend):
     """3 rollouts at once, and 2 and then 1 more with the same command: the same weights and counters."""
     common = ["--train-backend", backend, "--save-interval", "1", "--global-batch-size", "16", "--lr", "1e-3"]
