@@ -27,8 +27,8 @@ had other work at some of them. Every timeout has its default where the row name
 with one error that says what happened, where, and what to do; no process of it is left and no complete checkpoint is
 lost. The suite requires the end within 10 s of a fault that comes while the command runs (where the row names no
 other bound). One that was there before counts from the command's start, most of which is Python's imports beside
-another run, and has 40 s. An error has three parts (what, where, remedy); the table shows the first. Engines are
-embedded ones where it does not say vLLM.
+another run, and has 40 s. Where other tests run beside, a bound is longer by the machine's load per core. An error has
+three parts (what, where, remedy); the table shows the first. Engines are embedded ones where it does not say vLLM.
 
 "Seconds" are counted from the fault until the command has ended with all its processes; a recovered one until the next
 training step is done, or the command has ended.
