@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
-from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.role import Metrics, RoleTrainer
@@ -40,6 +39,17 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+def _comparing(args: Settings) -> Iterator[str]:
+    """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's."""
+    if args.use_tis:
+        yield "--use-tis"
+    if args.use_rs:
+        yield "--use-rs"
+    if args.use_rollout_logprobs:
+        around = algorithm_of(args).loss.bounds == "divergence"
+        yield f"--advantage-estimator {args.advantage_estimator}" if around else "--use-rollout-logprobs"
 
 
 @dataclass
@@ -251,13 +261,12 @@ class TrainingRound:
     def _batch(self, groups: list[Group]) -> tuple[TokenBatch, list[Sample], list[int]]:
         """The batch of a rollout, its samples, and the number of each in the rollout (`TrainedBatch.sources`)."""
         args, samples = self._args, [sample for group in groups for sample in flatten(group)]
-        compares = PolicyLossConfig.from_args(args).reads_rollout_log_probs if self._has_rewards else ()
         build = partial(
             build_batch,
             reward_key=args.reward_key,
             default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             replays=args.use_rollout_routing_replay,
-            compares=" and ".join(compares),
+            compares=" and ".join(_comparing(args)),
         )
         if args.custom_convert_samples_to_train_data_path is None:
             return build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))

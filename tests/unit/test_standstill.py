@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -55,7 +56,9 @@ def child(tmp_path):
 
 def looks_at(child, monkeypatch, *times):
     """What looks at these seconds of the clock see, each with whether it found the child stopped too long."""
-    monkeypatch.setattr(kernel, "time", SimpleNamespace(monotonic=iter(times).__next__))
+    clock, me = iter(times), threading.get_ident()  # threads of other tests have their own
+    now = lambda: next(clock) if threading.get_ident() == me else time.monotonic()  # noqa: E731
+    monkeypatch.setattr(kernel, "time", SimpleNamespace(monotonic=now))
     standstill = kernel.Standstill()
     return [standstill.look(child.pid) == [child.pid] for _ in times]
 
