@@ -356,6 +356,7 @@ class Controller:
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         metrics |= self.deployment.turn_seconds() | self._saves.metrics() | self._idle.take(seconds.get("train", 0.0))
+        metrics |= runtime.take_array_share()
         if self.last_sync is not None:
             metrics |= {**self.last_sync.metrics(), **self.deployment.memory("sync")}
         peaks = [self._gpu_peak, *(v for name, v in metrics.items() if name.endswith("/trainer_peak_bytes"))]

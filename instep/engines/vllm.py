@@ -114,6 +114,13 @@ class VllmKind(EngineKind):
                     remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
                     "or name --rollout-backend embedded",
                 )
+        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+        if not any(plugin.value.startswith("instep_vllm:") for plugin in plugins):
+            raise ConfigError(
+                "instep-vllm can be imported here, but is not installed: vLLM finds it by its entry point alone",
+                where=where,
+                remedy=PLUGIN_REMEDY,
+            )
         theirs = importlib.import_module("instep_vllm").PROTOCOL
         if theirs != PROTOCOL:
             what = f"instep speaks protocol {PROTOCOL}, this instep-vllm {theirs}"

@@ -76,6 +76,8 @@ async def _ask(
                 session.request(method, url, timeout=limits, headers=headers, **body) as answer,
             ):
                 if answer.status < 400:
+                    if "Accept" in headers:
+                        runtime.answers_by_form["arrays" if answer.content_type == CONTENT_TYPE else "json"] += 1
                     return _parse(url, await answer.read(), answer.content_type)
                 text = await answer.text()
                 problem = f"{answer.status}: {message(text)}"

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -57,6 +58,14 @@ _current: _Loop | None = None
 _listener: ProgressListener | None = None
 last_progress: tuple[int, int, dict[str, Any]] | None = None  # of the rollout or evaluation that runs, or ran last
 requests_in_flight: dict[str, int] = {}  # by URL
+answers_by_form: Counter[str] = Counter()  # "arrays" and "json", of engines that may answer in arrays
+
+
+def take_array_share() -> dict[str, float]:
+    """Return `perf/answers_in_arrays`, the share of arrays among the answers since the last call; none without any."""
+    counts = dict(answers_by_form)
+    answers_by_form.clear()
+    return {"perf/answers_in_arrays": counts.get("arrays", 0) / sum(counts.values())} if counts else {}
 
 
 def _ensure() -> _Loop:

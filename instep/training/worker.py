@@ -6,6 +6,7 @@ The controller calls the same method on all ranks at once; tensors come in and g
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -57,6 +58,7 @@ class Worker(Profiled):
 
     def __init__(self, emit: Callable[[Any], None]):
         self._emit = emit
+        self._settled = False
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -269,9 +271,20 @@ class Worker(Profiled):
             if outputs is not None:
                 metrics = self._reduce(outputs)
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
+        self._settle()
         if not self.backend.parallel.is_output_rank:
             return None
         return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, mean
+
+    def _settle(self) -> None:
+        """After the first training, which has imported and compiled the last of it: what there is now stays.
+
+        Garbage collections, two in each turn on the GPU (`give_back`), need not look at it again.
+        """
+        if not self._settled:
+            gc.collect()
+            gc.freeze()
+            self._settled = True
 
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]

@@ -125,3 +125,4 @@ def test_runs_on_vllm(small, tmp_path, way):
     assert done.returncode == 0, done.stderr[-4000:]
     steps = nothing_lost(tmp_path)
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
+    assert [row["perf/answers_in_arrays"] for row in steps] == [1.0] * len(steps)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import random
+import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from instep.engines.answers import CONTENT_TYPE, decode
+from instep.engines.router import Router, router_command
 from instep.engines.wire import FINAL_ONLY, GENERATE
+from instep.ports import free_port
+from instep.processes import SupervisedProcess
 from instep.rollout import runtime
 from instep.rollout.client import complete
 from tests import keys
@@ -87,6 +94,26 @@ def test_the_client_takes_arrays(engine: Engine, monkeypatch: pytest.MonkeyPatch
     ]
     runtime.shutdown()
     assert answers[0] == answers[1] == answers[2] and len(bodies) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed")
+def test_arrays_come_through_the_router(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It writes bodies anew, with fields that were not in them."""
+    bodies = list[bytes]()
+    monkeypatch.setattr("instep.rollout.http.decode", lambda body: [bodies.append(body), decode(body)][1])
+    port = free_port()
+    words = router_command(["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())])
+    url = keys.knowing(f"http://127.0.0.1:{port}")
+    start = partial(SupervisedProcess, "router", [sys.executable, *words], tmp_path / "log.txt", keys.ENVIRONMENT)
+    router, params = Router(url, lambda urls: start()), {"max_tokens": 20, "seed": 1, "n": 1}
+    try:
+        router.wait_ready(60)
+        router.set_members([engine.url])
+        answer = runtime.run(complete(url + GENERATE, "", PROMPT, params), timeout=60)
+    finally:
+        router.stop()
+        runtime.shutdown()
+    assert len(bodies) == 1 and answer.token_ids == decode(bodies[0])["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,17 @@ def test_an_engine_without_room_says_what_gives_it_room(log, advised):
 
 def test_an_older_plugin_is_named_before_anything_starts(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [SimpleNamespace(value="instep_vllm:register")]
+    )
     monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=PROTOCOL))
     KIND.check_installed("--rollout-backend vllm")
     monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=1))
     with pytest.raises(ConfigError, match=f"instep speaks protocol {PROTOCOL}, this instep-vllm 1") as caught:
+        KIND.check_installed("--rollout-backend vllm")
+    assert "install plugins/instep-vllm" in caught.value.remedy
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])  # on PYTHONPATH alone
+    with pytest.raises(ConfigError, match="is not installed: vLLM finds it by its entry point") as caught:
         KIND.check_installed("--rollout-backend vllm")
     assert "install plugins/instep-vllm" in caught.value.remedy
 

@@ -71,7 +71,8 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
         given = {name: value for name, value in payload["sampling_params"].items() if value is not None}
         model, prompt = payload.get("model"), payload["token_ids"]
         if (
-            not set(payload) <= {"model", "token_ids", "sampling_params"}
+            not set(payload) <= {"model", "token_ids", "sampling_params", "stream"}
+            or payload.get("stream")  # vllm-router writes "stream": false into what it hands on
             or not given.keys() <= TAKEN
             or given.get("logprobs") != 0
             or given.get("detokenize", True)
