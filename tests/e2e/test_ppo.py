@@ -86,6 +86,7 @@ def test_a_trained_critic_serves_another_run(trained, tiny, tmp_path):
     assert rows(tmp_path)[0]["critic/values_mean"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_grpo_run_goes_on_with_ppo_and_a_critic_of_its_own(tiny, tmp_path):
     """The actor's checkpoint has no critic: the new one has the transformer of that actor."""
     ckpt = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt")]

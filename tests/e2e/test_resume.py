@@ -108,6 +108,7 @@ def test_ppo_killed_and_resumed_is_bit_identical(tiny, tmp_path, backend):
 LORA = "--lora-rank 4 --weight-sync lora --lr 1e-2".split()
 
 
+@pytest.mark.slow
 def test_a_lora_run_that_is_killed_and_resumed_is_bit_identical(tiny, tmp_path):
     """The adapter, and the reference that was the policy of an earlier step, come back; no checkpoint holds a base."""
     victim = kill_and_compare(tiny, tmp_path, "hf", 1, *LORA, plan=[("sync", "worker")])

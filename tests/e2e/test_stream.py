@@ -119,7 +119,7 @@ def test_a_stream_outlives_a_vllm_that_dies_in_it(stack_of_vllm, monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("way", ["nccl", "ipc"])
+@pytest.mark.parametrize("way", [pytest.param("nccl", marks=pytest.mark.slow), "ipc"])
 def test_runs_on_vllm(small, tmp_path, way):
     done = run([*two_engines(small, tmp_path, "vllm", *on_vllm(2)), "--weight-sync", way], 400)
     assert done.returncode == 0, done.stderr[-4000:]

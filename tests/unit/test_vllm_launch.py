@@ -1,5 +1,6 @@
 """What instep adds to the command line and the environment of vLLM, by device."""
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
