@@ -5,7 +5,9 @@
 Random Qwen3 weights, `--num-samples` samples of `--prompt` + `--response` tokens, through the worker of a run; the old
 log-probs are given, so that a step is what a round's training costs. A case is a train backend and its flags. FLOPs are
 6 for each parameter of the layers and token, 6 for each parameter of the head and token of a response (no other token's
-logits are made), and those of causal attention; embeddings and recomputation do not count.
+logits are made), and those of causal attention; embeddings and recomputation do not count. With --turns the trainer
+leaves the GPU after each step as it does for a colocated engine: all but the weights (`leave_s`), then the weights
+(`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while the next step computes).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +44,11 @@ PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # dense bf16 FL
 CASES = ["hf", "hf --recompute-granularity full", "megatron"]
 FLAGS = "--input-key prompt --rm-type random --rollout-backend vllm --num-rollout 1 --actor-num-gpus-per-node 1 "
 FLAGS += "--rollout-batch-size 32 --n-samples-per-prompt 8 --use-dynamic-batch-size --colocate"
+MOVES: dict[str, Callable[[RoleTrainer], Callable[[], None]]] = {
+    "leave_s": lambda actor: actor.offload(weights=False),
+    "leave_weights_s": lambda actor: actor.offload(weights=True),
+    "return_s": lambda actor: actor.onload(optimizer=True),
+}
 
 
 def main() -> None:
@@ -53,6 +61,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--response", type=int, default=512, help="tokens")
     parser.add_argument("--steps", type=int, default=4, help="the first does not count")
+    parser.add_argument("--turns", action="store_true", help="leave the GPU after each step, and come back")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     rows = []
@@ -107,18 +116,24 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
         actor.load_weights(model)
         config = json.loads((model / "config.json").read_text())
         seconds, loss = [], 0.0
+        turns: dict[str, list[float]] = {name: [] for name in MOVES}
         for step in range(options.steps):
             batch = batch_of(options, config["vocab_size"], step)
             began = time.monotonic()
             metrics, _ = actor.train(batch, actor.plan(batch), step)()
             seconds.append(time.monotonic() - began)
             loss = metrics[0]["loss"]
+            for name, move in MOVES.items() if options.turns else ():
+                began = time.monotonic()
+                move(actor)()
+                turns[name].append(time.monotonic() - began)
         peak = actor.memory().get("trainer_peak_bytes", 0.0)
     finally:
         workers.close()
     flops = options.num_samples * flops_of_sample(config, options.prompt, options.response)
     rate = len(batch.tokens) / median(seconds[1:])
-    row = {"seconds": [round(s, 3) for s in seconds], "tokens_per_second": round(rate), "loss": loss}
+    row = {name: round(median(some[1:]), 3) for name, some in turns.items() if some}
+    row |= {"seconds": [round(s, 3) for s in seconds], "tokens_per_second": round(rate), "loss": loss}
     planned = allocated(args, shares=False, synced=False)  # what `instep plan` says
     row |= {"peak_gib": round(peak / 2**30, 2), "planned_gib": round(planned / 2**30, 2)}
     row |= {"tflops": round(flops / median(seconds[1:]) / 1e12, 1)}
