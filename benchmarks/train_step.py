@@ -5,9 +5,12 @@
 Random Qwen3 weights, `--num-samples` samples of `--prompt` + `--response` tokens, through the worker of a run; the old
 log-probs are given, so that a step is what a round's training costs. A case is a train backend and its flags. FLOPs are
 6 for each parameter of the layers and token, 6 for each parameter of the head and token of a response (no other token's
-logits are made), and those of causal attention; embeddings and recomputation do not count. With --turns the trainer
-leaves the GPU after each step as it does for a colocated engine: all but the weights (`leave_s`), then the weights
-(`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while the next step computes).
+logits are made), and those of causal attention; embeddings and recomputation do not count.
+
+With --turns the trainer leaves the GPU after each step as it does for a colocated engine: all but the weights
+(`leave_s`), then the weights (`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while the
+next step computes). With --kernels N one more step is recorded, and the row has the N kernels that took most of it: how
+often, and how many milliseconds.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.errors import InstepError  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.plan.memory import allocated  # noqa: E402
+from instep.spans import ON_GPU  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
 from instep.types import TokenBatch  # noqa: E402
 
@@ -62,6 +66,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=512, help="tokens")
     parser.add_argument("--steps", type=int, default=4, help="the first does not count")
     parser.add_argument("--turns", action="store_true", help="leave the GPU after each step, and come back")
+    parser.add_argument("--kernels", type=int, default=0, help="the longest kernels of a further step")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     rows = []
@@ -128,6 +133,7 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
                 move(actor)()
                 turns[name].append(time.monotonic() - began)
         peak = actor.memory().get("trainer_peak_bytes", 0.0)
+        kernels = longest_kernels(actor, batch, options) if options.kernels else {}
     finally:
         workers.close()
     flops = options.num_samples * flops_of_sample(config, options.prompt, options.response)
@@ -137,9 +143,27 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
     planned = allocated(args, shares=False, synced=False)  # what `instep plan` says
     row |= {"peak_gib": round(peak / 2**30, 2), "planned_gib": round(planned / 2**30, 2)}
     row |= {"tflops": round(flops / median(seconds[1:]) / 1e12, 1)}
+    if kernels:
+        row["kernels"] = kernels
     if options.device == "cuda" and torch.cuda.get_device_name() in PEAK:
         row["mfu"] = round(row["tflops"] * 1e12 / PEAK[torch.cuda.get_device_name()], 3)
     return row
+
+
+def longest_kernels(actor: RoleTrainer, batch: TokenBatch, options: argparse.Namespace) -> dict[str, list[float]]:
+    """By name how often a kernel ran in a step, and for how many milliseconds; `all` of them first."""
+    begin = time.time_ns()
+    actor.workers.call("start_profile", [0], timeout=60)
+    actor.train(batch, actor.plan(batch), options.steps)()
+    end = time.time_ns()
+    (spans,) = actor.workers.call("stop_profile", begin, end, 10**6, timeout=300)
+    found: dict[str, list[float]] = {}
+    for span in (s for s in spans if s.facts.get("kind") in ON_GPU):
+        count, ms = found.get(span.name, [0, 0.0])
+        found[span.name] = [count + 1, round(ms + (span.end - span.begin) / 1e6, 3)]
+    largest = sorted(found.items(), key=lambda item: -item[1][1])[: options.kernels]
+    total = sum(ms for _, ms in found.values())
+    return {"all": [sum(n for n, _ in found.values()), round(total, 1)], **{name[:120]: v for name, v in largest}}
 
 
 def flops_of_sample(config: dict[str, Any], prompt: int, response: int) -> float:
