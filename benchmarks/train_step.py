@@ -8,9 +8,9 @@ log-probs are given, so that a step is what a round's training costs. A case is 
 logits are made), and those of causal attention; embeddings and recomputation do not count.
 
 With --turns the trainer leaves the GPU after each step as it does for a colocated engine: all but the weights
-(`leave_s`), then the weights (`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while the
-next step computes). With --kernels N one more step is recorded, and the row has the N kernels that took most of it: how
-often, and how many milliseconds.
+(`leave_s`), then the weights (`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while
+the next step computes). With --kernels N one more step is recorded, and the row has the N kernels that took most of it:
+how often, and how many milliseconds.
 """
 
 from __future__ import annotations
