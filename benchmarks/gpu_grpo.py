@@ -7,7 +7,8 @@ of 300 earlier), one optimizer step. instep runs as a user runs it: fp32 masters
 sync sessions with their proof. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing
 and larger batches. They run in turn on one machine; the first step of each does not count. `start_s` are the seconds
 to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for it. A run that
-fails is a row with its error.
+fails is a row with its error. With --stacks SECONDS py-spy records where each process of instep is, after the third
+step, into --logs; such a run's seconds do not count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -57,6 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=400, help="seconds for each run")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "instep-models")
+    parser.add_argument("--stacks", type=int, default=0, metavar="SECONDS", help="record stacks (py-spy in PATH)")
     parser.add_argument("--logs", type=Path, help="a folder for logs and metrics; default: removed at the end")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
@@ -94,9 +98,15 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     began, log = time.time(), folder / f"{name}.log"
     try:
-        with log.open("wb") as file:
-            more: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": options.limit}
-            subprocess.run([sys.executable, *words.split()], cwd=folder, env=env, check=True, **more)
+        more: dict[str, Any] = {"cwd": folder, "env": env, "stderr": subprocess.STDOUT}
+        with log.open("wb") as file, subprocess.Popen([sys.executable, *words.split()], stdout=file, **more) as process:
+            try:
+                if ours and options.stacks:
+                    record_stacks(process, out, options.stacks)
+                if process.wait(timeout=max(0.0, began + options.limit - time.time())):
+                    raise subprocess.CalledProcessError(process.returncode, name)
+            finally:
+                process.kill()
     except subprocess.SubprocessError as error:
         lines = log.read_text(errors="replace").strip().splitlines()
         return {"error": [line for line in lines if "Error" in line][:1] or [str(error)], "log": lines[-3:]}
@@ -104,6 +114,24 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
         "whole_s": round(time.time() - began, 1),
         **(of_instep(out, began) if ours else of_trl(folder / f"{name}.json")),
     }
+
+
+def record_stacks(process: subprocess.Popen[bytes], run: Path, seconds: int) -> None:
+    """After the third step record all processes of the run with py-spy, into stacks-PID.txt beside the run's folder."""
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("train/loss") >= 3):
+        time.sleep(0.2)
+    if process.poll() is not None:
+        return
+    known = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    words = ["py-spy", "record", "--nonblocking", "-t", "-r", "100", "-d", str(seconds), "-f", "raw"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    spies = [
+        subprocess.Popen([*words, "-o", str(run.parent / f"stacks-{pid}.txt"), "--pid", str(pid)], **quiet)
+        for pid in known
+    ]
+    for spy in spies:
+        spy.wait(timeout=seconds + 60)
 
 
 def of_instep(run: Path, began: float) -> dict[str, Any]:
