@@ -75,6 +75,8 @@ def _check_inputs(args: Settings) -> None:
 
 def _check_unquantized(args: Settings, config: dict[str, Any]) -> None:
     """Refuse a model in FP8 where engines load it: they would hold other weights than are trained."""
+    if args.debug_rollout_only and args.rollout_backend == "vllm":
+        return  # nobody trains it, and vLLM knows best what it serves
     folder = Path(args.hf_checkpoint)
     if fp8_block(config, str(folder)) is None or args.command not in ONLINE or args.debug_train_only:
         return

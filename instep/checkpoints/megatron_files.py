@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
+AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 # The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
 OPTIMIZER = "optimizer_by_parameter"
 # A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
@@ -89,17 +92,30 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
                 remedy="copy the checkpoint again, with all its files, or take another one",
             )
 
+    @lru_cache(8)  # tensors are not copied: reading takes no memory that the kernel could not drop
+    def mapped(path: Path) -> mmap.mmap:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
     @lru_cache(1)  # the parts of a fused parameter lie in one chunk
     def read(path: Path, offset: int, length: int) -> Tensor:
         with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), offset, length + AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             try:
-                tensor = torch.load(_View(file, offset, length), map_location="cpu", weights_only=True)
+                tensor = torch.load(_View(file, offset, length), map_location="meta", weights_only=True)
             except (RuntimeError, AssertionError, ArithmeticError, struct.error, *NO_PICKLE) as error:
                 what = f"{path.name} holds no tensor at byte {offset} ({type(error).__name__})"
                 raise ValueError(what) from error
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{path.name} holds no tensor at byte {offset}")
-        return tensor
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        storage: Any = tensor.untyped_storage()
+        start, num = storage._checkpoint_offset, storage.nbytes()
+        if start + num > length:
+            raise ValueError(f"{path.name} holds a part of a tensor at byte {offset}")
+        flat = torch.frombuffer(mapped(path), dtype=tensor.dtype, count=num // tensor.itemsize, offset=offset + start)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     stored = {}
     for key, about in index.state_dict_metadata.items():

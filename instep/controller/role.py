@@ -209,7 +209,7 @@ class RoleTrainer:
         self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
 
     def remark(self) -> str:
-        """A line for the user about a slower way in which this model is trained, else empty; weights are loaded."""
+        """Lines for the user about the models of this role, else empty; their weights are loaded."""
         remark: str = self.workers.call("remark", timeout=self.args.worker_start_timeout)[0]
         return remark
 

@@ -74,12 +74,12 @@ class Trainer:
         self._load_actor(beginning.checkpoint)
         if self.critic is not None:
             tell(self._load_critic(self.critic, beginning.checkpoint))
-        for line in filter(None, dict.fromkeys(role.remark() for role in self.roles)):
-            tell(line)
         if uses_reference(args):
             self._load_reference(beginning.checkpoint if beginning.state is not None else None)
         if args.use_opd and args.opd_type == "model":
             self._load_teacher()
+        for line in dict.fromkeys(line for role in self.roles for line in role.remark().splitlines()):
+            tell(line)
 
     # ---- which weights they begin with ---------------------------------------------------------------------------
 

@@ -134,9 +134,13 @@ class TrainBackend(Frozen, Protocol):
     context-parallel ranks. Activation recomputation repeats layers and the output layer, never the loss.
 
     A critic has an output layer of one row, without bias, and gives `TokenOutputs.values` instead of log-probs.
+
+    Attributes:
+        left_out: a line about weights that were not read where the others were loaded from, else empty.
     """
 
     parallel: ParallelInfo
+    left_out: str
     saver: Saver  # which `save` uses
 
     def forward_backward(
@@ -158,8 +162,7 @@ class TrainBackend(Frozen, Protocol):
         ...
 
     def remark(self) -> str:
-        """A line for the user about a slower way in which this model is trained, and weights that are left out, else
-        empty; collective.
+        """Lines for the user: a slower way in which this model is trained, and `left_out`; else empty. Collective.
 
         Raises:
             ConfigError: the model cannot be trained.

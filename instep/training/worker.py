@@ -59,6 +59,7 @@ class Worker(Profiled):
     def __init__(self, emit: Callable[[Any], None]):
         self._emit = emit
         self._settled = False
+        self._left_out: list[str] = []  # of the weights of reference and teacher
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,7 @@ class Worker(Profiled):
     def _frozen(self, path: Path) -> TrainBackend:
         model = self._build(with_optimizer=False, like=path if (path / "config.json").exists() else None)
         _load_weights(model, path)
+        self._left_out.append(model.left_out)
         if self.args.offload_train:
             model.offload()
         return model
@@ -184,8 +186,8 @@ class Worker(Profiled):
             self.reference.load_hf(scratch)
 
     def remark(self) -> str:
-        """See `TrainBackend.remark`."""
-        return self.backend.remark()
+        """See `TrainBackend.remark`; what is left out of the reference's and the teacher's weights, too."""
+        return "\n".join(filter(None, (self.backend.remark(), *self._left_out)))
 
     # ---- log-probs and training ----------------------------------------------------------------------------------
 

@@ -90,6 +90,9 @@ LAYOUTS = {
     "one-moe-mixed": (1, "moe-mixed", {}),
     "one-moe-losses": (1, "moe", ROUTER),
     "one-moe-grouped": (1, "moe-mixed", dict(moe_grouped_gemm=True)),
+    "one-moe-grouped-act": (1, "moe-mixed", dict(
+        moe_grouped_gemm=True, recompute_granularity="selective", megatron_overrides={"recompute_modules": ["moe_act"]},
+    )),
     "tp2-sp-ep2-grouped": (2, "deepseek", dict(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2,
         expert_tensor_parallel_size=1, moe_grouped_gemm=True,
@@ -173,7 +176,7 @@ LAYOUTS = {
     )),
 }  # fmt: skip
 SLOW = {
-    "one-moe-grouped", "tp2-sp-ep2-grouped", "tp2-sp-etp2-grouped",
+    "one-moe-grouped", "one-moe-grouped-act", "tp2-sp-ep2-grouped", "tp2-sp-etp2-grouped",
     "cp2", "cp2-dist-opt", "one-deep", "pp2-deep", "one-moe", "one-moe-mixed", "one-moe-losses", "ep2", "ep2-dist-opt",
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",

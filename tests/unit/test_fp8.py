@@ -195,6 +195,8 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
         with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot") as error:
             check_inputs(parse([*words(tmp_path, tmp_path / "hf"), *more]))
     check_inputs(parse(words(tmp_path, tmp_path / "hf")).replace(debug_train_only=True))
+    only = parse(words(tmp_path, tmp_path / "hf")).replace(debug_rollout_only=True, rollout_backend="vllm")
+    check_inputs(only)  # nobody trains what vLLM serves
     talk = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
     only = f"--prompt-data {tmp_path}/talks.jsonl --input-key messages"
@@ -292,9 +294,15 @@ def test_the_hf_backend_leaves_it_out_and_says_so(tmp_path, alone, model_type, p
     worker = make_worker(tmp_path, hf)
     worker.load_weights(hf)
     said = f"{len(mtp)} tensors of multi-token prediction ({min(mtp)}, ...) are not read: they are neither trained nor"
-    assert said in worker.remark()
+    assert worker.remark().count(said) == 1
     worker.export_hf(tmp_path / "export")
     assert weights(tmp_path / "export").keys() == before
+    worker.load_weights(tmp_path / "export")
+    assert said not in worker.remark()
+    worker.load_reference(hf)
+    worker.load_teacher(hf)
+    assert {line for line in worker.remark().splitlines() if "multi-token" in line} == {worker.reference.left_out}
+    assert said in worker.reference.left_out
     for folder, num in ((hf, 1), (tmp_path / "export", 0)):
         assert json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", num) == num
     if "layers" in prefix:  # of which config.json must say that they are there

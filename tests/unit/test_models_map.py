@@ -193,10 +193,11 @@ def test_layouts_that_do_not_fit_experts_are_named(changes, world, words):
 
 def test_what_grouped_experts_would_not_do_is_named():
     shape = model_shape(CONFIGS[4])
-    overrides = {"recompute_modules": ["core_attn", "moe_act"], "moe_apply_probs_on_input": True}
-    with pytest.raises(ConfigError, match="moe_act with --moe-grouped-gemm .*; moe_apply_probs_on_input with"):
-        check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides=overrides), shape, 1)
-    check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides={"recompute_modules": ["moe"]}), shape, 1)
+    overrides = {"recompute_modules": ["core_attn", "moe_act"]}
+    with pytest.raises(ConfigError, match="cannot do: moe_apply_probs_on_input with --moe-grouped-gemm"):
+        both = overrides | {"moe_apply_probs_on_input": True}
+        check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides=both), shape, 1)
+    check_arguments(arguments(moe_grouped_gemm=True, megatron_overrides=overrides), shape, 1)
 
 
 def test_what_does_not_fit_latent_attention_and_shared_experts_is_named():

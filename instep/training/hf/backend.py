@@ -124,7 +124,7 @@ class HfBackend:
             device=device,
         )
         self.policy.num_passes = self._most
-        self._checked, self._left_out = False, ""
+        self._checked, self.left_out = False, ""
         self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
         self._weights = Parking(device, lambda: local_tensors(self.policy))
         self._states = Parking(device, self._optimizer_states)
@@ -169,7 +169,7 @@ class HfBackend:
             one = torch.ones(1, dtype=torch.long)
             tokens = torch.arange(4) % self._compute.vocab_size
             self.forward_only([TokenBatch(tokens, 4 * one, one, sample_columns={"temperature": one.float()})])
-        return "; ".join(filter(None, (self._compute.remark, self._left_out)))
+        return "\n".join(filter(None, (self._compute.remark, self.left_out)))
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs]:
@@ -263,7 +263,7 @@ class HfBackend:
 
     def load_hf(self, path: Path) -> None:
         unread = load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
-        self._left_out = left_out(unread)
+        self.left_out = left_out(unread)
         self._changed()
         self._remember_base(Path(path))
 

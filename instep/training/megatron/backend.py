@@ -97,7 +97,7 @@ class MegatronBackend:
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
-        self._has_gradients, self._remark = False, ""
+        self._has_gradients, self.left_out = False, ""
         self.saver = Saver(device, args.async_save)
         self._weights = Parking(device, self._local_weights)
         self._states = Parking(device, self._optimizer_states, self._gradients)
@@ -314,7 +314,7 @@ class MegatronBackend:
     # Weights and checkpoints
 
     def remark(self) -> str:
-        return self._remark
+        return self.left_out
 
     def publish(self, version: str) -> None:
         """No-op: `weight_source` reads the live parameters."""
@@ -333,7 +333,7 @@ class MegatronBackend:
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
         unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
-        self._remark = left_out(unread)
+        self.left_out = left_out(unread)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -354,7 +354,7 @@ class MegatronBackend:
         parameters = local_parameters(self.chunks, self.placement)
         states = self.optimizer if optimizer else None
         unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
-        self._remark = left_out(unread)
+        self.left_out = left_out(unread)
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 

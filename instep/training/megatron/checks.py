@@ -46,11 +46,8 @@ def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
     overrides = args.megatron_overrides or {}
     if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
         problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
-    if shape.experts and args.moe_grouped_gemm:
-        if "moe_act" in (overrides.get("recompute_modules") or ()):
-            problems.append("--recompute-modules moe_act with --moe-grouped-gemm (full recomputation covers it)")
-        if overrides.get("moe_apply_probs_on_input"):
-            problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
+    if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):
+        problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
     problems += [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
     if problems:
         raise ConfigError(

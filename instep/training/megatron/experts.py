@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.jit import jit_fuser
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
@@ -32,4 +33,10 @@ class GroupedExperts(SequentialMLP):
             return alone
         ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
         up, down = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        return grouped_linear(_activated(grouped_linear(hidden, ends, up), probs), ends, down), None
+        wide = grouped_linear(hidden, ends, up)
+        if self.config.recompute_granularity != "selective" or "moe_act" not in self.config.recompute_modules:
+            return grouped_linear(_activated(wide, probs), ends, down), None
+        again = CheckpointWithoutOutput(fp8=None)  # False counts as FP8 there
+        out = grouped_linear(again.checkpoint(_activated, wide, probs), ends, down)
+        again.discard_output_and_register_recompute(out)
+        return out, None
