@@ -66,7 +66,7 @@ FLAGS += f"--rollout-max-response-len {LONGEST} --custom-generate-function-path 
 FLAGS += "--custom-rm-path length_law.reward --train-backend hf --actor-num-gpus-per-node 1 "
 FLAGS += "--use-dynamic-batch-size --lr-decay-style constant --weight-decay 0 --clip-grad 1 --use-tis "
 ON_CPU = "--device cpu --rollout-num-gpus 1 --max-tokens-per-gpu 8192 --lr 1e-3 --num-threads 1 "
-ON_GPU = "--device cuda --lr 1e-4 --max-tokens-per-gpu 16384 "
+ON_GPU = "--device cuda --lr 1e-4 --max-tokens-per-gpu 8192 "
 VLLM = {
     "cpu": f"--vllm-kv-cache-memory-bytes {256 << 20} --vllm-max-model-len 1024 --vllm-max-num-seqs 512 ",
     "cuda": f"--vllm-gpu-memory-utilization 0.3 --vllm-kv-cache-memory-bytes {12 << 30} --vllm-max-model-len 1024 "
@@ -111,8 +111,8 @@ def main() -> None:
             for mode in given.modes:
                 rows.append({"mode": mode, "seed": seed, **measure(given, folder, mode, seed)})
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-    result = report(given, rows)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+                result = report(given, rows)  # so far
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     sys.exit(any("error" in row for row in rows))
 
@@ -205,7 +205,9 @@ def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int) -> di
             code = run.wait(timeout=given.limit)
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGINT)  # so that it ends its processes
-            code = run.wait(timeout=60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(timeout=60)
+            code = 124
         finally:
             run.kill()  # without effect on one that has ended
             ended.set()
