@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1800, help="seconds for each run")
     parser.add_argument("--logs", type=Path, help="a folder for runs and logs; default: removed at the end")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("--add", action="store_true", help="to the runs that --out has, of the same machine and flags")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/async-DEVICE.json")
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
@@ -104,7 +105,7 @@ def main() -> None:
         for mode in given.modes:
             print(" ".join(command(given, Path("FOLDER"), mode, given.seeds[0])))
         return
-    rows = []
+    rows = json.loads(given.out.read_text())["rows"] if given.add and given.out.exists() else []
     for seed in given.seeds:
         with work_folder(given.logs, seed) as folder:
             make_inputs(given, folder, seed)
@@ -331,7 +332,8 @@ def pin(pid: int, two: list[int], ended: threading.Event) -> None:
 
 def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     measured = {(row["mode"], row["seed"]): row for row in rows if "error" not in row}
-    both = {mode: [s for s in given.seeds if {(mode, s), (SYNCHRONOUS, s)} <= measured.keys()] for mode in MODES}
+    seeds_run = sorted({seed for _, seed in measured})
+    both = {mode: [s for s in seeds_run if {(mode, s), (SYNCHRONOUS, s)} <= measured.keys()] for mode in MODES}
     headline: dict[str, float] = {}
     for mode, name in ((AHEAD, ""), ("2 versions", "_2_versions")):
         if not (seeds := both[mode]):
