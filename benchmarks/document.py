@@ -169,21 +169,28 @@ def gpu_main() -> str:
 
 
 def async_training() -> str:
-    found = result("async-cpu")
-    rows = [
-        ["", "samples/s", "rollout, s", "trainer waits, s", "training, s", "sync, s", "staleness", "held-out reward"]
-    ]
-    for mode in dict.fromkeys(row["mode"] for row in found["rows"]):
-        mine = [row for row in found["rows"] if row["mode"] == mode]
-        names = ["samples_per_s", "rollout_s", "wait_s", "train_s", "sync_s", "staleness_mean", "held_out_reward"]
-        figures = [median(row[name] for row in mine) for name in names]
-        rows.append([mode, *(f"{value:.2f}" if value else "" for value in figures)])
-    h, seeds = found["headline"], {row["seed"] for row in found["rows"]}
-    text = f"Medians of {len(seeds)} seeds. One step ahead: {h['samples_ratio']:.2f} times the synchronous samples/s, "
-    text += f"{h['share_of_bound']:.0%} of the bound {h['bound']:.2f}, which rollout and training at once would reach; "
-    text += f"`--max-staleness 2`: {h['samples_ratio_2_versions']:.2f} times. "
-    text += "The held-out reward of the lower one less the synchronous one's: "
-    return f"{measured(found)}\n\n{table(*rows)}\n\n{text}{h['reward_difference']:+.3f}."
+    """The tables of `results/async-cpu.json` and, where there is one, `results/async-cuda.json`."""
+    parts = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("async-*.json")):
+        found = result(path.stem)
+        head = "|samples/s|rollout, s|trainer waits, s|training, s|sync, s|staleness|held-out reward"
+        rows = [head.split("|")]
+        for mode in dict.fromkeys(row["mode"] for row in found["rows"]):
+            mine = [row for row in found["rows"] if row["mode"] == mode and "error" not in row]
+            names = ["samples_per_s", "rollout_s", "wait_s", "train_s", "sync_s", "staleness_mean", "held_out_reward"]
+            figures = [median(row[name] for row in mine) if mine else 0.0 for name in names]
+            rows.append([mode, *(f"{value:.2f}" if value else "" for value in figures)])
+        h, num_seeds = found["headline"], len({row["seed"] for row in found["rows"]})
+        text = f"Medians of {num_seeds} seeds." if num_seeds > 1 else "One seed."
+        for name, more in (("One step ahead", ""), ("`--max-staleness 2`", "_2_versions")):
+            if f"samples_ratio{more}" in h:
+                text += f" {name}: {h[f'samples_ratio{more}']:.2f} times the synchronous samples/s"
+                bounded = f"bound{more}" in h
+                text += f", {h[f'share_of_bound{more}']:.0%} of the bound {h[f'bound{more}']:.2f}." if bounded else "."
+        if "reward_difference" in h:
+            text += f" The lowest held-out reward less the synchronous one's: {h['reward_difference']:+.3f}."
+        parts.append(f"{measured(found)}\n\n{table(*rows)}\n\n{text}")
+    return "\n\n".join(parts)
 
 
 def _first_too(row: dict[str, Any], name: str) -> str:

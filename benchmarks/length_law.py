@@ -2,20 +2,27 @@
 
 A response of prompt p has exactly `length(p, i)` tokens for its i-th sample: the values of a log-normal law (median 48,
 sigma 1), cut at 8 and 512. So are the responses of models that reason: half of them are short, and the longest one of a
-batch decides when it is done. The reward is the share of the tokens that are in the lower half of the vocabulary.
+batch decides when it is done. The reward is the share of the tokens that are in the lower half of the vocabulary. When
+each response began and ended is written into `responses.jsonl` of the run's folder.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import math
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 from instep.rollout.vllm_rollout import generate as generate_response
-from instep.types import Sample
+from instep.types import Sample, Status
 
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 1.0, 8, 512
-VOCABULARY = 512
+VOCABULARY = 512  # of the model on a CPU
+MAX_CONTINUATIONS = 100
 
 
 def length(prompt: str, number: int) -> int:
@@ -26,11 +33,26 @@ def length(prompt: str, number: int) -> int:
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """For --custom-generate-function-path."""
-    limit = length(str(sample.prompt), (sample.index or 0) % args.n_samples_per_prompt)
-    return await generate_response(args, sample, {**sampling_params, "max_new_tokens": limit, "ignore_eos": True})
+    limit, began = length(str(sample.prompt), (sample.index or 0) % args.n_samples_per_prompt), time.time()
+    params = {**sampling_params, "max_new_tokens": limit, "ignore_eos": True}
+    for _ in range(MAX_CONTINUATIONS):
+        sample = await generate_response(args, sample, params)
+        if sample.status is not Status.ABORTED:
+            break
+        await asyncio.sleep(0.02)  # a sync has ended the request: the response goes on
+    with (Path(args.run_dir) / "responses.jsonl").open("a") as file:
+        about = {"group": sample.group_index, "index": sample.index, "length": limit}
+        file.write(json.dumps({**about, "began": began, "ended": time.time()}) + "\n")
+    return sample
 
 
 async def reward(args: Any, sample: Sample) -> float:
     """For --custom-rm-path."""
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
-    return sum(token < VOCABULARY // 2 for token in response) / len(response)
+    half = vocabulary(str(args.hf_checkpoint)) // 2
+    return sum(token < half for token in response) / len(response)
+
+
+@functools.cache
+def vocabulary(checkpoint: str) -> int:
+    return int(json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"])

@@ -1,6 +1,6 @@
-"""`instep.train(...)` and `instep.Run(...)`: what `instep train` does, in a script or a notebook.
+"""`instep.train(...)` and `instep.Run(...)`: what the commands that train do, in a script or a notebook.
 
-Keywords are the flags of `instep train` with underscores. They become the words of a command line, so that everything
+Keywords are the flags of the command with underscores. They become the words of a command line, so that everything
 that is checked there is checked here, with the same errors; these are raised.
 """
 
@@ -12,6 +12,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 Prompts = str | Path | Sequence[str | list[dict[str, Any]] | dict[str, Any]]
 Reward = str | Callable[..., Any]
 
+_LOOPS = {  # of each command, the module whose `steps` it is
+    "train": "instep.train_sync",
+    "train-async": "instep.train_async",
+    "sft": "instep.sft",
+    "dpo": "instep.sft",
+}
 _FUNCTIONS = "instep_functions"  # the module in which functions stand that no other process could import
 # Hooks that this process calls; the others are called by the trainer's processes.
 _CALLED_HERE = frozenset(
@@ -36,11 +43,17 @@ _CALLED_HERE = frozenset(
 
 
 def train(
-    *, model: str | Path | None = None, prompts: Prompts | None = None, reward: Reward | None = None, **flags: Any
+    *,
+    command: str = "train",
+    model: str | Path | None = None,
+    prompts: Prompts | None = None,
+    reward: Reward | None = None,
+    **flags: Any,
 ) -> dict[str, Any]:
-    """Train as `instep train` does, to the end.
+    """Train as `instep train` or another command does, to the end.
 
     Args:
+        command: "train", "train-async", "sft" or "dpo".
         model: `--hf-checkpoint`.
         prompts: `--prompt-data`; or a list of texts, of conversations (lists of messages) or of rows (dicts), which is
             written into the run's folder. Rows have their prompt under `prompt` and their label, if any, under
@@ -57,7 +70,7 @@ def train(
     Raises:
         InstepError: the flags are wrong, or the run cannot go on.
     """
-    run = Run(model=model, prompts=prompts, reward=reward, **flags)
+    run = Run(command=command, model=model, prompts=prompts, reward=reward, **flags)
     for _ in run:
         pass
     return run.summary
@@ -66,11 +79,11 @@ def train(
 class Run:
     """A run whose loop is the user's: `for step in instep.Run(...)`. It takes what `train` takes, checked at once.
 
-    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs,
-    engines and trainer wait. When the loop is left, by its end, by `break`, by an error or by Ctrl-C, every process of
-    the run is ended and its report is written; `save` and `load` make the next `Run` go on after the last checkpoint.
-    A second loop over the same object is another session of the run. It is a context manager, too, for a loop that is
-    kept in a variable.
+    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs, the
+    trainer waits, and so do the engines, except those of `train-async`, which go on generating. When the loop is left,
+    by its end, by `break`, by an error or by Ctrl-C, every process of the run is ended and its report is written;
+    `save` and `load` make the next `Run` go on after the last checkpoint. A second loop over the same object is another
+    session of the run. It is a context manager, too, for a loop that is kept in a variable.
 
     Attributes:
         args: the checked arguments.
@@ -82,6 +95,7 @@ class Run:
     def __init__(
         self,
         *,
+        command: str = "train",
         model: str | Path | None = None,
         prompts: Prompts | None = None,
         reward: Reward | None = None,
@@ -91,6 +105,8 @@ class Run:
         from instep.private import private_files
 
         _refuse_two()
+        if command not in _LOOPS:
+            raise ConfigError(f"no command {command!r}", where="command=...", remedy=f"give one of {', '.join(_LOOPS)}")
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
         for name, (flag, value) in given.items():
@@ -100,9 +116,9 @@ class Run:
                 flags[flag] = value
         with private_files():
             if prompts is not None and not isinstance(prompts, (str, Path)):
-                flags |= _written(prompts, flags)
+                flags |= _written(command, prompts, flags)
             self._functions: dict[str, Callable[..., Any]] = {}
-            self.args = arguments("train", list(_words(flags, self._functions)))
+            self.args = arguments(command, list(_words(flags, self._functions)))
         self.summary: dict[str, Any] = {}
         self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
 
@@ -116,12 +132,11 @@ class Run:
         from instep.observability.output import lasting_output
         from instep.private import private_files
         from instep.rollout.tokens import forget_tokenizers
-        from instep.train_sync import steps
 
         _refuse_two()
         forget_tokenizers()  # of a run before
         _import_as_module(self._functions)  # another Run may have been made meanwhile
-        Run._open, loop = self, steps(self.args)
+        Run._open, loop = self, import_module(_LOOPS[self.args.command]).steps(self.args)
 
         @contextlib.contextmanager
         def at_work() -> Iterator[None]:  # not in the user's part of the loop
@@ -160,7 +175,7 @@ def _refuse_two() -> None:
         raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
 
 
-def _written(prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def _written(command: str, prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
     depends on what they are, so that a resume finds them, and no other run's are replaced."""
     from instep.atomic import write_text
@@ -174,7 +189,7 @@ def _written(prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]
             remedy = "give texts, lists of messages, or dicts of what JSON can hold"
             raise DataError(f"the prompt is no JSON: {error}", where=f"prompts[{number}]", remedy=remedy) from error
     text = "".join(lines)
-    folder = Path(flags.get("run_dir") or "runs/train")
+    folder = Path(flags.get("run_dir") or f"runs/{command}")
     path = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     with writing(path, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)

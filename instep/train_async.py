@@ -13,12 +13,14 @@ token may become.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.controller.ahead import rollouts_ahead
 from instep.controller.controller import Controller
-from instep.train_sync import evaluates_after, evaluates_at, saves_after
+from instep.controller.round import Step
+from instep.train_sync import evaluates_after, evaluates_at, saves_after, to_the_end
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 def train_async(args: Args) -> dict[str, Any]:
     """Run `instep train-async`; returns the summary that is also written to `summary.json`."""
+    return to_the_end(steps(args))
+
+
+def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
+    """The loop, as that of `instep/train_sync.py`; the engines go on while whoever drives it has a round."""
     with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
@@ -39,11 +46,13 @@ def train_async(args: Args) -> dict[str, Any]:
                 trained = controller.train(rollout)
                 if syncs_after(args, rollout_id, controller.num_rollout):
                     ahead.sync(rollout_id)
-                controller.finish_step(rollout, trained)
+                metrics = controller.finish_step(rollout, trained)
             if saves_after(args, rollout_id, controller.num_rollout):
                 controller.save(rollout_id)
+            evaluation: dict[str, float] = {}
             if evaluates_after(args, rollout_id, controller.num_rollout):
-                controller.evaluate(rollout_id + 1)
+                evaluation = controller.evaluate(rollout_id + 1)
+            yield Step(rollout_id, rollout.groups, metrics, evaluation)
 
         return controller.finish()
 

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 def train(args: Args) -> dict[str, Any]:
     """Run `instep train`; returns the summary that is also written to `summary.json`."""
-    loop = steps(args)
+    return to_the_end(steps(args))
+
+
+def to_the_end(loop: Generator[Step, None, dict[str, Any]]) -> dict[str, Any]:
+    """Run a loop, and return its summary."""
     try:
         while True:
             next(loop)

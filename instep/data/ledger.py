@@ -28,7 +28,8 @@ class _Entry:
     """A group that is not closed.
 
     Attributes:
-        state: "issued" | "finished" | "buffered" | "again" (it was under way at a save, and waits for a round).
+        state: "issued" | "finished" | "buffered" | "again" (it was under way at a save or has become too old, and waits
+            to begin anew).
         rollout_id: the round that it was issued to.
         read: how the data source gives it anew, {"cursor": its state before, "groups": all fresh ones of that call};
             None for a group that a rollout function has made, and of a data source without `cursor()`.
@@ -88,11 +89,11 @@ class Ledger:
             self._finished.update(zip(group_indices(groups), groups, strict=True))
 
     def wait_again(self, groups: Iterable[Any]) -> None:
-        """Let issued groups, given as they were then, wait to be issued once more."""
+        """Let outstanding groups, given as they were when they were issued, wait to be issued once more."""
         with self._lock:
-            self._set(groups, "again", ("issued",))
+            self._set(groups, "again")
             for group, samples in zip(group_indices(groups), groups, strict=True):
-                self._open[group].pristine = samples
+                self._open[group].pristine, self._open[group].read = samples, None
 
     def buffer(self, groups: Iterable[Any]) -> None:
         self._set(groups, "buffered")
@@ -279,7 +280,7 @@ class LedgeredDataSource:
     __call__ = get_samples  # slime gives `--rollout-all-samples-process-path` the bound method
 
     def give_again(self, groups: list[Group]) -> None:
-        """Let groups that were issued come out of `get_samples` first, whatever the source can."""
+        """Let groups, as they were when they were issued, come out of `get_samples` first, whatever the source can."""
         with self.books_lock:
             self.ledger.wait_again(groups)
             self._again += groups

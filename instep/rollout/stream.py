@@ -117,7 +117,7 @@ class Stream(GroupRollout):
         self.counts["stale"] += 1
         begins_anew = bool(entry.fresh) and not any(s.response_length for s in entry.fresh)
         if self.args.stale_groups == "requeue" and begins_anew:
-            self.data_source.add_samples([entry.fresh])
+            self.data_source.give_again([entry.fresh])
         else:
             self.data_source.drop([entry.group], "stale")
 
@@ -146,7 +146,7 @@ class Stream(GroupRollout):
         if any(s.status is Status.ABORTED for s in group):  # by a sync: its own generate function has not gone on
             del self._begun[key]
             self.counts["aborted"] += 1
-            self.data_source.add_samples([entry.fresh])
+            self.data_source.give_again([entry.fresh])
         else:
             self.finished.append(group)
             verdict = await self._verdict(group)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import instep
 from instep.errors import ConfigError
 from tests.command_line import keywords
-from tests.e2e.commands import gone_within, grpo_arguments, run
+from tests.e2e.commands import gone_within, grpo_arguments, run, sft_arguments
 from tests.e2e.test_train import rows
 
 
@@ -63,6 +63,21 @@ def test_a_loop_that_is_left_by_an_error_is_closed_and_goes_on(tiny: Path, tmp_p
     assert [r["step"] for r in rows(tmp_path / "metrics.jsonl") if "train/loss" in r] == [0, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert children() <= before and len(list(tmp_path.glob("prompts-*.jsonl"))) == 1
+
+
+def test_the_loops_of_other_commands(tiny: Path, tmp_path: Path) -> None:
+    before = children()
+    flags = as_keywords(grpo_arguments(tiny, tmp_path / "ahead", "--num-rollout", "3", "--max-staleness", "1"))
+    loop = instep.Run(command="train-async", **flags)
+    steps = list(loop)
+    assert [step.rollout_id for step in steps] == [0, 1, 2] and loop.summary["num_rollouts"] == 3
+    assert all("async/staleness_max" in step.metrics and len(step.samples) == 4 for step in steps)
+    assert {r["step"] for r in rows(tmp_path / "ahead/metrics.jsonl") if "async/staleness_max" in r} == {0, 1, 2}
+    sft = keywords(sft_arguments(tiny, tmp_path / "sft", "--num-rollout", "2")[1:])
+    for step in instep.Run(command="sft", **sft):
+        assert step.evaluation == {} and step.metrics["train/loss"] > 0
+        break
+    assert children() <= before  # of engines that were at work, too
 
 
 @pytest.mark.slow

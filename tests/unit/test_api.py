@@ -61,6 +61,22 @@ def test_keywords_are_the_flags() -> None:
     assert given == vars(arguments("train", words))
 
 
+def test_other_commands_take_their_own_flags() -> None:
+    words = argv("--device cpu --max-staleness 2")
+    run = instep.Run(command="train-async", **keywords(words))
+    assert vars(run.args) == vars(arguments("train-async", words)) and run.args.run_dir == "runs/train-async"
+    with pytest.raises(ConfigError, match="acts in `instep train-async` only"):
+        instep.Run(**keywords(words))
+    with pytest.raises(ConfigError, match="no command 'train_async'"):
+        instep.Run(command="train_async", **keywords(words))
+    row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+    flags = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key --input-key"))
+    flags = {"model": "model", "prompts": [row], "input_key": "messages", "lr": 1e-3, **flags}
+    drop = ("n_samples_per_prompt", "rollout_max_response_len")
+    args = instep.Run(command="sft", **{name: value for name, value in flags.items() if name not in drop}).args
+    assert args.command == "sft" and args.prompt_data.startswith("runs/sft/prompts-")
+
+
 def test_model_prompts_and_reward() -> None:
     base = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key"))
     rows = [{"prompt": "1 + 1", "label": 2}, {"prompt": [{"role": "user", "content": "2?"}], "label": "2"}]

@@ -44,6 +44,9 @@ async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     if sample.group_index in now.silent:
         sample.metadata["version"] = halves[0]
         sample.weight_versions = spans[1:] if sample.index % 2 else []
+    if sample.group_index in now.aborted:  # and its generate function does not go on
+        now.aborted.remove(sample.group_index)
+        sample.status = Status.ABORTED
     if sample.group_index in now.foreign:  # whose tokens somebody else has made earlier
         now.foreign.remove(sample.group_index)
         sample.weight_versions = [VersionSpan("0", 0, 2)]
@@ -74,6 +77,7 @@ class Run:
         self.log = SimpleNamespace(phase=lambda *_: contextlib.nullcontext())
         self.broken, self.foreign, self.most, self.trained = None, set[int](), 0, list[list[int]]()
         self.silent: Any = ()
+        self.aborted = set[int]()
         self.ages: list[int] = []
         if state is not None:
             restore_data(self.data_source, state, start - 1, Path())
@@ -161,6 +165,15 @@ def test_a_group_of_somebody_else_s_weights_is_dropped_or_begun_anew(make, stale
     assert sum(rollout.metrics.get("rollout/num_groups_stale", 0) for rollout in rollouts) == 2
     trained = {g for groups in run.trained for g in groups}
     assert ({9, 14} <= trained) == (stale == "requeue")
+
+
+def test_groups_begin_anew_whatever_the_data_source_can(make):
+    run = Run(make("--max-staleness", "1", "--stale-groups", "requeue", "--num-rollout", "6"))
+    run.data_source.source = SimpleNamespace(get_samples=run.data_source.source.get_samples)  # and nothing else
+    run.foreign, run.aborted = {9}, {14}
+    list(run.rounds())
+    assert {9, 14} <= {g for groups in run.trained for g in groups} and not run.foreign and not run.aborted
+    assert run.ledger.num_consumed == run.ledger.num_issued == 24 and not run.ledger.dropped
 
 
 def silent_run(args: Any, *resumed_with: Any) -> Run:
