@@ -357,8 +357,12 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }
-    elif engine_dtype(args) == "float32":
-        env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
+    else:
+        # Else humming, which vLLM 0.26 imports for quantized layers, builds its kernels in processes that import torch
+        # beside the start of every engine, and that outlive one that is killed. They are built when they are needed.
+        env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+        if engine_dtype(args) == "float32":
+            env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
 

@@ -56,6 +56,13 @@ def test_on_one_host_nothing_of_vllm_listens_beyond_loopback(monkeypatch):
     assert environment("127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
+def test_nothing_is_compiled_beside_the_start_of_an_engine_by_processes_without_an_owner(monkeypatch):
+    monkeypatch.delenv("HUMMING_DISABLE_PARALLEL_BUILD", raising=False)
+    assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
+    monkeypatch.setenv("HUMMING_DISABLE_PARALLEL_BUILD", "0")
+    assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "0"  # the user's
+
+
 def test_what_vllm_has_compiled_serves_runs_with_other_ports_and_bounds(monkeypatch):
     """Most of its variables are in the key of its compile cache."""
     monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
