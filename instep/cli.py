@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
+from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
 from instep.private import private_files
 
@@ -54,6 +55,7 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         _terminate_like_interrupt()
         with private_files():
+            keep_bytecode()
             return work()
     except InstepError as error:
         print(error, file=sys.stderr)

@@ -17,7 +17,7 @@ from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
 from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
-from instep.engines.spec import EngineSpec
+from instep.engines.spec import LONGEST_START, EngineSpec
 from instep.errors import ConfigError
 from instep.processes import Process, num_usable_cpus, stop_all
 from instep.weights.place import SYNC
@@ -128,8 +128,7 @@ class LocalCluster:
         if args.weight_sync == SINGLE_COPY and spec.update_weights:
             env[MEMORY_VARIABLE] = str(self._own_memory(spec))
         if self.room is not None:
-            seconds = int(args.worker_start_timeout + args.engine_start_timeout)
-            env |= {ROOM_VARIABLE: f"{seconds}:{self.room}", "VLLM_ENGINE_READY_TIMEOUT_S": str(seconds)}
+            env[ROOM_VARIABLE] = f"{LONGEST_START}:{self.room}"
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _own_memory(self, spec: EngineSpec) -> Path:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from instep.engines.topology import Parallel, ServerRole
 
+# Seconds that vLLM itself grants a start: a day, because the bounds that the flags of a run set to the start of its
+# engines and to each load of its trainer are the run's own, which ends its engines.
+LONGEST_START = 86_400
 _CONNECTOR_KEY = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
 # The router's names of vLLM's connectors, by which prefill engines hand the KV cache to decode engines.
 KV_CONNECTORS = {

@@ -25,7 +25,7 @@ from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, installed_version, merge, release
 from instep.engines.http import get_json
 from instep.engines.kind import EngineKind, RunningEngine, engine_dtype, profile_folder
-from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
@@ -349,6 +349,8 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
         "INSTEP_DIE_WITH_PARENT": "1",  # read by the plugin, in vLLM's own child processes
+        # A constant, because it is in the key of what vLLM has compiled.
+        "VLLM_ENGINE_READY_TIMEOUT_S": os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(LONGEST_START)),
     }
     if not args.no_fast_log_probs:
         env["INSTEP_FAST_LOG_PROBS"] = "1"  # read by the plugin
@@ -362,8 +364,12 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }
-    elif engine_dtype(args) == "float32":
-        env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
+    else:
+        # Else humming, which vLLM 0.26 imports for quantized layers, builds its kernels in processes that import torch
+        # beside the start of every engine, and that outlive one that is killed. They are built when they are needed.
+        env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+        if engine_dtype(args) == "float32":
+            env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
 

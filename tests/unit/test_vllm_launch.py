@@ -57,6 +57,30 @@ def test_on_one_host_nothing_of_vllm_listens_beyond_loopback(monkeypatch):
     assert environment("127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
+def test_nothing_is_compiled_beside_the_start_of_an_engine_by_processes_without_an_owner(monkeypatch):
+    monkeypatch.delenv("HUMMING_DISABLE_PARALLEL_BUILD", raising=False)
+    assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
+    monkeypatch.setenv("HUMMING_DISABLE_PARALLEL_BUILD", "0")
+    assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "0"  # the user's
+
+
+def test_what_vllm_has_compiled_serves_runs_with_other_ports_and_bounds(monkeypatch):
+    """Most of its variables are in the key of its compile cache."""
+    monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
+
+    def environment(port, *flags):
+        args = resolved("cuda", "bf16", "--colocate", *flags)
+        (spec,) = plan_engines(args)
+        at = Addresses("127.0.0.1", port, "127.0.0.1", side_channel_port=0)
+        return KIND.environment(args, spec, at, "127.0.0.1", 1)
+
+    one = environment(21000)
+    assert one == environment(22000, "--worker-start-timeout", "5000", "--engine-start-timeout", "77")
+    assert one["VLLM_ENGINE_READY_TIMEOUT_S"] == "86400"
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "5")
+    assert environment(21000)["VLLM_ENGINE_READY_TIMEOUT_S"] == "5"  # the user's
+
+
 @pytest.mark.parametrize("key", ["linear_num_key_heads", "kv_lora_rank"])
 def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64, key: 2}))
