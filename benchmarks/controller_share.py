@@ -1,12 +1,13 @@
 """The controller's own share of a step: what it costs when engines and trainer cost nothing.
 
-    python benchmarks/controller_share.py [--samples 256 8192] [--json] [--mixed] [--out FILE]
+    python benchmarks/controller_share.py [--samples 256 8192] [--lengths uniform mixed] [--json] [--out FILE]
 
-A real controller runs steps of GRPO: 8 samples a prompt, 128 + 512 tokens, math reward, one optimizer step. The engine
-is a process that answers at once over HTTP (in arrays, as vLLM with instep's plugin does; with `--json` as any vLLM),
-the trainer one that takes the batch and answers at once (`stand_ins.py`). Nothing is synced. Seconds are CPU seconds of
-the controller's process, all its threads; a part's are those of the thread that it ran in, without other parts within.
-The first step, which opens connections and imports, does not count.
+A real controller runs steps of GRPO: 8 samples a prompt, math reward, one optimizer step. Prompt and response have
+128 + 512 tokens (`uniform`), or any number of 64 to 256 + 32 to 512 (`mixed`). The engine is a process that answers at
+once over HTTP (in arrays, as vLLM with instep's plugin does; with `--json` as any vLLM), the trainer one that takes the
+batch and answers at once (`stand_ins.py`). Nothing is synced. Seconds are CPU seconds of the controller's process, all
+its threads; a part's are those of the thread that it ran in, without other parts within. The first step, which opens
+connections and imports, does not count; from the second on the lengths of responses are known.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import cores  # noqa: E402
 
 HERE = Path(__file__).parent
-PROMPT, RESPONSE, GROUP = 128, 512, 8
-SHORTEST = 32  # response with --mixed
+GROUP, LONGEST = 8, 512
+# Tokens of prompts and responses, each from the first to the second with equal probability.
+LENGTHS = {"uniform": ((128, 128), (512, 512)), "mixed": ((64, 256), (32, 512))}
 STEPS = 4  # the first does not count
 # The parts of a step, and the functions that do them.
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -177,11 +179,8 @@ class StandInDeployment:
         self._workers.close()
 
 
-def make_task(folder: Path, num_prompts: int, shortest: int = RESPONSE) -> dict[str, Path]:
-    """Write a tokenizer, a checkpoint without weights, prompts with labels, and answers, a quarter of them right.
-
-    Answers have `shortest` to 512 tokens.
-    """
+def make_task(folder: Path, num_prompts: int, lengths: str) -> dict[str, Path]:
+    """Write a tokenizer, a checkpoint without weights, prompts with labels, and answers, a quarter of them right."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -208,14 +207,15 @@ def make_task(folder: Path, num_prompts: int, shortest: int = RESPONSE) -> dict[
         start = rng.randrange(len(words) - length)
         return words[start : start + length]
 
+    of_prompts, of_responses = LENGTHS[lengths]
     data = folder / "train.jsonl"
     with data.open("w") as out:
         for _ in range(num_prompts):
-            out.write(json.dumps({"prompt": tokenizer.decode(text_of(PROMPT)), "label": "42"}) + "\n")
+            out.write(json.dumps({"prompt": tokenizer.decode(text_of(rng.randint(*of_prompts))), "label": "42"}) + "\n")
     answers = []
     for number in (42, 7, 13, 8) * 16:
         end = tokenizer.encode(f" so it is \\boxed{{{number}}}.", add_special_tokens=False).ids
-        answers.append(text_of(rng.randint(shortest, RESPONSE) - len(end)) + end)
+        answers.append(text_of(rng.randint(*of_responses) - len(end)) + end)
     (folder / "answers.json").write_text(json.dumps(answers))
     return {"hf": folder, "data": data, "answers": folder / "answers.json"}
 
@@ -231,7 +231,7 @@ def measure(task: dict[str, Path], num_samples: int, spans: Spans, more: list[st
         words = [
             *("--hf-checkpoint", task["hf"], "--prompt-data", task["data"], "--input-key", "prompt", "--label-key"),
             *("label", "--rm-type", "math", "--rollout-batch-size", num_samples // GROUP, "--n-samples-per-prompt"),
-            *(GROUP, "--rollout-max-response-len", RESPONSE, "--num-rollout", STEPS, "--train-backend", "hf"),
+            *(GROUP, "--rollout-max-response-len", LONGEST, "--num-rollout", STEPS, "--train-backend", "hf"),
             *("--rollout-backend", "vllm", "--actor-num-gpus-per-node", 1, "--device", "cpu", "--run-dir"),
             *(folder / f"run-{num_samples}", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 32768, *more),
         ]
@@ -262,14 +262,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[256, 8192])
     parser.add_argument("--json", action="store_true", help="answers in vLLM's JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "controller-share-cpu.json")
-    parser.add_argument("--mixed", action="store_true", help="answers of 32 to 512 tokens, in any order")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     given = parser.parse_args()
     more = ["--no-fast-log-probs"] if given.json else []
     spans, controlling.Deployment = Spans(), StandInDeployment  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as folder:
-        shortest = SHORTEST if given.mixed else RESPONSE
-        task = make_task(Path(folder) / "task", max(given.samples) // GROUP, shortest)
-        rows = [measure(task, n, spans, more, Path(folder)) for n in given.samples]
+        rows = []
+        for lengths in given.lengths:
+            task = make_task(Path(folder) / lengths, max(given.samples) // GROUP, lengths)
+            rows += [{"lengths": lengths, **measure(task, n, spans, more, task["hf"])} for n in given.samples]
     for name in rows[0]["seconds"]:
         print(f"{name:40}" + "".join(f"{row['seconds'][name]:10.3f}" for row in rows))
     versions = {
@@ -283,13 +284,12 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "versions": versions,
         "workload": {
-            "prompt": PROMPT,
-            "response": f"{SHORTEST} to {RESPONSE}" if given.mixed else RESPONSE,
+            "lengths": {name: LENGTHS[name] for name in given.lengths},
             "group": GROUP,
             "answers": "json" if given.json else "arrays",
         },
         "rows": rows,
-        "headline": {f"cpu_seconds_{row['samples']}": row["seconds"]["cpu"] for row in rows},
+        "headline": {f"cpu_seconds_{row['lengths']}_{row['samples']}": row["seconds"]["cpu"] for row in rows},
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 

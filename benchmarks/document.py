@@ -87,7 +87,7 @@ def bf16_gap() -> str:
 
 def controller_share() -> str:
     found = result("controller-share-cpu")
-    rows = [["part", *(f"{r['samples']:,} samples" for r in found["rows"])]]
+    rows = [["part", *(f"{r['samples']:,}, {r['lengths']}" for r in found["rows"])]]
     names = {"cpu": "**all, CPU seconds**", "wall": "wall clock, with waits for stand-ins and other work"}
     for name in found["rows"][0]["seconds"]:
         if name != "generate wall":

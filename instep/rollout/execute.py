@@ -6,6 +6,7 @@ import asyncio
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have consecutive seeds
-ALIKE = 1.1  # what a group's one request may keep of the engines' room, as a multiple of what its samples need
+# Where room is short, up to these spreads (`Execution.spread`)
+ALIKE = 1.1  # the samples of a custom generate function may wait for each other
+WIDEST = 4.0  # one request may be for a group; exponential lengths have a spread of 2.7 in a group of 8
 NO_BOUND = 2**30  # tokens, of a model whose context nothing tells
 MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, the end of another rollout)
 
 
-# Generates the samples of a group (arguments, group, sampling parameters with the first one's seed, evaluation).
-Together = Callable[["HookSettings", Group, dict[str, Any], bool], Awaitable[None]]
+# Generates the samples of a group (arguments, group, sampling parameters with the first one's seed, evaluation); it
+# returns None where one request cannot be for all.
+Together = Callable[["HookSettings", Group, dict[str, Any], bool], Awaitable[None] | None]
 
 
 @dataclass
@@ -54,12 +58,20 @@ class Execution:
     num_tokens: int = 0
     expected_tokens: float = 0.0  # of a sample, with its prompt
     expected_prompt: float = 0.0  # of those, the prompt's
-    ends_together: bool = False  # the samples of a group are expected to be about as long as each other
+    spread: float = math.inf  # a group's longest response over the mean one, as is expected
     lengths: Lengths = field(default_factory=lambda: Lengths())
 
     def tokens_of_group(self, num_samples: int) -> float:
         """The expected tokens of each of a group's samples in a KV cache, which holds their prompt once."""
         return self.expected_tokens - self.expected_prompt * (1 - 1 / max(1, num_samples))
+
+    def num_short(self, num_samples: int) -> int:
+        """How many of a group's samples are over, on average of the time until its longest one has ended.
+
+        A group's request is answered then. So many of its samples leave at once, so that as many run as would if each
+        left when it ends.
+        """
+        return min(num_samples - 1, round(num_samples * (1 - 1 / self.spread))) if self.spread <= WIDEST else 0
 
     def count(self, sample: Sample) -> None:
         """Count a sample that was generated."""
@@ -69,8 +81,8 @@ class Execution:
         self.lengths.num_prompt_tokens += len(sample.tokens) - sample.response_length
 
     def count_longest(self, group: Group) -> None:
-        """Count the tokens that a group's samples would have if all were as long as the longest one."""
-        lengths = [len(sample.tokens) for sample in group if sample.status is not Status.ABORTED]
+        """Count the tokens that a group's responses would have if all were as long as the longest one."""
+        lengths = [sample.response_length for sample in group if sample.status is not Status.ABORTED]
         self.lengths.num_longest += len(lengths) * max(lengths, default=0)
 
 
@@ -81,7 +93,7 @@ class Lengths:
     num_samples: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    num_longest: int = 0  # tokens that there would be if all samples of a group were as long as its longest one
+    num_longest: int = 0  # response tokens, if all of a group had as many as its longest response
 
 
 _last: dict[bool, Lengths] = {}  # of the last rollout, and of the last evaluation
@@ -101,7 +113,8 @@ def new_execution(
     if before is not None and before.num_samples:
         out.expected_tokens = before.num_tokens / before.num_samples
         out.expected_prompt = before.num_prompt_tokens / before.num_samples
-        out.ends_together = 0 < before.num_longest <= ALIKE * before.num_tokens
+        if before.num_longest:
+            out.spread = max(1.0, before.num_longest / (before.num_tokens - before.num_prompt_tokens))
     if not is_trial:
         _last[evaluation] = out.lengths
     return out
@@ -180,7 +193,7 @@ def _may_go_together(execution: Execution, group: Group) -> bool:
     args = execution.args
     if args.custom_generate_function_path or args.rollout_sample_hook_path or execution.max_context_len is not None:
         return False
-    if execution.aborted or spans.now() is not None or (execution.room.is_crowded and not execution.ends_together):
+    if execution.aborted or spans.now() is not None or (execution.room.is_crowded and execution.spread > WIDEST):
         return False
     return not any(s.generate_function_path or s.response_length for s in group)
 
@@ -189,14 +202,19 @@ async def _at_once(
     execution: Execution, group: Group, params: dict[str, Any], tokens: float, together: Together
 ) -> None:
     """Let `together` generate the group; the samples that it has not generated, if any, are still in the room."""
+    room, short = execution.room, 0
     try:
-        await together(execution.args, group, params, execution.evaluation)
+        if (work := together(execution.args, group, params, execution.evaluation)) is None:
+            return
+        short = execution.num_short(len(group))
+        room.leave(tokens, short)
+        await work
     except BaseException:
-        for _ in group:
-            execution.room.leave(tokens)
+        room.leave(tokens, len(group) - short)
         raise
-    for sample in filter(_is_generated, group):
-        execution.room.leave(tokens)
+    generated = [sample for sample in group if _is_generated(sample)]
+    room.leave(tokens, len(generated) - short)
+    for sample in generated:
         execution.count(sample)
 
 
@@ -239,7 +257,7 @@ async def _run_inside(execution: Execution, sample: Sample, params: dict[str, An
             if execution.aborted:
                 sample.status = Status.ABORTED
                 return [sample]
-            others_wait.set(execution.room.is_crowded and not execution.ends_together)
+            others_wait.set(execution.room.is_crowded and execution.spread > ALIKE)
             samples, are_siblings = await _generate(execution, sample, params)
         finally:
             execution.room.leave(tokens)

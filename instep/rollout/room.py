@@ -28,7 +28,7 @@ class _Turn(NamedTuple):
 
 
 class Room:
-    """Groups come in one after the other, as soon as there is room for all their samples; each sample leaves by itself.
+    """Groups come in one after the other, as soon as there is room for all their samples; samples leave by themselves.
 
     Whatever its size, a group comes in when nobody else is inside.
 
@@ -64,9 +64,9 @@ class Room:
             self._call()
             raise
 
-    def leave(self, tokens: float) -> None:
-        """Let one sample out, which came in with `tokens`."""
-        self._take(-1, tokens)
+    def leave(self, tokens: float, num_samples: int = 1) -> None:
+        """Let samples out, which came in with `tokens` each; fewer than none come back in, without a wait."""
+        self._take(-num_samples, tokens)
         self._call()
 
     def _fits(self, num_samples: int, tokens: float) -> bool:

@@ -6,7 +6,7 @@ at them, the responses are asked for, read and put into their samples together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _HOOK = Hook("--custom-generate-function-path", DEFAULT_GENERATE)
 
 
-async def generate_group(
+def generate_group(
     args: HookSettings, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
-) -> None:
+) -> Awaitable[None] | None:
     """Generate the responses of samples that have none, which differ in nothing but their seed.
 
-    Nothing is done where one request cannot be for all: prompts that differ, or an engine that is asked one by one.
+    It is None where one request cannot be for all: prompts that differ, or an engine that is asked one by one.
 
     Args:
         sampling_params: with slime's names; `seed` is that of the first sample, the next has the next.
@@ -42,11 +42,18 @@ async def generate_group(
     """
     wire, params, tokens = wire_of(args), to_vllm(sampling_params), prompt_ids(args, group[0])
     if not isinstance(wire, GroupedWire) or asks_alone(args) or not may_be_several(params):
-        return
+        return None
     if len(group) > MAX_TOGETHER or params.get("max_tokens", 1) <= 0:
-        return
+        return None
     if any(prompt_ids(args, sample) != tokens for sample in group):
-        return
+        return None
+    return _by_one_request(args, wire, group, params, tokens, evaluation)
+
+
+async def _by_one_request(
+    args: HookSettings, wire: GroupedWire, group: Group, params: dict[str, Any], tokens: list[int], evaluation: bool
+) -> None:
+    """Generate a group with vLLM's `params` for its prompt of `tokens`."""
     for sample in group:
         sample.tokens = list(tokens)
     params |= experts_wanted(args, group[0], evaluation)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,44 +199,87 @@ def test_oracle_a_group_at_once_is_what_its_samples_are_one_by_one(
         assert together.lengths == alone.lengths and together.num_tokens == alone.num_tokens > 0
         assert together.room.num_inside == alone.room.num_inside == 0
         seeded, direct = {**params, "seed": rows[0][0].sampling_params["seed"]}, copy.deepcopy(group)
-        await generate_group(args, direct, seeded)
-        assert [s.tokens for s in direct] == [s.tokens for s in rows[0]]  # it has not left them to the other way
+        work = generate_group(args, direct, seeded)
+        assert work is not None  # it has not left them to the other way
+        await work
+        assert [s.tokens for s in direct] == [s.tokens for s in rows[0]]
         return [[sample.to_dict() for sample in row] for row in rows]
 
     alone, together = runtime.run(both(), timeout=60)
     assert alone == together and len({str(row["tokens"]) for row in alone}) > 1
 
 
-def test_a_group_that_fails_at_once_leaves_the_room(make_args: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("spread", [1.0, 1.6, 3.0])
+@pytest.mark.parametrize("ends", ["fails", "aborted"])
+def test_a_group_that_ends_early_leaves_the_room(make_args: Callable[..., Any], ends: str, spread: float) -> None:
     args = make_args("--n-samples-per-prompt", "3")
     group = source_of(args).get_samples(1)[0]
 
-    async def fails(*_: Any) -> None:
-        raise EngineError("no answer")
-
     async def main() -> int:
         execution = new_execution(args, 0)
-        with pytest.raises(EngineError):
-            await run_group(execution, group, train_sampling_params(args), fails)
+        execution.spread = spread
+
+        async def fails(*_: Any) -> None:
+            raise EngineError("no answer")
+
+        async def aborted(*_: Any) -> None:
+            assert execution.room.num_inside == {1.0: 3, 1.6: 2, 3.0: 1}[spread]
+            execution.aborted = True
+
+        with pytest.raises(EngineError) if ends == "fails" else contextlib.nullcontext():
+            await run_group(execution, group, train_sampling_params(args), fails if ends == "fails" else aborted)
         return execution.room.num_inside
 
     assert runtime.run(main(), timeout=60) == 0
 
 
+def test_oracle_groups_of_known_spread_go_together_where_others_wait(
+    make_args: Callable[..., Any], server: Engine
+) -> None:
+    """And as many groups at once as sample by sample: 7 have room, of each 3 one is over on average."""
+    args = make_args("--n-samples-per-prompt", "3", "--rollout-max-response-len", "8")
+    groups, under_way, most = source_of(args).get_samples(5), 0, 0
+
+    def noted(*given: Any) -> Awaitable[None]:
+        async def work() -> None:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            found = generate_group(*given)
+            assert found is not None
+            await found
+            under_way -= 1
+
+        return work()
+
+    async def rollout(spread: float, together: Any) -> list[list[Any]]:
+        execution, params = new_execution(args, 0), train_sampling_params(args)
+        execution.room, execution.spread = Room(7), spread
+        rows = await asyncio.gather(*(run_group(execution, group, params, together) for group in copy.deepcopy(groups)))
+        assert execution.room.num_inside == 0  # log-probs depend on what an engine runs at once, in their last bits
+        return [[(s.execution_id, s.tokens, s.response, s.status, s.sampling_params) for s in row] for row in rows]
+
+    async def both() -> tuple[Any, Any]:
+        return await rollout(math.inf, None), await rollout(1.6, noted)
+
+    alone, at_once = runtime.run(both(), timeout=60)
+    assert alone == at_once and most == 3
+
+
 def test_groups_for_whose_room_others_wait_are_no_single_requests(
     make_args: Callable[..., Any], server: Engine
 ) -> None:
-    """Also the first ones, which come in before the others have asked."""
+    """Where nothing is known of their lengths; also the first ones, which come in before the others have asked."""
     args = make_args("--n-samples-per-prompt", "3", "--rollout-max-response-len", "8")
     groups, asked = source_of(args).get_samples(4), list[int | None]()
 
-    async def noted(args: Any, group: Group, params: dict[str, Any], evaluation: bool) -> None:
+    def noted(args: Any, group: Group, params: dict[str, Any], evaluation: bool) -> Awaitable[None] | None:
         asked.append(group[0].group_index)
-        await generate_group(args, group, params, evaluation)
+        return generate_group(args, group, params, evaluation)
 
     async def main() -> None:
         execution = new_execution(args, 0)
-        execution.room = Room(6)
+        execution.room, execution.spread = Room(6), math.inf
         params = train_sampling_params(args)
         await asyncio.gather(*(run_group(execution, group, params, noted) for group in groups))
 

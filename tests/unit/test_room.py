@@ -102,20 +102,25 @@ def test_a_rollout_expects_the_lengths_of_the_last_one() -> None:
         execute._last.clear()
 
 
-def test_groups_end_together_where_those_of_the_last_rollout_did() -> None:
+def test_a_rollout_expects_the_spread_of_the_last_one() -> None:
     args: Any = SimpleNamespace(rollout_engine_urls=["a"], reward_key=None, rollout_max_context_len=None)
     execute._last.clear()
     try:
         first = execute.new_execution(args, 0)
-        assert not first.ends_together  # nothing is known
-        first.count_longest([Sample(tokens=[1] * n, status=Status.COMPLETED) for n in (50, 48, 47)])
-        aborted = Sample(tokens=[1] * 90, status=Status.ABORTED)
-        first.count_longest([Sample(tokens=[1] * 20, status=Status.TRUNCATED), aborted])
-        first.lengths.num_samples, first.lengths.num_tokens = 4, 165
-        assert first.lengths.num_longest == 170 and execute.new_execution(args, 1).ends_together
+        assert first.spread == math.inf and first.num_short(8) == 0  # nothing is known
+
+        def sample(num_tokens: int, status: Status) -> Sample:
+            return Sample(tokens=[1] * (10 + num_tokens), response_length=num_tokens, status=status)
+
+        first.count_longest([sample(n, Status.COMPLETED) for n in (50, 30, 10)])
+        first.count_longest([sample(20, Status.TRUNCATED), sample(90, Status.ABORTED)])
+        first.lengths.num_samples, first.lengths.num_tokens, first.lengths.num_prompt_tokens = 4, 150, 40
+        second = execute.new_execution(args, 1)
+        assert first.lengths.num_longest == 170 and second.spread == 170 / 110
+        assert second.num_short(8) == 3  # 8 * (1 - 110 / 170) = 2.8
         execute._last[False] = first.lengths
-        first.lengths.num_longest = 182
-        assert not execute.new_execution(args, 2).ends_together
+        first.lengths.num_longest = 450
+        assert execute.new_execution(args, 2).num_short(8) == 0  # too wide
     finally:
         execute._last.clear()
 
