@@ -103,7 +103,7 @@ def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
         planned: list[EnginePlan] = []
         for holder in holders[same[0]]:
             if isinstance(holder, str):
-                parts += _trainer(args, shape, holder, shares)
+                parts += _trainer(args, shape, holder, shares, _is_viewed(args, holders[same[0]]))
             elif (served := shape_of(holder.path)) is not None:
                 planned.append(plan_engine(args, holder, served, size))
                 parts += planned[-1].items()
@@ -117,8 +117,15 @@ def _kind(holder: str | EngineSpec) -> Any:
     return holder.path, holder.role, holder.parallel, holder.flags, holder.sleeps
 
 
-def _trainer(args: Settings, shape: Shape, role: str, shares: bool) -> list[Item]:
-    rank = rank_of(args, shape, role, shares=shares)
+def _is_viewed(args: Settings, held: Sequence[str | EngineSpec]) -> bool:
+    """Whether a trainer's parameters can be those of an engine on its GPU. Somebody else's server is not planned."""
+    wanted, fed = args.tensor_model_parallel_size, [e for e in held if isinstance(e, EngineSpec) and e.update_weights]
+    alike = any(e.parallel.tensor == wanted and e.parallel.pipeline == 1 for e in fed)
+    return alike or bool(args.rollout_external_engine_addrs)
+
+
+def _trainer(args: Settings, shape: Shape, role: str, shares: bool, viewed: bool) -> list[Item]:
+    rank = rank_of(args, shape, role, shares=shares, viewed=viewed)
     out = items(rank)
     if role == "actor":
         if uses_reference(args) and not rank.adapter:

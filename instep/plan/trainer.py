@@ -50,6 +50,7 @@ class Rank:
         stream: tokens of a micro-batch; responses: those of them that are scored.
         tokens: those that are computed: `hf` computes once what samples of a group begin with alike.
         role: actor or critic.
+        viewed: whether an engine on its GPU shares weights as this rank cuts them (`--weight-sync single-copy`).
     """
 
     args: Settings
@@ -58,6 +59,7 @@ class Rank:
     tokens: int
     responses: int
     role: str = "actor"
+    viewed: bool = True
 
     @property
     def e(self) -> int:
@@ -96,8 +98,8 @@ class Rank:
 
     @property
     def mirrors(self) -> bool:
-        """Whether it computes with the engine's weights."""
-        return self.args.weight_sync == SINGLE_COPY and self.role == "actor"
+        """Whether it computes with a second model, whose parameters are an engine's where `viewed`."""
+        return self.args.weight_sync == SINGLE_COPY and self.role == "actor" and not self.is_megatron
 
     @property
     def gathers(self) -> bool:
@@ -168,7 +170,7 @@ def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
     return max(1, min(prompt, context - response)), response
 
 
-def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool = True) -> Rank:
+def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool = True, viewed: bool = True) -> Rank:
     """A rank with its largest micro-batch; without `shares` no two samples begin alike."""
     prompt, response = lengths(args, shape)
     longest = prompt + response
@@ -186,7 +188,7 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
         computed = samples * response + prompts * prompt
         tokens = min(stream, computed * stream // (samples * longest))
     responses = stream * response // longest
-    return Rank(args, shape.as_critic() if role == "critic" else shape, stream, tokens, responses, role)
+    return Rank(args, shape.as_critic() if role == "critic" else shape, stream, tokens, responses, role, viewed)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -287,8 +289,8 @@ def forward_work(r: Rank) -> float:
 def weights(r: Rank) -> float:
     """In the type that is computed with: Megatron's copy, a frozen base, or what FSDP2 gathers."""
     s, e = r.shape, r.e
-    if r.mirrors and e == 2 and not r.is_megatron:
-        return 0.0  # the engine has them
+    if r.mirrors:
+        return 0.0 if r.viewed else e * s.total / r.tp
     gathered = e * (s.outside + 2 * s.layer) / r.tp if r.gathers else 0.0
     if r.is_megatron:
         return e * r.in_stage()
@@ -298,12 +300,14 @@ def weights(r: Rank) -> float:
 def masters(r: Rank) -> float:
     if r.adapter:
         return 4.0 * r.trained
-    if r.e == 4:
+    if r.e == 4 and not r.mirrors:
         return 0.0
     return 4.0 * (r.states if r.is_megatron else r.held(r.shape))  # hf has all weights in fp32, also frozen ones
 
 
 def gradients(r: Rank) -> float:
+    if r.mirrors and not r.selects:
+        return 4.0 * r.shape.total / r.tp  # whole on each rank, until the micro-batches of a step have been added up
     return 4.0 * r.trained
 
 
@@ -320,8 +324,10 @@ def _buckets(r: Rank) -> float:
 
 def _gathered(r: Rank) -> float:
     """The largest weight, whole, as a sync sends it."""
-    if r.mirrors or r.role != "actor" or r.adapter:
+    if r.role != "actor" or r.adapter or (r.mirrors and r.pieces == 1):
         return 0.0
+    if r.mirrors:  # with this rank's rows of it, which travel
+        return r.e * r.shape.embedding * (1 + r.tp / r.pieces)
     return (r.e + 4 * r.gathers) * r.shape.embedding
 
 
@@ -340,8 +346,8 @@ def items(r: Rank) -> list[Item]:
     on_host = bool(args.optimizer_cpu_offload)
     held: list[tuple[str, float, tuple[str, ...]]] = [
         ("weights", weights(r), computes if r.gathers else there),
-        ("masters", masters(r), there if not (parks and r.is_megatron) else ("log-probs", "training")),
-        ("moments", 0.0 if on_host else moments(r), there if not parks else ("log-probs", "training")),
+        ("masters", masters(r), there),
+        ("moments", 0.0 if on_host else moments(r), there),  # in a sync, too: copies on their way to the host
         ("gradients", gradients(r), ("log-probs", "training") if r.is_megatron else ("training",)),
         ("activations", kept(r), ("training",)),
     ]

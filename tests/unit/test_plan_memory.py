@@ -133,7 +133,7 @@ def test_what_each_choice_saves(plan):
     fixed = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
     one = only(plan(fixed))
     assert of(one, "masters") == pytest.approx(16.1, rel=0.01) and of(one, "moments") == pytest.approx(32.2, rel=0.01)
-    assert one.need("rollout") < 75e9 and one.need("training") > one.need("log-probs") > one.need("sync")
+    assert one.need("rollout") < 75e9 and one.need("training") > one.need("sync") > one.need("log-probs")
     assert of(only(plan(f"{fixed} --optimizer adamw_8bit")), "moments") == pytest.approx(8.2, rel=0.01)
     offloaded = only(plan(f"{fixed} --optimizer-cpu-offload"))
     assert of(offloaded, "moments") == 0 and offloaded.host == one.host
@@ -150,6 +150,41 @@ def test_what_each_choice_saves(plan):
     assert of(adapter, "moments") < 0.3 and of(adapter, "weights") == pytest.approx(8.0 + 1.2, rel=0.05)
     copy = only(plan(f"{fixed} --weight-sync single-copy"))
     assert [i.gpu["training"] for i in copy.items if (i.owner, i.name) == ("actor", "weights")] == [0.0]
+
+
+@pytest.mark.parametrize(
+    "flags, tp, views",
+    [
+        ("", 1, True),
+        ("--tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 2", 2, True),
+        ("--rollout-num-gpus-per-engine 2", 1, False),  # the engine cuts its weights, these ranks do not
+        ("--tensor-model-parallel-size 2", 2, False),
+        ("--precision fp32", 1, True),
+    ],
+)
+def test_ranks_beside_an_engine_share_masters_and_moments_and_have_whole_gradients(plan, flags, tp, views):
+    """Single copy on four GPUs. The parameters by hand: 36 layers of width 2560, 32 heads of 128, 8 key heads."""
+    layer = 2560 * 128 * (32 + 8 + 8 + 32) + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128
+    embedding = 151936 * 2560
+    total, e = 36 * layer + embedding + 2560, 4 if "fp32" in flags else 2
+    more = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --recompute-granularity full --gpu-memory-gb 200"
+    kind = only(plan(f"{more} --weight-sync single-copy --actor-num-gpus-per-node 4 {flags}"))
+    assert kind.count == 4
+    actor = {item.name: item.gpu for item in kind.items if item.owner == "actor"}
+    assert actor["gradients"] == {"training": 4 * total / tp}
+    for name, size in {"masters": total, "moments": 2 * total, "weights": 0 if views else e * total / tp}.items():
+        size *= 4 / 4 if name != "weights" else 1  # float32 over four ranks
+        assert actor[name] == dict.fromkeys(("rollout", "log-probs", "training", "sync"), size), name
+    assert actor["work"]["sync"] == e * embedding * (1 + tp / 4)
+
+
+def test_what_leaves_during_a_sync_is_still_there(plan):
+    for backend, count in (("hf", 1), ("megatron", 2)):
+        flags = f"--train-backend {backend} --weight-sync ipc --actor-num-gpus-per-node {count}"
+        kind = only(plan(f"{flags} --offload --use-dynamic-batch-size --max-tokens-per-gpu 1024 --gpu-memory-gb 200"))
+        for name in ("masters", "moments"):
+            (gpu,) = [item.gpu for item in kind.items if (item.owner, item.name) == ("actor", name)]
+            assert gpu["sync"] == gpu["training"] > 0 and "rollout" not in gpu, (backend, name)
 
 
 def test_megatron_shares_by_tensor_parallel_ranks_and_states_by_all_if_asked(plan):
