@@ -211,6 +211,9 @@ class VllmKind(EngineKind):
         if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
             here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
             here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
+        if args.device != "cpu" and len(spec.slots) == 1:  # vLLM's CPU platform spawns
+            # The core takes over what its server has imported (12 to 15 s). vLLM spawns it anyway where it must.
+            here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
             here["INSTEP_LORA"] = "1"  # read by the plugin
         if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):

@@ -1,5 +1,6 @@
 """Processes of vLLM's own end with the one that has started them."""
 
+import os
 import subprocess
 import sys
 import time
@@ -15,9 +16,9 @@ from tests.faults.harness import gone
 # A parent like vLLM's server, and a child like its core, in which a thread holds the interpreter's lock for ever.
 PARENT = """
 import ctypes, multiprocessing, sys, time
+from instep_vllm import _die_with_parent
 
 def core():
-    from instep_vllm import _die_with_parent
     _die_with_parent()
     lib, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
     print("hangs", flush=True)
@@ -25,6 +26,7 @@ def core():
     lib.pthread_mutex_lock(mutex)
 
 if __name__ == "__main__":
+    _die_with_parent()
     multiprocessing.get_context("fork").Process(target=core).start()
     time.sleep(300)
 """
@@ -41,6 +43,38 @@ def test_a_core_that_hangs_ends_with_its_server(tmp_path):
         server.kill()
         server.wait(timeout=30)
     assert gone(children, 10)
+
+
+# A server that has loaded vLLM's plugins and a core that is forked from it, which loads them as a spawned one does.
+FORKED = """
+import multiprocessing, os, sys
+from vllm.plugins import load_general_plugins
+
+def core(path):
+    os.environ["INSTEP_ROOM"] = f"0.1:{path}"
+    try:
+        load_general_plugins()
+    except TimeoutError as error:
+        print(error, os.environ["TRITON_CACHE_DIR"], flush=True)
+
+if __name__ == "__main__":
+    load_general_plugins()
+    process = multiprocessing.get_context("fork").Process(target=core, args=sys.argv[1:])
+    process.start()
+    process.join(60)
+"""
+
+
+def test_a_core_that_was_forked_from_its_server_loads_the_plugin_again(tmp_path):
+    (tmp_path / "server.py").write_text(FORKED)
+    env = {**os.environ, "INSTEP_DIE_WITH_PARENT": "1", "TRITON_HOME": "/home-of-triton", "VLLM_PLUGINS": "instep"}
+    env.pop("TRITON_CACHE_DIR", None)
+    words = [sys.executable, str(tmp_path / "server.py"), str(tmp_path / "room")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    said = (
+        f"the trainer has not left the GPU within 0.1 s ({tmp_path / 'room'} is missing) /home-of-triton/.triton/cache"
+    )
+    assert said in done.stdout, done.stdout + done.stderr
 
 
 def test_a_core_waits_until_the_trainer_has_left_the_gpu(tmp_path, monkeypatch):

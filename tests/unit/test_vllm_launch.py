@@ -64,6 +64,22 @@ def test_nothing_is_compiled_beside_the_start_of_an_engine_by_processes_without_
     assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "0"  # the user's
 
 
+def test_the_core_of_one_gpu_takes_over_what_its_server_has_imported(monkeypatch):
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+
+    def method(device, *flags):
+        args = resolved(device, "bf16", *flags)
+        (spec,) = plan_engines(args)
+        env = KIND.environment(args, spec, Addresses("127.0.0.1", 1), "127.0.0.1", 1)
+        return env.get("VLLM_WORKER_MULTIPROC_METHOD")
+
+    assert method("cuda") == "fork"
+    assert method("cuda", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2") is None
+    assert method("cpu") is None
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert method("cuda") == "spawn"  # the user's
+
+
 def test_what_vllm_has_compiled_serves_runs_with_other_ports_and_bounds(monkeypatch):
     """Most of its variables are in the key of its compile cache."""
     monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
 import time
+from types import ModuleType
 
 PROTOCOL = 2  # of the weight sync; instep refuses an engine that speaks another one
 ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
@@ -22,10 +24,11 @@ FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `
 PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # set by instep for engines that it has started
 ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE; no GPU is touched before the file is there
 
-_watching = False
+_watched_by = 0  # the process that ends with its parent; not one that was forked from it
 
 
 def register() -> None:
+    import vllm.plugins
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
@@ -48,8 +51,20 @@ def register() -> None:
     if os.environ.get(PARENT_VARIABLE):
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         _die_with_parent()
-    if os.environ.get(ROOM_VARIABLE) and multiprocessing.parent_process() is not None:
+        home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+        # Else torch moves Triton's cache beside what it compiles, but not where it loads what it has compiled: the
+        # second start of an engine would build all kernels of vLLM's sampler again (20 s on an H100).
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+    if multiprocessing.parent_process() is None:
+        multiprocessing.util.register_after_fork(vllm.plugins, _forget_in_child)
+    elif os.environ.get(ROOM_VARIABLE):
         _wait_for_room()
+
+
+def _forget_in_child(plugins: ModuleType) -> None:
+    """In a core that was forked from its server: plugins are not loaded there, and signals are its own."""
+    plugins.plugins_loaded = False  # type: ignore[attr-defined]
+    signal.set_wakeup_fd(-1)  # else the server's event loop takes them for its own (Python 3.11)
 
 
 def _wait_for_room() -> None:
@@ -70,10 +85,10 @@ def _wait_for_room() -> None:
 
 def _die_with_parent() -> None:
     """End this process with the one that has started it, however that one ends."""
-    global _watching
-    if _watching:
+    global _watched_by
+    if _watched_by == os.getpid():
         return
-    _watching, parent = True, os.getppid()
+    _watched_by, parent = os.getpid(), os.getppid()
     if multiprocessing.parent_process() is not None:  # a core or a worker; it may hang with the interpreter's lock held
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
