@@ -43,6 +43,26 @@ def cpu_grpo() -> str:
     return "\n\n".join([measured(found, f", {c['cores']} cores") + f" {how}", table(*rows), table(*ratios)])
 
 
+def gpu_grpo() -> str:
+    found = result("gpu-grpo-h100")
+    rows = [
+        "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|to the first rollout, s|peak, GiB".split(
+            "|"
+        )
+    ]
+    for r in found["rows"]:
+        parts = [r.get("parts", {}).get(f"perf/{name}_seconds") for name in ("rollout", "train", "sync")]
+        peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
+        cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{r['response_tokens_per_s']:,}"]
+        cells += [", ".join(f"{s:.2f}" for s in parts) if all(parts) else "", f"{r.get('start_s', '')}", f"{peak:.1f}"]
+        rows.append([f"`{r['name']}`", *cells])
+    v = found["versions"]
+    ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
+    return "\n\n".join(
+        [measured(found, f", vLLM {v['vllm']}, one machine"), table(*rows), f"Ratios of samples/s: {ratios}."]
+    )
+
+
 def embedded_engine() -> str:
     found = result("embedded-engine-cpu")
     rows = [["workload", "engine, tokens/s", "generate, tokens/s", "engine over generate"]]
@@ -214,7 +234,7 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
 
 
 SECTIONS: dict[str, list[Callable[[], str]]] = {
-    "docs/benchmarks.md": [cpu_grpo, embedded_engine],
+    "docs/benchmarks.md": [cpu_grpo, gpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
     "docs/async.md": [async_training],
     "docs/data.md": [data_files],

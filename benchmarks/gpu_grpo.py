@@ -7,8 +7,9 @@ of 300 earlier), one optimizer step. instep runs as a user runs it: fp32 masters
 sync sessions with their proof. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing
 and larger batches. They run in turn on one machine; the first step of each does not count. `start_s` are the seconds
 to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for it. A run that
-fails is a row with its error. With --stacks SECONDS py-spy records where each process of instep is, after the third
-step, into --logs; such a run's seconds do not count.
+fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and code. With
+--stacks SECONDS py-spy records where each process of instep is, after the third step, into --logs; such a run's seconds
+do not count.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RUNS = {
     "instep-hf": "--train-backend hf",
     "trl": "",
     "instep-megatron": "--train-backend megatron",
-    "trl-tuned": "--no-checkpointing --per-device-batch 32",
+    "trl-tuned": "--no-checkpointing --per-device-batch 16",  # 32 do not fit beside vLLM's 0.35 of 80 GB
 }
 
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "instep-models")
     parser.add_argument("--stacks", type=int, default=0, metavar="SECONDS", help="record stacks (py-spy in PATH)")
     parser.add_argument("--logs", type=Path, help="a folder for logs and metrics; default: removed at the end")
+    parser.add_argument("--add", action="store_true", help="to the rows that --out has")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="instep-bench-") as scratch:
@@ -72,7 +74,8 @@ def main() -> None:
         subprocess.run([*make, "--device", options.device], check=True)  # its process gives the memory back
         texts = [prompt(PROMPT, int(dimensions(options.size)["vocab_size"]), seed) for seed in range(256)]
         (model / "train.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-        rows = []
+        rows = json.loads(options.out.read_text())["rows"] if options.add else []
+        rows = [row for row in rows if row["name"] not in options.only]
         for name in options.only:
             rows.append({"name": name, **measure(options, name, model, folder)})
             print(json.dumps(rows[-1]), flush=True)
