@@ -6,6 +6,7 @@ A worker and an engine are processes; corruption happens between them, as in `te
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,25 @@ def test_requests_of_every_route_and_name_reach_the_adapter(stack, sync, tiny):
     assert before[0] != after[0] and said != chat()
     for found in (before, after):
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("stack", ["vllm"], indirect=True)
+def test_the_probe_is_scored_among_requests_of_a_rollout(stack, sync):
+    """vLLM's output layer with an adapter would take the probe's logits for those of the rows that are sampled."""
+    _, actor, engine = stack
+    sync.run([engine])
+    alone = sync.engine_scores()
+    words = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0}
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": words}
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(engine.post, "/inference/v1/generate", body, timeout=120) for _ in range(8)]
+        found = [sync.engine_scores() for _ in range(3)]
+        assert not all(request.done() for request in running)
+        answers = [request.result()["choices"][0] for request in running]
+    assert all(len(answer["token_ids"]) == 100 for answer in answers)
+    for scores in found:
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

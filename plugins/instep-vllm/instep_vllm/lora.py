@@ -29,12 +29,14 @@ _held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # tensors a
 
 def install() -> None:
     """Let requests without an adapter name the trainer's, and vLLM's loader find it here. Once in each process."""
+    from vllm.lora import model_manager
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.engine.input_processor import InputProcessor
 
     if hasattr(InputProcessor.process_inputs, "__wrapped__"):
         return
     process, load = InputProcessor.process_inputs, WorkerLoRAManager._load_adapter
+    layers = model_manager.get_supported_lora_modules
     signature = inspect.signature(process)
 
     @functools.wraps(process)
@@ -54,7 +56,15 @@ def install() -> None:
             return manager.create_dummy_lora(REQUEST.lora_int_id, rank, self.embedding_modules)
         return _model(manager, _moved(_held[0], manager.device), _held[1])
 
+    @functools.wraps(layers)
+    def get_supported_lora_modules(model: torch.nn.Module) -> list[str]:
+        # A trainer's adapter has neither table of tokens. With an adapter's output layer vLLM would add zeros to all
+        # logits, and take those of a prompt for the rows that it samples from: on a CPU the engine would die of it.
+        tables = {name for module in model.modules() for name in getattr(module, "embedding_modules", None) or ()}
+        return [name for name in layers(model) if name not in tables]
+
     InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
+    model_manager.get_supported_lora_modules = get_supported_lora_modules
 
 
 class Receiver:
