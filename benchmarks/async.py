@@ -49,7 +49,7 @@ sys.path.insert(0, str(HERE))
 from async_simulator import AHEAD, SYNCHRONOUS, Rates, fit_engine, samples_per_s  # noqa: E402
 from length_law import LONGEST, MEDIAN, SHORTEST, SIGMA, VOCABULARY, length  # noqa: E402
 from machine import cores  # noqa: E402
-from random_model import dimensions, prompt  # noqa: E402
+from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
 
 PROMPTS, GROUP, PROMPT_LENGTH, HELD_OUT = {"cpu": 16, "cuda": 32}, 8, 16, 64
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
@@ -164,16 +164,12 @@ def make_inputs(given: argparse.Namespace, folder: Path, seed: int) -> None:
 
 def make_small_model(folder: Path, seed: int) -> None:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(max_position_embeddings=2048, eos_token_id=1, pad_token_id=0, **MODEL)
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0", unk_token="w2")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY)
 
 
 def command(given: argparse.Namespace, folder: Path, mode: str, seed: int) -> list[str]:

@@ -3,13 +3,14 @@
     python benchmarks/gpu_grpo.py [--size 0.6b] [--new-tokens 512] [--steps 5] [--only NAME ...] [--out FILE]
 
 Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens` tokens each (a random model ends one
-of 300 earlier), one optimizer step. instep runs as a user runs it: fp32 masters, the log-prob of every sampled token,
-sync sessions with their proof. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing
-and larger batches. They run in turn on one machine; the first step of each does not count. `start_s` are the seconds
-to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for it. A run that
-fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and code. With
---stacks SECONDS py-spy records where each process of instep is, after the third step, into --logs; such a run's seconds
-do not count.
+of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256 tokens, and 450 tokens end a
+response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
+log-prob of every sampled token, sync sessions with their proof. `trl` has the settings of its own documentation,
+`trl-tuned` no gradient checkpointing. They run in turn on one machine; the first step of each does not count. `start_s`
+are the seconds to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for
+it. A run that fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and
+code. With --stacks SECONDS py-spy records where each process of instep is, after the third step, into --logs; such a
+run's seconds do not count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,10 @@ from instep.observability.versions import versions  # noqa: E402
 
 SAMPLES, PROMPT = 256, 128
 INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
-INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size --max-tokens-per-gpu 32768"
+INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size"
+TOKENS_PER_PASS = {"1.7b": 16384, "4b": 8192}  # what 80 GB take; 32768 of the smaller ones
+MIXED = (64, 256)  # tokens of prompts
+ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
 RUNS = {
     "instep-hf": "--train-backend hf",
     "trl": "",
@@ -53,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
     parser.add_argument("--more", default="", help="further flags of instep")
@@ -72,7 +78,9 @@ def main() -> None:
         model = options.models.absolute() / f"{options.size}-0"
         make = [sys.executable, str(ROOT / "benchmarks" / "random_model.py"), options.size, str(model)]
         subprocess.run([*make, "--device", options.device], check=True)  # its process gives the memory back
-        texts = [prompt(PROMPT, int(dimensions(options.size)["vocab_size"]), seed) for seed in range(256)]
+        vocab_size, mixed = int(dimensions(options.size)["vocab_size"]), options.lengths == "mixed"
+        rng = random.Random(0)
+        texts = [prompt(rng.randint(*MIXED) if mixed else PROMPT, vocab_size, seed) for seed in range(256)]
         (model / "train.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
         rows = json.loads(options.out.read_text())["rows"] if options.add else []
         rows = [row for row in rows if row["name"] not in options.only]
@@ -91,8 +99,11 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
     if ours:
         words = f"-m instep.cli train --hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
         words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
-        words += f"--vllm-max-model-len {PROMPT + options.new_tokens + 64} --run-dir {out} --device {options.device} "
-        words += f"--num-rollout {options.steps} "
+        words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
+        words += f"--num-rollout {options.steps} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} "
+        if options.lengths == "mixed":
+            num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
+            words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
         words += options.more
     else:
         words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl {RUNS[name]} "
@@ -141,8 +152,8 @@ def of_instep(run: Path, began: float) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "train/loss" in row]
     seconds = [after["time"] - before["time"] for before, after in zip(rows, rows[1:], strict=False)]
-    kept = ("perf/", "sync/", "memory/", "turns/")
-    names = sorted({n for n in rows[-1] if n.startswith(kept) and ("seconds" in n or "bytes" in n)})
+    kept, of = ("perf/", "sync/", "memory/", "turns/"), ("seconds", "bytes", "tokens_per_second", "arrays")
+    names = sorted({n for n in rows[-1] if n.startswith(kept) and any(part in n for part in of)})
     parts = {n: round(median(row[n] for row in rows[1:]), 4) for n in names if all(n in row for row in rows[1:])}
     gap = {n: rows[-1][n] for n in ("train/log_prob_gap_mean", "train/log_prob_gap_max") if n in rows[-1]}
     # The first row counts the first session, too, which belongs to the start.
@@ -171,14 +182,21 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     for row in rows:
         if "step_s" in row:
             row["samples_per_s"] = round(SAMPLES / row["step_s"], 1)
-            row["response_tokens_per_s"] = round(SAMPLES * options.new_tokens / row["step_s"])
+            if options.lengths == "even":
+                row["response_tokens_per_s"] = round(SAMPLES * options.new_tokens / row["step_s"])
     return {
         "benchmark": "gpu_grpo",
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
-        "workload": {"size": options.size, "samples": SAMPLES, "prompt": PROMPT, "new_tokens": options.new_tokens},
-        "flags": INSTEP + " " + options.more,
+        "workload": {
+            "size": options.size,
+            "samples": SAMPLES,
+            "prompt": PROMPT,
+            "new_tokens": options.new_tokens,
+            "lengths": options.lengths,
+        },
+        "flags": f"{INSTEP} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} {options.more}".strip(),
         "rows": rows,
         "headline": headline,
     }

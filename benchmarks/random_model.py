@@ -14,6 +14,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {**_TINY, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512},
     "0.5b": {**_SMALL, "vocab_size": 32000},
     "0.6b": _SMALL,
+    "1.7b": {**_SMALL, "hidden_size": 2048, "intermediate_size": 6144},
     "4b": {**_LARGE, "hidden_size": 2560, "intermediate_size": 9728},
     "8b": {**_LARGE, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
@@ -30,8 +31,7 @@ def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -
     """Make a random Qwen3 and its tokenizer in `folder`, unless they are there; the weights are made on `device`."""
     import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if (folder / "config.json").exists():
         return folder
@@ -50,12 +50,21 @@ def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight(name, shape) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}", pad_token="w0", unk_token="w2")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, config.vocab_size)
     config.save_pretrained(folder)  # the last: it says that the model is whole
     return folder
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for each token: <pad>, <eos>, <unk>, w3, w4, ... (special tokens are found within other words, too)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<eos>": EOS, "<unk>": 2, **{f"w{i}": i for i in range(3, vocab_size)}}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
 
 
 def prompt(num_tokens: int, vocab_size: int, seed: int) -> str:
