@@ -129,7 +129,8 @@ def arguments(command: str, words: list[str]) -> Args:
     check_inputs(args)
     if args.device != "cpu":
         from instep.controller.device import device_here
-        from instep.plan.command import check_launch, memory_of_gpus
+        from instep.gpus import memory_of_gpus
+        from instep.plan.command import check_launch
 
         # Defaults and rules depend on the device, and the plan on its memory.
         device = device_here() if args.device == "auto" else args.device

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import instep
+from instep.gpus import gpus_here
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "peft", "vllm", "ray", "numpy")
 
@@ -47,7 +48,6 @@ def versions() -> dict[str, Any]:
     """Return the versions of Python, instep and the packages it runs with, the git commit and the machine."""
     commit, dirty = git_state(Path(instep.__file__).resolve().parent.parent)
     found = {name: package_version(name) for name in PACKAGES}
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "instep": instep.__version__,
         "git_commit": commit,
@@ -56,5 +56,5 @@ def versions() -> dict[str, Any]:
         **{name: version for name, version in found.items() if version is not None},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "gpu": gpus.splitlines() if gpus else None,
+        "gpu": [gpu.name for gpu in gpus_here()] or None,
     }

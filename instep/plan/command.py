@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -141,35 +139,3 @@ def check_launch(args: Args, words: Sequence[str]) -> list[Gpus]:
     gpus = plan_memory(args)
     check(gpus, words, partial(parse, command=args.command))
     return gpus
-
-
-def memory_of_gpus() -> float | None:
-    """The memory in GiB of the smallest GPU of this host that CUDA_VISIBLE_DEVICES shows, as nvidia-smi tells it.
-
-    None where it does not, and of parts of a GPU (MIG).
-    """
-    fields = "index,uuid,mig.mode.current,memory.total"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-        return min(float(row[3]) for row in _visible(rows)) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
-
-
-def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """The rows that CUDA_VISIBLE_DEVICES names, by index or the beginning of a UUID. Raises ValueError: not clear."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = rows
-    if names is not None:
-        found = []
-        for name in names.split(","):
-            found += [
-                row for row in rows if row[0] == name.strip() or (name.strip() and row[1].startswith(name.strip()))
-            ]
-    if names is not None and len(found) != len(names.split(",")):
-        raise ValueError(f"CUDA_VISIBLE_DEVICES={names} does not name whole GPUs")
-    if any(row[2] == "Enabled" for row in found):
-        raise ValueError("parts of a GPU")
-    return found

@@ -121,32 +121,6 @@ def test_instep_plan_says_that_it_assumes_a_size(plan, capsys):
     assert "taken to have" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "visible, rows, gib",
-    [
-        (None, "0, GPU-aa1, [N/A], 81920\n1, GPU-bb2, Disabled, 40960\n", 40),
-        ("0", "0, GPU-aa1, [N/A], 81920\n1, GPU-bb2, Disabled, 40960\n", 80),
-        ("GPU-bb", "0, GPU-aa1, [N/A], 81920\n1, GPU-bb2, Disabled, 40960\n", 40),
-        ("0", "0, GPU-aa1, Disabled, [N/A]\n", None),
-        ("7", "0, GPU-aa1, Disabled, 81920\n", None),
-        ("", "0, GPU-aa1, Disabled, 81920\n", None),
-        ("MIG-cc", "0, GPU-aa1, Enabled, 81920\n", None),
-        (None, "0, GPU-aa1, Enabled, 81920\n", None),
-        (None, "", None),
-    ],
-)
-def test_memory_is_that_of_the_visible_gpus(monkeypatch, tmp_path, visible, rows, gib):
-    (tmp_path / "rows").write_text(rows)
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n/bin/cat {tmp_path / 'rows'}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert command.memory_of_gpus() == gib
-
-
 def test_no_size_is_chosen_for_what_is_not_counted(plan):
     assert parse(plan(), "plan").use_dynamic_batch_size
     custom = plan("--loss-type custom_loss --custom-loss-function-path json.loads")

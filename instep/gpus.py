@@ -1,0 +1,59 @@
+"""What nvidia-smi tells of the GPUs of this host."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: str
+    uuid: str
+    mig_mode: str
+    memory_mib: str
+    name: str
+
+
+@functools.cache
+def gpus_here() -> tuple[Gpu, ...]:
+    """All GPUs of this host; none where nvidia-smi is absent, fails or takes more than 30 s.
+
+    It is asked once in a process: without the driver's persistence mode an answer takes seconds.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,memory.total,name"]
+    try:
+        done = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=True
+        )
+        lines = [line.split(",", maxsplit=4) for line in done.stdout.splitlines() if line.strip()]
+        return tuple(Gpu(*(cell.strip() for cell in line)) for line in lines)
+    except (OSError, subprocess.SubprocessError, TypeError):  # TypeError: lines of another form
+        return ()
+
+
+def memory_of_gpus() -> float | None:
+    """The memory in GiB of the smallest GPU of this host that CUDA_VISIBLE_DEVICES shows.
+
+    None where nvidia-smi does not tell it, and of parts of a GPU (MIG).
+    """
+    try:
+        return min(float(gpu.memory_mib) for gpu in _visible(gpus_here())) / 1024
+    except ValueError:
+        return None
+
+
+def _visible(gpus: tuple[Gpu, ...]) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES names, by index or the beginning of a UUID. Raises ValueError: not clear."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = list(gpus)
+    if names is not None:
+        asked = [name.strip() for name in names.split(",")]
+        found = [g for name in asked for g in gpus if g.index == name or (name and g.uuid.startswith(name))]
+        if len(found) != len(asked):
+            raise ValueError(f"CUDA_VISIBLE_DEVICES={names} does not name whole GPUs")
+    if any(gpu.mig_mode == "Enabled" for gpu in found):
+        raise ValueError("parts of a GPU")
+    return found
