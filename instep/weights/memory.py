@@ -150,17 +150,26 @@ class EngineMemory:
             found += list(sample_digests({name: parts}).values()) if parts else []
         return "".join(found)
 
-    def digests(self) -> dict[str, dict[str, str]]:
-        """By nonce the digest of a sample of each weight, as that worker takes it from its parameters.
+    def samples(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By the nonce of each opened worker the bytes that its sample of this weight has, if it holds `whole`."""
+        whole = whole.detach().contiguous()
+        parts = {nonce: worker[name] for nonce, worker in self.slices.items() if name in worker}
+        return {nonce: torch.cat([_few(part.of(whole)) for part in found]) for nonce, found in parts.items()}
 
-        It waits until everything is written.
-        """
+    def places(self, name: str) -> dict[str, torch.Tensor]:
+        """By the nonce of each worker, opened or not, which elements of the flat weight its sample has, int64."""
+        found = {}
+        for nonce, worker in zip(self.nonces, self._workers, strict=True):
+            if name in worker["tensors"]:
+                slices = worker["tensors"][name]["slices"]
+                parts = [_places_of(s["shape"], s["source_stride"], s["source_offset"]) for s in slices]
+                found[nonce] = torch.cat(parts)
+        return found
+
+    def wait(self) -> None:
+        """Return when everything is written."""
         if self.on_gpus and self.slices:
             torch.cuda.synchronize()
-        return {
-            nonce: sample_digests({name: [part.view for part in parts] for name, parts in worker.items()})
-            for nonce, worker in self.slices.items()
-        }
 
 
 def attach(folder: Path, *, lock: bool) -> EngineMemory:
@@ -222,20 +231,38 @@ def sample_digest(tensor: torch.Tensor) -> str:
 
 def sample_digests(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
     """By name the digest of a sample of each tensor (as in `instep_vllm/memory.py`); one copy to the host."""
-    few = {name: [_few(tensor) for tensor in found] for name, found in tensors.items()}
-    data, at, digests = memoryview(torch.cat([part for found in few.values() for part in found]).cpu().numpy()), 0, {}
-    for name, found in few.items():
-        length = sum(part.numel() for part in found)
-        digests[name] = digest(data[at : at + length])
-        at += length
+    return digests_of({name: torch.cat([_few(tensor) for tensor in found]) for name, found in tensors.items()})
+
+
+def digests_of(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name the digest of the bytes of a sample; one copy to the host."""
+    if not samples:
+        return {}
+    data, at, digests = memoryview(torch.cat([*samples.values()]).cpu().numpy()), 0, {}
+    for name, sample in samples.items():
+        digests[name] = digest(data[at : at + sample.numel()])
+        at += sample.numel()
     return digests
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of about `SAMPLE_LENGTH` elements, spread over the tensor."""
-    each = max(1, round(SAMPLE_LENGTH ** (1 / max(1, tensor.ndim))))
-    few = tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
+    few = tensor.detach()[tuple(slice(None, None, step) for step in _steps(tensor.shape))]
     return few.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    """Between two elements of the sample, by dimension."""
+    each = max(1, round(SAMPLE_LENGTH ** (1 / max(1, len(shape)))))
+    return [-(-size // each) or 1 for size in shape]
+
+
+def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    """Where the elements that `_few` takes of such a view lie, int64, in its order."""
+    places = torch.tensor(offset)
+    for size, step, by in zip(shape, _steps(shape), stride, strict=True):
+        places = places[..., None] + torch.arange(0, size, step) * by
+    return places.reshape(-1)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them. A source
 whose parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the
-engines are digests of samples, by which they know that the memory is the same on both sides. On a CPU rank 0 reads all
-of it, on GPUs each rank reads what is on its own.
+engines are digests of samples of the trainer's own weights, which they must find in their memory. On a CPU rank 0 tells
+all of them, on GPUs each rank those of the workers on its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
-from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, marks, sample_digest
+from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, sample_digest
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.way import Carriage, Order, Sent
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank of the trainer has found in the memory after it has written.
+    """What must be in the memory that a rank of the trainer has written.
 
     Attributes:
         digests: by the nonce of a worker's memory, and by name.
@@ -57,11 +57,11 @@ class SingleCopy:
                 raise
             self._memory, self._marks = memory, found
         memory = self._memory
-        source.write_into(memory)
-        if source.emits:
-            emit(Written(memory.digests(), tuple(source.specs), memory.homes))
-        elif memory.on_gpus:
-            emit(Written(memory.digests()))
+        samples = source.write_into(memory)
+        memory.wait()
+        if source.emits or memory.on_gpus:
+            digests = {nonce: digests_of(found) for nonce, found in samples.items()}
+            emit(Written(digests, tuple(source.specs), memory.homes) if source.emits else Written(digests))
 
     def digests(self, source: WeightSource) -> dict[str, str]:
         """The digests that `Sent` has if the engines hold these weights (collective); for a worker."""

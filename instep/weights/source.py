@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from instep.weights.memory import EngineMemory
 
 
+Samples = dict[str, dict[str, torch.Tensor]]  # by the nonce of a worker's memory, and by name: bytes of a sample
+
+
 @dataclass
 class TensorSpec:
     """The Hugging Face name, the full shape and the serving dtype of one weight."""
@@ -34,14 +37,20 @@ class WeightSource(Protocol):
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
-    def write_into(self, memory: EngineMemory) -> None:
+    def write_into(self, memory: EngineMemory) -> Samples:
         """Write all weights into the memory of the engines (collective); where they can be, the trainer's parameters
-        become views of it."""
-        for spec, tensor in self:
-            self._write(memory, spec, tensor)
+        become views of it.
 
-    def _write(self, memory: EngineMemory, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-        """Write one weight, which rank 0 has, into what each rank has opened (collective)."""
+        Returns:
+            What that memory must hold then, told from the trainer's own weights, of the workers opened here.
+        """
+        samples: Samples = {nonce: {} for nonce in memory.slices}
+        for spec, tensor in self:
+            self._write(memory, spec, tensor, samples)
+        return samples
+
+    def _write(self, memory: EngineMemory, spec: TensorSpec, tensor: torch.Tensor | None, samples: Samples) -> None:
+        """Write one weight, which rank 0 has, into what each rank has opened, and add its samples (collective)."""
         if memory.on_gpus and dist.get_world_size() > 1:
             if tensor is None:
                 tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
@@ -49,6 +58,8 @@ class WeightSource(Protocol):
             dist.broadcast(tensor, 0)
         if tensor is not None:
             memory.write(spec.name, tensor)
+            for nonce, sample in memory.samples(spec.name, tensor).items():
+                samples[nonce][spec.name] = sample
 
 
 class AdapterSource(WeightSource, Protocol):

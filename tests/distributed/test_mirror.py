@@ -5,6 +5,7 @@ key heads that several ranks hold, rows of a vocabulary that is filled up to a m
 """
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from instep.training.hf.backend import HfBackend
-from instep.weights.memory import attach
+from instep.weights.memory import attach, digests_of
 from instep.weights.place import SYNC, process_mark
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
@@ -59,13 +60,14 @@ class Worker:
         memory, data = plugin.file_memory(folder, rank, sum(numbers) * dtype.itemsize)
         flat = data.view(dtype).split(numbers)
         self.slices = {name: part.view(shapes[name]) for name, part in zip(weights, flat, strict=True)}
-        recorder = plugin.Recorder(self.slices.values())
+        recorder = self.recorder = plugin.Recorder(self.slices.values())
         with recorder:
             for name, weight in recorder.seen(weights.items()):
                 self.slices[name].copy_(weight.narrow(*self.places[name]))
         about = {"architecture": "Some", "num_ranks": size, "process": process_mark(os.getpid())}
         about["dtype"] = str(dtype).removeprefix("torch.")
         plugin.write_manifest(folder, rank, about, [memory], recorder.slices, {n: w.shape for n, w in weights.items()})
+        self.nonce = json.loads((folder / f"memory-{rank}.json").read_text())["nonce"]
 
     def other_than(self, weights: dict[str, torch.Tensor]) -> list[str]:
         """The names of the weights of which it holds something else."""
@@ -92,8 +94,8 @@ def _rank(path, tp, dtype, folder, apart):
     steps = train(backend, range(2))
     source.write_into(memory)
     steps += train(backend, range(2, 3))
-    source.write_into(memory)
-    return steps, weights_of(backend)
+    told = {nonce: digests_of(found) for nonce, found in source.write_into(memory).items()}
+    return steps, weights_of(backend), told
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,17 @@ def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engine
         place = tmp_path / f"{SYNC}{number}"
         place.mkdir(mode=0o700)
         workers += [Worker(plugin, place, rank, engine_tp, blank) for rank in range(engine_tp)]
-    steps, weights = run_ranks(_rank, 4, path, tp, dtype, tmp_path, apart)[0]
+    ranks = run_ranks(_rank, 4, path, tp, dtype, tmp_path, apart)
+    steps, weights, _ = ranks[0]
     assert [worker.other_than(weights) for worker in workers] == [[]] * len(workers)
     rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (0.1, 0.02)
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=rtol, atol=atol)
     for name, weight in expected.items():
         assert (weights[name].float() - weight).norm() <= max(rtol / 5, 1e-5) * weight.norm(), name
+    held = {worker.nonce: plugin.sample_digests(worker.recorder.slices) for worker in workers}
+    for rank, (_, _, told) in enumerate(ranks):  # the sample of the masters, which no rank has whole
+        opened = list(held)[rank : rank + 1] if apart else list(held)
+        assert told == {nonce: held[nonce] for nonce in opened}, rank
 
 
 def _both_ways_rank(path):

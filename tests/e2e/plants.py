@@ -2,7 +2,7 @@
 
 A worker that is started with `environment(folder)` reads the file `plant` of the folder in each session, and changes
 what it sends as the function of that name says. The digests are then those of what is sent: only the probe, the
-engine's own checks and the comparison with the trainer's weights can tell.
+engine's own checks and the comparison with the trainer's weights can tell. `WRITES` change what single copy writes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def planted() -> str:
 
 def in_worker() -> None:
     """Let the worker of this process send what the present plant makes of its weights."""
+    from instep.training.hf.mirror import Mirror
     from instep.training.worker import Worker
     from instep.weights import ipc, nccl
     from instep.weights.stream import Packed
 
-    publish, source = Worker.publish, Worker._source
+    publish, source, refresh = Worker.publish, Worker._source, Mirror.refresh
     send_header, send_bucket, tell = nccl.send_header, nccl.send_bucket, ipc._Stream._tell
     sending = []
 
@@ -55,7 +56,7 @@ def in_worker() -> None:
 
     def source_planted(self: Worker, way: str) -> Any:
         inner = source(self, way)
-        return Planted(inner, planted()) if sending else inner
+        return Planted(inner, planted()) if sending and way != "single-copy" else inner
 
     def header_planted(group: Any, session: Any, buckets: Any) -> Any:
         return send_header(group, *in_header(planted(), dict(session), [list(bucket) for bucket in buckets]))
@@ -76,6 +77,11 @@ def in_worker() -> None:
             message = {**message, **session, "tensors": [vars(t) for t in tensors]}
         tell(self, message)
 
+    def refresh_planted(self: Mirror) -> None:
+        plant = WRITES.get(planted(), lambda mirror, write: write())
+        plant(self, lambda: refresh(self))
+
+    Mirror.refresh = refresh_planted  # type: ignore[method-assign]
     Worker.publish, Worker._source = publish_planted, source_planted  # type: ignore[method-assign]
     nccl.send_header, nccl.send_bucket = header_planted, bucket_planted
     ipc._Stream._tell = tell_planted  # type: ignore[method-assign]
@@ -93,10 +99,6 @@ class Planted:
 
     def __iter__(self) -> Iterator[Item]:
         return iter(self._items)
-
-    def write_into(self, memory: Any) -> None:
-        for spec, tensor in self._items:
-            memory.write(spec.name, tensor)
 
 
 PREVIOUS: dict[str, torch.Tensor] = {}  # what the last session has sent
@@ -193,6 +195,30 @@ CHANGES: dict[str, Callable[[Items], Items]] = {
     "missing tensor": lambda items: [item for item in items if item is not items[_at(items, "layers.1.mlp.up_proj")]],
     "one tensor more": _more,
     "of another run": _of_another,
+}
+
+
+def _row_left_out(mirror: Any, write: Callable[[], None]) -> None:
+    """A write that does not come to its end: one row of a weight stays as it was."""
+    view = next(tensor for name, tensor, _ in mirror._pairs if name == WRITTEN)
+    old = view.detach().clone()
+    write()
+    view.data[0].copy_(old[0])
+
+
+def _written_elsewhere(mirror: Any, write: Callable[[], None]) -> None:
+    """A write that goes into memory of the trainer's own."""
+    tensor = next(tensor for name, tensor, _ in mirror._pairs if name == WRITTEN)
+    view = tensor.data
+    tensor.data = view.clone()
+    write()
+    tensor.data = view
+
+
+WRITTEN = "model.layers.1.mlp.up_proj.weight"
+WRITES: dict[str, Callable[[Any, Callable[[], None]], None]] = {  # of single copy
+    "a row left out": _row_left_out,
+    "written elsewhere": _written_elsewhere,
 }
 
 

@@ -48,7 +48,7 @@ LEASE = 3.0
 PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
 START = 'engine.start_update("9", "nonce", timeout=30)'
 ATTACH = (
-    "import torch; from pathlib import Path; from instep.weights.memory import attach; "
+    "import torch; from pathlib import Path; from instep.weights.memory import attach, sample_digests; "
     "memory = attach(Path(folder), lock=True); "
     "views = [parts[0].view for parts in memory.slices[memory.nonces[0]].values()][:4]"
 )
@@ -158,7 +158,9 @@ def test_weights_that_a_killed_trainer_has_half_written_are_served_to_nobody(ser
 
     again = Controller(served, folder=str(memory))
     assert again.do(ATTACH) == "done" and again.do("[view.div_(2) for view in views]") == "done"
-    told = 'engine.update({"backend": "single-copy", "digests": memory.digests()}, timeout=60)'
+    parts = "{name: [part.view for part in parts] for name, parts in worker.items()}"
+    held = f"{{nonce: sample_digests({parts}) for nonce, worker in memory.slices.items()}}"
+    told = f'engine.update({{"backend": "single-copy", "digests": {held}}}, timeout=60)'
     for code in (START, told, 'engine.finish_update("9", [], timeout=60)'):
         assert again.do(code) == "done"
     again.end()  # once its session was whole

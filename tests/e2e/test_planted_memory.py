@@ -1,4 +1,4 @@
-"""Faults of the way `single-copy`, planted between the trainer's write and the engine's comparison; and of its map."""
+"""Faults of the way `single-copy`: of the trainer's write, between it and the engine's comparison, and of its map."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from instep.scratch import Scratch, memory_root
 from instep.weights.memory import attach
 from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec
+from tests.e2e import plants
 from tests.e2e.test_single_copy import Pair, pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -92,7 +93,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from pairs(tmp_path_factory.mktemp("shared"), "embedded", "bf16")
+    folder = tmp_path_factory.mktemp("shared")
+    yield from pairs(folder, "embedded", "bf16", env=plants.environment(folder))
 
 
 @pytest.fixture
@@ -126,6 +128,24 @@ def test_a_planted_fault_is_named(shared: Pair, sync: WeightSync, monkeypatch: A
     for name, tensor in old.items():
         _of(shared, name).copy_(tensor)
     shared.step(1e-2)  # the masters go into the memory again
+    sync.run([shared.engine])
+
+
+@pytest.mark.parametrize("plant", plants.WRITES)
+def test_a_write_that_does_not_reach_the_memory_is_named(shared: Pair, sync: WeightSync, plant: str) -> None:
+    """What is told comes from the masters, not from the memory."""
+    sync.run([shared.engine])
+    mark = shared.logs.parent / "plant"
+    sync.hold([shared.engine])
+    shared.step(1e-4)
+    mark.write_text(plant)
+    try:
+        with pytest.raises(SyncError, match=f"{plants.WRITTEN} .*is not what the trainer has written") as caught:
+            sync.run([shared.engine])
+    finally:
+        mark.unlink()
+    assert shared.engine.name in str(caught.value) and caught.value.remedy and admission._closed
+    shared.step(1e-4)
     sync.run([shared.engine])
 
 

@@ -36,7 +36,7 @@ from instep.training.hf.backend import HfBackend
 from instep.training.hf.mirror import Mirror
 from instep.training.hf.shards import mesh_of
 from instep.weights import single_copy
-from instep.weights.memory import attach
+from instep.weights.memory import attach, digests_of
 from instep.weights.place import SYNC
 from instep.weights.way import MEMORY_VARIABLE, Order, way_named
 from tests.assets import make_checkpoint, make_tokenizer
@@ -184,7 +184,9 @@ def test_write_through_and_session_at_06b(tmp_path: Path) -> None:
             ours, theirs = mirror.compute.model.get_parameter(DOWN), attach(folder, lock=False)
             assert ours.data_ptr() == theirs.whole(DOWN).data_ptr() and len(theirs.shapes) > 300
             written = timed(write, 20)
-            digests = timed(theirs.digests, 10)
+            sampler = mirror._sampler
+            assert sampler is not None
+            digests = timed(lambda: [digests_of(found) for found in sampler.samples().values()], 10)
             results = [sync.run([engine]) for _ in range(20)]
             whole = sorted(1e3 * (r.seconds - r.seconds_of["proof"]) for r in results)
             pause = sorted(1e3 * r.seconds_of["paused"] for r in results)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instep.errors import SyncError
 from instep.scratch import memory_root
-from instep.weights.memory import attach, marks, sample_digest
+from instep.weights.memory import attach, digests_of, marks, sample_digest
 from instep.weights.place import SYNC, process_mark
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import TensorSpec
@@ -145,11 +145,15 @@ def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, siz
         expected.load(new)
         for name, parameter in rank.parameters.items():
             assert torch.equal(parameter, expected.parameters[name]), (rank.rank, name)
-    told = memory.digests()
-    for name, weight in new.items():  # what the trainer holds is told from what it has written
-        both = "".join(told[nonce][name] for nonce in memory.nonces)
-        assert memory.digest(name, weight.to(dtype)) == both != memory.digest(name, weights(2)[name].to(dtype))
-    assert [told[nonce] for nonce in memory.nonces] == [plugin.sample_digests(r.recorder.slices) for r in ranks]
+    held = [plugin.sample_digests(rank.recorder.slices) for rank in ranks]
+    for name, weight in new.items():  # what the workers must hold is told from what was to be written
+        weight = weight.to(dtype)
+        samples, places = memory.samples(name, weight), memory.places(name)
+        for nonce, digests in zip(memory.nonces, held, strict=True):
+            assert digests_of(samples)[nonce] == digests[name]
+            assert torch.equal(samples[nonce], weight.reshape(-1)[places[nonce]].view(torch.uint8))
+        both = "".join(digests[name] for digests in held)
+        assert memory.digest(name, weight) == both != memory.digest(name, weights(2)[name].to(dtype))
 
 
 def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> None:
@@ -220,7 +224,7 @@ def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, fol
     rank.memory = plugin.Memory(handle, rank.memory.begin, rank.memory.end)
     rank.publish(plugin, folder)
     memory = attach(folder, lock=False)
-    assert memory.on_gpus and memory.slices == {} and memory.digests() == {}
+    assert memory.on_gpus and memory.slices == {}
 
     class Carriage:
         memory_folder = folder
@@ -229,7 +233,7 @@ def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, fol
             pass
 
         def publish(self, folder: Path, on_event) -> None:
-            on_event(Written(memory.digests(), tuple(specs()), memory.homes))
+            on_event(Written({}, tuple(specs()), memory.homes))
 
     with pytest.raises(
         SyncError, match=r"no rank of the trainer is on the GPU of rank 0 of an engine on GPU 1234-5678"

@@ -1,12 +1,16 @@
 """Each way of the weights, without engines: what its sender announces and what its driver delivers."""
 
+import contextlib
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +18,7 @@ from instep.engines.embedded.protocol import HttpError
 from instep.engines.embedded.shared import SharedWeights
 from instep.errors import SyncError
 from instep.ports import users_listening
-from instep.weights import nccl
+from instep.weights import nccl, stream
 from instep.weights.handles import Receiver
 from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
@@ -25,7 +29,10 @@ from instep.weights.stream import (
     ROW_BYTES,
     Group,
     Invitation,
+    StreamBroken,
     StreamMismatch,
+    abort,
+    bytes_of,
     checked,
     checksum,
     checksums,
@@ -332,6 +339,56 @@ def test_a_refused_bucket_ends_nothing_but_its_session(tmp_path):
         way_named("nccl").drive(receiver.carriage)
     receiver.load, receiver.session = (lambda tensors: None), {"version": "3", "nonce": "nonce"}
     assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
+
+
+@pytest.mark.parametrize("side", [nccl, stream])
+def test_sender_and_receiver_hold_two_buckets_at_most(tmp_path, monkeypatch, side):
+    receiver, buckets, most = Received(tmp_path), [], []
+
+    def counted(bucket, device):
+        def held():
+            return sum(array() is not None for array in buckets)
+
+        until = time.monotonic() + 5  # gloo's thread lets go of a bucket a moment after it has said so
+        while held() > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        array = np.empty(bytes_of(bucket) + 8 * len(bucket), np.uint8)
+        buckets.append(weakref.ref(array))
+        most.append(held())
+        memory = torch.from_numpy(array)
+        return memory, memory[: bytes_of(bucket)], memory[bytes_of(bucket) :].view(torch.int64)
+
+    monkeypatch.setattr(side, "new_bucket", counted)
+    way_named("nccl").drive(receiver.carriage)
+    assert most == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "peer, words",
+    [("dies", "NCCL did not connect"), ("fails", "not all have joined: no route"), ("aborts", "was ended")],
+)
+def test_a_set_up_of_nccl_that_does_not_end_is_bounded(tmp_path, monkeypatch, peer, words):
+    """The members have come; NCCL itself waits without a bound."""
+    ended, invitation = threading.Event(), Invitation(f"file:{tmp_path / 'store'}", "group", 2)
+    store = open_store(invitation.store, 30.0)
+    dist.PrefixStore("group", store).set("all", "1")
+
+    class Backend:
+        def eager_connect_single_device(self, device):
+            if peer == "fails":
+                raise RuntimeError("no route")
+            if peer == "aborts":
+                abort(invitation, 30.0)
+            ended.wait()
+
+    monkeypatch.setattr(stream, "_nccl", lambda *args: Backend())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(stream, "CONNECT_SECONDS", 0.5 if peer == "dies" else 30.0)
+    began = time.monotonic()
+    with pytest.raises(StreamBroken, match=words):
+        Group(store, invitation, torch.device("cuda", 0), 30.0, rank=0)
+    ended.set()
+    assert time.monotonic() - began < 10
 
 
 def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):

@@ -11,10 +11,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from instep.models.checkpoint_names import CheckpointNames, named_weights
+from instep.training.hf.gather import in_batches
 from instep.training.hf.model import Policy
-from instep.training.hf.shards import DP, local, over_dp, part_of, whole
+from instep.training.hf.samples import Sampler
+from instep.training.hf.shards import DP, box, local, over_dp, whole
 from instep.training.hf.weights import HfWeightSource
 from instep.weights.memory import EngineMemory
+from instep.weights.parking import give_back
+from instep.weights.source import Samples
 
 
 class Mirror:
@@ -36,6 +40,7 @@ class Mirror:
         self._pairs = [(name, tensor, names[name]) for name, tensor in named_weights(compute.model).items()]
         self._stale = not self._is_one
         self._memory: EngineMemory | None = None
+        self._sampler: Sampler | None = None  # of the same memory
         self._views: set[str] = set()  # the names of the parameters that are views of it
         self._everywhere: set[str] = set()  # of those that are views on all ranks that can reach an engine's memory
         self._shared = False  # whether all ranks have all views in memory of all, so that each writes its shard
@@ -76,19 +81,20 @@ class Mirror:
         if not self._stale:
             return
         same: list[tuple[Tensor, Tensor]] = []  # what this rank computes with, and its masters, both alike
+        cut: list[tuple[Tensor, Tensor]] = []  # parameters, and masters of which other ranks have a part
         for _, tensor, master in self._pairs:
             part, mine = local(tensor), local(master)
-            if not _divided(master):
-                same.append((part, mine))
-                continue
-            shape, offset = _box(tensor)
-            if self._shared:
-                begins = [i - o for i, o in zip(_box(master)[1], offset, strict=True)]
+            if _divided(master):
+                if not self._shared:
+                    cut.append((tensor, master))
+                    continue
+                begins = [i - o for i, o in zip(box(master)[1], box(tensor)[1], strict=True)]
                 part = part[tuple(slice(i, i + n) for i, n in zip(begins, mine.shape, strict=True))]
-                same.append((part, mine))
-            else:
-                box = tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))
-                part.copy_(whole(master)[box])
+            same.append((part, mine))
+        wholes = in_batches([(master, tensor.dtype) for tensor, master in cut], emits=True)
+        for (tensor, _), full in zip(cut, wholes, strict=True):
+            assert full is not None
+            local(tensor).copy_(full[tuple(slice(o, o + n) for n, o in zip(*box(tensor), strict=True))])
         if same:
             torch._foreach_copy_([part for part, _ in same], [master for _, master in same])
         if self._memory is not None and not self._memory.on_gpus and dist.get_world_size() > 1:
@@ -96,20 +102,26 @@ class Mirror:
         self._stale = False
 
     @torch.no_grad()
-    def write_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
+    def write_into(self, memory: EngineMemory, names: Mapping[str, str]) -> Samples:
         """Write all weights into the engines' memory, of which the model's parameters become views (collective).
 
         Args:
             names: of the weights in the memory, by the model's names.
+
+        Returns:
+            What workers must find there; see `WeightSource.write_into`.
         """
         if memory is not self._memory:
             self._move_into(memory, names)
+            self._sampler = Sampler(memory, {names[name]: master for name, _, master in self._pairs if name in names})
         self.refresh()
         for name, tensor, _ in self._pairs:
             if name in names and (self._others or name not in self._everywhere):
                 full = whole(tensor)
                 if memory.on_gpus or dist.get_rank() == 0:
                     memory.write(names[name], full, without=self._index if name in self._views else None)
+        assert self._sampler is not None
+        return self._sampler.samples()
 
     def _move_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
         """Make the parameters views of an engine's memory, as far as they lie there in one piece."""
@@ -118,7 +130,7 @@ class Mirror:
         self._index = mesh.get_local_rank() if mesh is not None and own else 0  # on a CPU each rank of TP has its own
         self._others, self._views = memory.crowded and not own, set()
         for name, tensor, _ in self._pairs if memory.slices else ():
-            view = memory.box(names[name], *_box(tensor), self._index) if name in names else None
+            view = memory.box(names[name], *box(tensor), self._index) if name in names else None
             if view is not None:
                 if self._is_one:
                     view.copy_(tensor)
@@ -131,25 +143,13 @@ class Mirror:
         self._everywhere = set.intersection(*found)
         self._shared = not memory.on_gpus and len(self._everywhere) == len(self._pairs)
         self._memory = memory
+        give_back(next(self.compute.parameters()).device)  # what the parameters were
         self.changed()
 
 
 def _divided(tensor: Tensor) -> bool:
     """Whether each data-parallel rank has a shard of it."""
     return isinstance(tensor, DTensor) and tensor.device_mesh[DP].size() > 1
-
-
-def _box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of what this rank holds of a weight."""
-    shape, offset = list(tensor.shape), [0] * tensor.ndim
-    if (part := part_of(tensor)) is not None:
-        shape[part.dim], offset[part.dim] = part.stop - part.start, part.start
-    if isinstance(tensor, DTensor) and DP in (tensor.device_mesh.mesh_dim_names or ()):
-        mesh = tensor.device_mesh[DP]
-        rows = -(-shape[0] // mesh.size())  # FSDP2 divides as torch.chunk does
-        first = min(rows * mesh.get_local_rank(), shape[0])
-        shape[0], offset[0] = min(rows, shape[0] - first), offset[0] + first
-    return tuple(shape), tuple(offset)
 
 
 def _point(tensor: Tensor, view: Tensor) -> None:
@@ -167,8 +167,9 @@ class MirroredSource(HfWeightSource):
         super().__init__(model, dtype, names)
         self._mirror = mirror
 
-    def write_into(self, memory: EngineMemory) -> None:
+    def write_into(self, memory: EngineMemory) -> Samples:
         single = {group.model[0]: group.checkpoint[0] for group in self._names.groups if group.converter is None}
-        self._mirror.write_into(memory, single)
+        samples = self._mirror.write_into(memory, single)
         for spec, tensor in self._gathered([pair for pair in self._groups if pair[0].converter is not None]):
-            self._write(memory, spec, tensor)
+            self._write(memory, spec, tensor, samples)
+        return samples

@@ -15,8 +15,10 @@ import functools
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 ROW_BYTES = 4096
 LOOK_SECONDS = 0.05  # between two looks whether the stream was aborted
+CONNECT_SECONDS = 120.0  # for NCCL's set-up, which takes seconds, when all members have come
 _WORDS = ROW_BYTES // 4
 _ROW_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers are odd, too
 
@@ -177,11 +180,29 @@ class Group:
                     self._store.set("all", "1")
             self._wait(lambda: self._store.check(["all"]), deadline, "not all have joined in time")
             if device.type == "cuda":
-                self._group: Any = _nccl(self._store, rank, invitation.size, timeout, device)
+                self._group: Any = _nccl(self._store, rank, invitation.size, timeout)
+                self._connect(min(deadline, time.monotonic() + CONNECT_SECONDS))
             else:
                 self._group = dist.ProcessGroupGloo(self._store, rank, invitation.size, timeout)
         except RuntimeError as error:
             raise StreamBroken(f"not all have joined: {error}") from error
+
+    def _connect(self, deadline: float) -> None:
+        """Set NCCL's communicator up, in a thread: NCCL itself would wait forever for a member that has died since."""
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                with torch.cuda.device(self.device):
+                    self._group.eager_connect_single_device(self.device)
+                connected.set_result(None)
+            except BaseException as error:  # raised by `result`
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        late = "NCCL did not connect all members in time: NCCL_DEBUG=INFO logs why, NCCL_SOCKET_IFNAME names a network"
+        self._wait(connected.done, deadline, late)
+        connected.result()
 
     def begin(self, tensor: torch.Tensor) -> Any:
         """Begin to send `tensor` from rank 0, or to receive it, after all that was begun before."""
@@ -191,7 +212,7 @@ class Group:
             work = self._group.broadcast([tensor], options)
         except RuntimeError as error:
             raise StreamBroken(f"a peer is gone: {error}") from error
-        self._pending = [*(w for w in self._pending if not w.is_completed()), work]
+        self._pending.append(work)
         return work
 
     def finish(self, work: Any, deadline: float) -> None:
@@ -201,6 +222,7 @@ class Group:
             work.wait()
         except RuntimeError as error:
             raise StreamBroken(f"a peer is gone: {error}") from error
+        self._pending = [other for other in self._pending if other is not work]  # it keeps its tensor
 
     def _wait(self, done: Callable[[], bool], deadline: float, late: str) -> None:
         look = time.monotonic() + LOOK_SECONDS
@@ -227,26 +249,20 @@ class Group:
             _left.append((self._group, self._pending))
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """A group over NCCL with its communicator. All members have come, so that its set-up does not wait for one.
-
-    By itself torch would end the process of a member in whose group another one fails or dies.
-    """
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group over NCCL. By itself torch would end the process of a member in whose group another one fails or dies."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
-    with torch.cuda.device(device):
-        group.eager_connect_single_device(device)
-    return group
 
 
 def abort(invitation: Invitation, seconds: float) -> None:
@@ -329,6 +345,7 @@ def receive(
                 load(checked({**header, "tensors": tensors}, session, data))
             except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                 failure = error
+        del work, data, sums  # before the bucket after the next: there are two at most
     if failure is not None:
         raise failure
 
