@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CALL_SECONDS = 10.0
+START_SECONDS = 60.0  # of a router anew, on a busy machine; it asks all engines first
 _DEFAULTS = {
     "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
     "disable_retries": [],
@@ -184,7 +185,7 @@ class DisaggregatedRouter(Router):
         with self._lock:
             self.stop()
             self.process, self._members = self._start(urls), set(urls)
-        super().wait_ready(CALL_SECONDS)
+        super().wait_ready(START_SECONDS)
 
 
 def router_command(arguments: Sequence[str]) -> list[str]:
