@@ -52,8 +52,8 @@ class _CompiledLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, kept: int, with_entropy: bool
                 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        scale = temperature.float().reciprocal()[:, None]
-        log_sum, target, entropy = _compiled(_scores)(logits[:, :kept], targets, scale, with_entropy)
+        scale, targets = temperature.float().reciprocal()[:, None], targets.clone()
+        log_sum, target, entropy = _run(_scores, logits.detach()[:, :kept], targets, scale, with_entropy)
         ctx.save_for_backward(logits, log_sum, targets, scale, entropy)
         ctx.set_materialize_grads(False)
         ctx.kept, ctx.with_entropy = kept, with_entropy
@@ -62,12 +62,27 @@ class _CompiledLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, log_sum, targets, scale, entropy = ctx.saved_tensors
-        g = torch.zeros_like(log_sum) if grad_log_p is None else grad_log_p[:, None]
-        of_entropy = None if grad_entropy is None or not ctx.with_entropy else grad_entropy[:, None]
-        grad = _compiled(_grad_of_logits)(logits[:, : ctx.kept], log_sum, targets, scale, g, of_entropy, entropy)
+        g = torch.zeros_like(log_sum) if grad_log_p is None else grad_log_p.clone()[:, None]
+        of_entropy = None if grad_entropy is None or not ctx.with_entropy else grad_entropy.clone()[:, None]
+        kept = logits.detach()[:, : ctx.kept]
+        grad = _run(_grad_of_logits, kept, log_sum, targets, scale, g, of_entropy, entropy)
         if ctx.kept != logits.shape[1]:
             grad = torch.nn.functional.pad(grad, (0, logits.shape[1] - ctx.kept))
         return grad, None, None, None, None
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, compiled once for any number of rows of its tensors, which are no parts of others.
+
+    The compiler asks for sizes of 1, and where in its storage a tensor begins.
+    """
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if len(tensors[0]) < 2:
+        return function(*args)
+    for x in tensors:
+        if len(x):  # not the entropy that nobody wants
+            torch._dynamo.mark_dynamic(x, 0)
+    return _compiled(function)(*args)
 
 
 @functools.cache

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from instep.training.packing import SharedPrefixes, within
 
-# torch 2.11 takes grouped heads as they are; later versions want to be told.
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _MAX_PADDING = 1.25  # padded tokens over real ones, within a chunk of the padded path
 _SHORT = 128  # the longest segments for plain products, which on a CPU are faster than the fused kernel, and small
 
@@ -43,17 +40,14 @@ def packed_attention(
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
-    if not _is_fused(q):
-        seen = max_seqlen if window is None else window
-        cu_queries, copies = (cu_seqlens, None) if shared is None else (shared.cu_kept, shared.copies)
-        return _padded_attention(q, k, v, cu_seqlens, scale, cu_queries, copies, seen)
-    gqa = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_HAS_GQA else {}
-    cu_queries, max_queries = cu_seqlens, max_seqlen
+    copies, cu_queries, max_queries = None, cu_seqlens, max_seqlen
     if shared is not None:  # the queries are the last tokens of their segments, as the kernel has it
-        cu_queries, max_queries = shared.cu_kept, shared.max_kept
-        k, v = rows(k, shared.copies), rows(v, shared.copies)
-    sides = (-1 if window is None else window - 1, 0)
-    return varlen_attn(q, k, v, cu_queries, cu_seqlens, max_queries, max_seqlen, window_size=sides, scale=scale, **gqa)
+        copies, cu_queries, max_queries = shared.copies, shared.cu_kept, shared.max_kept
+    if torch.compiler.is_compiling() or _is_fused(q):
+        out: Tensor = _attention(q, k, v, copies, cu_queries, cu_seqlens, max_queries, max_seqlen, scale, window)[0]
+        return out
+    copies = copies if _is_shared(copies, k) else None
+    return _padded_attention(q, k, v, cu_seqlens, scale, cu_queries, copies, max_seqlen if window is None else window)
 
 
 @dataclass(frozen=True)
@@ -75,32 +69,50 @@ class Bounds:
         return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
 
-def attention_and_sums(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> tuple[Tensor, Tensor]:
+def attention_and_sums(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Causal attention within each segment, without a gradient, and what `attention_backward` wants of it.
 
-    On a GPU that is the logsumexp of each query's scores, of the kernel that is also behind `varlen_attn`.
+    On a GPU that is the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; else it is undefined.
     """
     if _is_fused(q):
-        where = dict(scale=scale, window_size_left=-1, window_size_right=0)
-        return torch.ops.aten._flash_attention_forward(q, k, v, *bounds.of_kernel, 0.0, True, False, **where)[:2]
-    return _padded(q, k, v, bounds, scale), q.new_empty(0)
+        causal, sides = _sides(window, bounds.max_keys)
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *bounds.of_kernel, 0.0, causal, False, scale=scale, **sides
+        )[:2]
+    sums = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return _padded(q, k, v, bounds, scale, window), sums
 
 
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Bounds, scale: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Bounds,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k`, `v` from that of `out`; `out, sums` are `attention_and_sums` of the others."""
     if _is_fused(q):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        where = dict(scale=scale, window_size_left=-1, window_size_right=0)
+        causal, sides = _sides(window, bounds.max_keys)
         return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, sums, *bounds.of_kernel, 0.0, True, *no_dropout, **where
+            grad, q, k, v, out, sums, *bounds.of_kernel, 0.0, causal, *no_dropout, scale=scale, **sides
         )
-    with torch.enable_grad():
-        inputs = q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
-        again = _padded(*inputs, bounds, scale)
-    by_query, by_key, by_value = torch.autograd.grad(again, inputs, grad)
+    # functorch's, because an operator's kernel is below autograd
+    _, of_inputs = torch.func.vjp(lambda q, k, v: _padded(q, k, v, bounds, scale, window), q, k, v)
+    by_query, by_key, by_value = of_inputs(grad)
     return by_query, by_key, by_value
+
+
+def _sides(window: int | None, max_keys: int) -> tuple[bool, dict[str, int]]:
+    """Whether the kernel sees all keys before a query, and how many it sees beside it (-1: all)."""
+    causal = window is None or window >= max_keys
+    return causal, dict(window_size_left=-1 if causal or window is None else window - 1, window_size_right=0)
 
 
 def _is_fused(q: Tensor) -> bool:
@@ -112,8 +124,85 @@ def rows(x: Tensor, indices: Tensor) -> Tensor:
     return F.embedding(indices, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
-    return _padded_attention(q, k, v, bounds.cu_keys, scale, bounds.cu_queries, None, bounds.max_keys)
+# The compiler knows attention by the types and dimensions of its results alone. So its code is one and the same for any
+# lengths, with shared prefixes and without them.
+@torch.library.custom_op("instep::packed_attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    copies: torch.Tensor | None,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_and_sums` of the keys and values `copies` of those that were computed, both contiguous."""
+    bounds = Bounds(cu_queries, max_queries, cu_keys, max_keys)
+    if _is_shared(copies, k):
+        k, v = rows(k, copies), rows(v, copies)
+    out, sums = attention_and_sums(q, k, v, bounds, scale, window)
+    return out.contiguous(), sums
+
+
+@_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("instep::packed_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    copies: torch.Tensor | None,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bounds = Bounds(cu_queries, max_queries, cu_keys, max_keys)
+    keys, values = (rows(k, copies), rows(v, copies)) if _is_shared(copies, k) else (k, v)
+    by_query, by_key, by_value = attention_backward(grad, q, keys, values, out, sums, bounds, scale, window)
+    if _is_shared(copies, k):  # as `rows` does
+        by_key, by_value = (
+            torch.ops.aten.embedding_dense_backward(x.flatten(1), copies, len(k), -1, False).unflatten(1, k.shape[1:])
+            for x in (by_key, by_value)
+        )
+    return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, copies, cu_queries, cu_keys, *ctx.other = inputs
+    ctx.save_for_backward(q, k, v, *output, copies, cu_queries, cu_keys)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_attention_backward(grad, *ctx.saved_tensors, *ctx.other), *[None] * 7
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _is_shared(copies: Tensor | None, k: Tensor) -> TypeGuard[Tensor]:
+    return copies is not None and len(copies) > len(k)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None, window: int | None) -> Tensor:
+    window = bounds.max_keys if window is None else window
+    return _padded_attention(q, k, v, bounds.cu_keys, scale, bounds.cu_queries, None, window)
 
 
 def _padded_attention(

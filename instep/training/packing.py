@@ -58,6 +58,12 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
     return SharedPrefixes(kept, copies, cu_kept, int(num_kept.max()))
 
 
+def nothing_shared(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> SharedPrefixes:
+    """All `num_tokens` tokens are computed."""
+    every = torch.arange(num_tokens, device=cu_seqlens.device)
+    return SharedPrefixes(every, every, cu_seqlens.clone(), max_seqlen)  # the compiler asks which tensors are one
+
+
 def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> int:
     """The number of equal tokens from `one` on and from `other` on, at most `longest`."""
     differs = tokens[one : one + longest] != tokens[other : other + longest]

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from instep.training.machine import is_of_the_machine
 from instep.training.packed_attention import chunks_of, packed_attention
-from instep.training.packing import SharedPrefixes
+from instep.training.packing import SharedPrefixes, nothing_shared
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _packed(
         max_seqlen=packed_max_seqlen,
         scale=scaling,
         shared=packed_shared,
-        window=sliding_window if sliding_window and sliding_window < packed_max_seqlen else None,
+        window=sliding_window or None,
     )
     return out[None, ..., :width], None
 
@@ -143,7 +143,9 @@ def run_packed(
     shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """The hidden states of a stream in one pass, `[num_tokens, width]`; of `shared.kept` alone if that is given."""
-    if shared is not None:
+    if shared is None:  # layers are compiled for one kind of arguments
+        shared = nothing_shared(cu_seqlens, max_seqlen, len(tokens))
+    else:
         tokens, position_ids = tokens[shared.kept], position_ids[shared.kept]
     output = body_of(model)(
         input_ids=tokens[None],

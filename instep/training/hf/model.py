@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import _config as symbolic_shapes
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -34,8 +35,11 @@ _KEPT = [  # with selective recomputation: what costs time to make again; norms,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.instep.packed_attention.default,
 ]
+# Whether reductions along rows and along columns become one kernel must not depend on the number of tokens, or there
+# are other kernels, and a compilation, on each side of several thresholds.
+_COMPILED = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
@@ -52,7 +56,7 @@ class Policy(nn.Module):
 
     `recompute` is None, "full" (each layer is computed again in the backward pass) or "selective" (but for its matrix
     products and attention). With `compiles`, the layers of packed samples run as compiled code, the same for any number
-    of tokens.
+    and division of tokens.
 
     As a critic (`value_head`) its output layer has one row, and its outputs are values. It is one root module, so that
     FSDP2's hooks see one forward pass per micro-batch. `max_model_len` is that of the engines: see `models.rope`.
@@ -107,7 +111,7 @@ class Policy(nn.Module):
             _recompute_layers(self.model, context_fn=functools.partial(create_selective_checkpoint_contexts, _KEPT))
         if compiles:
             for layer in _layers(self.model):
-                layer.forward = torch.compile(layer.forward, dynamic=True)
+                layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILED)
         if recompute == "full":  # transformers' own switch asks for train()
             _recompute_layers(self.model)
 
@@ -142,7 +146,8 @@ class Policy(nn.Module):
             with torch.compiler.set_stance("force_eager"):  # each of its shapes would be compiled
                 states = run_rows(self.model, tokens, cu_seqlens, self.layout.batched, self.num_passes)
         else:
-            states = run_packed(self.model, tokens, position_ids, cu_seqlens, max_seqlen, shared)
+            with symbolic_shapes.patch(use_duck_shape=False):  # sizes that happen to be equal stay independent
+                states = run_packed(self.model, tokens, position_ids, cu_seqlens, max_seqlen, shared)
             positions = positions if shared is None else shared.copies[positions]
         if with_logits:
             logits = self._logits(states).float()
