@@ -33,7 +33,7 @@ _ENCODERS = {
     "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 
-_DTYPES = {
+DTYPES = {  # safetensors' names of torch's types
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
     "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
@@ -262,7 +262,7 @@ def _header(shard: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in shard:
         start, end = end, end + _num_bytes(spec)
-        header[spec.name] = {"dtype": _DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
+        header[spec.name] = {"dtype": DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
     return struct.pack("<Q", len(text)) + text

@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoints.hf_export import fp8_block, read_hf_config
+from instep.checkpoints.hf_export import DTYPES, fp8_block, read_hf_config
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.errors import CheckpointError
 
 FP8, SCALE = "F8_E4M3", "_scale_inv"
+_TYPES = {name: getattr(torch, of_torch.removeprefix("torch.")) for of_torch, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of an open checkpoint. `dtype` is what it is read as; None: as it is stored."""
+    """A tensor of an open checkpoint. `dtype` is what it is read as; None: a type that instep does not write."""
 
     name: str
     path: Path
     file: Any  # of `opened`
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Its part [start, stop) along `dim`, 0 or 1; by default all of it."""
@@ -78,8 +79,8 @@ def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, Store
         shards = {path: stack.enter_context(opened(path)) for path in sorted(set(files.values()))}
         slices = {name: shards[path].get_slice(name) for name, path in files.items()}
         tensors = {
-            name: StoredTensor(name, path, shards[path], tuple(slices[name].get_shape()))
-            for name, path in files.items()
+            name: StoredTensor(name, path, shards[path], tuple(s.get_shape()), _TYPES.get(s.get_dtype()))
+            for name, path, s in zip(files, files.values(), slices.values(), strict=True)
         }
         for name in [name for name, stored in slices.items() if stored.get_dtype() == FP8]:
             tensors[name] = _quantized(tensors[name], tensors.pop(name + SCALE, None), block, dtype)
