@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
     to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
     to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
-    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in block-quantized FP8")
+    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8")
     to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
