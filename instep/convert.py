@@ -1,8 +1,9 @@
 """`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and those in FP8 to bfloat16, with one
 parameter in memory at a time.
 
-What is written is read back and compared with its source bit by bit, and only then gets its name: a conversion that is
-killed leaves a hidden folder, which the next one removes.
+The source is read once, and written from where it is mapped. What is written is read back, and each tensor's digest is
+compared with that of its source; only then it gets its name: a conversion that is killed leaves a hidden folder, which
+the next one removes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -48,6 +50,7 @@ from instep.weights.source import TensorSpec
 TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
 Tell = Callable[[int], None]  # of how many bytes are done
 Tensors = Callable[[WeightEntry], list[Tensor]]  # the Hugging Face tensors of an entry
+Digest = tuple[torch.dtype, torch.Size, bytes]  # type, shape, xxh3 of 128 bits of what lies in memory
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +66,7 @@ def _iteration(word: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `instep convert`."""
-    top = _Parser("instep convert", description="Convert weights, read them back, and compare them bit by bit.")
+    top = _Parser("instep convert", description="Convert weights, read them back, and compare all digests.")
     ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF} | {TO_BF16}")
     to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
     to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
@@ -71,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
     to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
     to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
-    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in block-quantized FP8")
+    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8")
     to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
@@ -146,14 +149,15 @@ def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console
         CheckpointError: unreadable or unknown weights, no room on the disk, or a comparison that failed.
     """
     with HuggingFace(source, shape) as weights, _new_folder(save, weights.num_bytes) as new:
+        source_of = _Digested(weights.tensors)
         release = iteration_folder(new, RELEASE)
         release.mkdir()
         with _bar(console, "converting", weights.num_bytes) as tell, TorchDistWriter(release, shape) as writer:
-            for entry, tensors in zip(weights.entries, _ahead(weights.tensors, weights.entries), strict=True):
+            for entry, tensors in zip(weights.entries, _ahead(source_of, weights.entries), strict=True):
                 tell(writer.add(entry, tensors))
         (new / TRACKER).write_text("release")
         with _on_disk(new), _bar(console, "comparing", weights.num_bytes) as tell:
-            _compare(weights.entries, weights.tensors, MegatronCheckpoint(release, shape).tensors, tell)
+            _compare(weights.entries, source_of.digests, MegatronCheckpoint(release, shape).tensors, tell)
     return _figures(source, save / release.name, weights.entries, weights.num_bytes) | _left_out(weights.unread)
 
 
@@ -170,11 +174,12 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         for name, size in zip(entry.names, entry.shapes, strict=True)
     ]
     num_bytes = _num_bytes(specs)
+    source_of = _Digested(checkpoint.tensors)
     with _new_folder(save, num_bytes) as new:
-        _write(specs, entries, checkpoint.tensors, new, console)
+        _write(specs, entries, source_of, new, console)
         copy_companions(hf, new, specs)
         with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
-            _compare(entries, checkpoint.tensors, written.tensors, tell)
+            _compare(entries, source_of.digests, written.tensors, tell)
     return _figures(folder, save, entries, num_bytes) | _left_out(checkpoint.mtp)
 
 
@@ -207,10 +212,11 @@ def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
     Returns, raises: as `hf_to_megatron`.
     """
     with HuggingFace(source) as weights, _new_folder(save, weights.num_bytes) as new:
-        _write(weights.specs, weights.entries, weights.tensors, new, console)
+        source_of = _Digested(weights.tensors)
+        _write(weights.specs, weights.entries, source_of, new, console)
         copy_companions(source, new, weights.specs)
         with _on_disk(new), HuggingFace(new) as written, _bar(console, "comparing", weights.num_bytes) as tell:
-            _compare(weights.entries, weights.tensors, written.tensors, tell)
+            _compare(weights.entries, source_of.digests, written.tensors, tell)
     figures = _figures(source, save, weights.entries, weights.num_bytes)
     return figures | {"tensors": f"{len(weights.entries):,}"}
 
@@ -229,6 +235,7 @@ class HuggingFace:
         self._stack, self._advised = ExitStack(), set[Path]()
         with self._stack:
             self._stored = self._stack.enter_context(opened_weights(folder, torch.bfloat16))
+            self._advice = self._stack.enter_context(ThreadPoolExecutor(1))
             self.unread = check_tensors(folder, shape, self._stored) if shape else []
             self._stack = self._stack.pop_all()
         alone = (WeightEntry(n, (n,), (t.shape,), Kind.REPLICATED) for n, t in self._stored.items())
@@ -251,13 +258,20 @@ class HuggingFace:
         path = self._stored[entry.names[0]].path
         if path not in self._advised:
             self._advised.add(path)
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # page by page it would be slow
+            self._advice.submit(_read_ahead, path)  # page by page it would be slow
         return [self._stored[name].read() for name in entry.names]
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self._stored[name]
-        return stored.dtype or stored.read().dtype  # mapped, not read
+        if stored.dtype is None:
+            what, remedy = f"{name} is of a type that is not converted", "save it in bfloat16, float16 or float32"
+            raise CheckpointError(what, where=str(stored.path), remedy=remedy)
+        return stored.dtype
+
+
+def _read_ahead(path: Path) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # returns when most of it is read
 
 
 @contextmanager
@@ -299,26 +313,33 @@ def _ahead(read: Tensors, entries: Sequence[WeightEntry]) -> Iterator[list[Tenso
         yield coming.result()
 
 
-def _compare(entries: Sequence[WeightEntry], source: Tensors, written: Tensors, tell: Tell) -> None:
-    """Read each tensor back, and compare its type, shape and bits. Raises CheckpointError: one of them differs."""
-    for entry, first, second in zip(entries, _ahead(source, entries), _ahead(written, entries), strict=True):
-        for name, ours, theirs in zip(entry.names, first, second, strict=True):
-            same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-            if not same or not _same_bits(ours, theirs):
+class _Digested:
+    """`read`, which notes the type, shape and digest of each tensor."""
+
+    def __init__(self, read: Tensors):
+        self._read = read
+        self.digests: dict[str, Digest] = {}
+
+    def __call__(self, entry: WeightEntry) -> list[Tensor]:
+        tensors = self._read(entry)
+        for name, tensor in zip(entry.names, tensors, strict=True):
+            content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            self.digests[name] = tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(content)
+        return tensors
+
+
+def _compare(entries: Sequence[WeightEntry], source: Mapping[str, Digest], written: Tensors, tell: Tell) -> None:
+    """Read each tensor back, and compare its type, shape and digest. Raises CheckpointError: one of them differs."""
+    read = _Digested(written)
+    for entry, tensors in zip(entries, _ahead(read, entries), strict=True):
+        for name, tensor in zip(entry.names, tensors, strict=True):
+            if read.digests[name] != source[name]:
                 raise CheckpointError(
                     f"{name} was read back with other bits than were written",
                     where=entry.megatron,
                     remedy="convert again; if it happens again, the disk or the memory of this host is at fault",
                 )
-            tell(ours.nbytes)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one type and shape have the same bytes; NaN is equal to itself, 0 is not -0."""
-    flat = [tensor.contiguous().view(-1) for tensor in (a, b)]
-    whole = all(t.nbytes % 8 == 0 and t.storage_offset() * t.itemsize % 8 == 0 for t in flat)
-    word = torch.int64 if whole else torch.uint8  # the former is compared faster
-    return torch.equal(flat[0].view(word), flat[1].view(word))
+            tell(tensor.nbytes)
 
 
 def _figures(source: Path, to: Path, entries: Sequence[WeightEntry], num_bytes: int) -> dict[str, str]:
@@ -328,5 +349,5 @@ def _figures(source: Path, to: Path, entries: Sequence[WeightEntry], num_bytes: 
         "to": str(to),
         "tensors": f"{num:,} of Hugging Face's, {len(entries):,} of Megatron's",
         "gigabytes": f"{num_bytes / 1e9:,.2f}",
-        "comparison": "all tensors were read back and are equal, bit by bit",
+        "comparison": "all tensors were read back with equal digests of 128 bits",
     }

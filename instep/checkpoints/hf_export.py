@@ -33,7 +33,7 @@ _ENCODERS = {
     "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 
-_DTYPES = {
+DTYPES = {  # safetensors' names of torch's types
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
     "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
@@ -90,8 +90,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / "config.json", "give a folder with the config.json of the model")
 
 
-def fp8_block(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of FP8 weights that share a scale; None: the checkpoint is not quantized.
+def fp8_block(config: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """Rows and columns of the blocks of FP8 weights that share a scale.
+
+    Returns:
+        (): each tensor has one scale. None: the checkpoint is not quantized.
 
     Raises:
         ConfigError: its weights are quantized in another way, which is not read.
@@ -100,11 +103,26 @@ def fp8_block(config: dict[str, Any], where: str) -> tuple[int, int] | None:
     method, block = how.get("quant_method"), how.get("weight_block_size")
     if method is None:
         return None
-    if method == "fp8" and isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return block[0], block[1]
-    said = f"{method}{f', weight_block_size {block}' if method == 'fp8' else ''}"
+    said = ""
+    if method == "fp8":
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            return block[0], block[1]
+        if block is None:
+            return ()
+        said = f", weight_block_size {block}"
+    elif method == "modelopt":
+        if (algorithm := how.get("quant_algo")) == "FP8":
+            return ()
+        said = f", quant_algo {algorithm}"
+    elif method == "compressed-tensors":
+        weights = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
+        forms = [f"{w.get('type')} of {w.get('num_bits')} bits by {w.get('strategy')}" for w in weights]
+        if set(forms) == {"float of 8 bits by tensor"}:
+            return ()
+        said = f", {' and '.join(forms) or 'no config_groups'}"
     raise ConfigError(
-        f"the weights of this checkpoint are quantized ({said}): only FP8 with a scale for each block is read",
+        f"the weights of this checkpoint are quantized ({method}{said}): only FP8 with a scale for each block, or for "
+        "each tensor, is read",
         where=where,
         remedy="give the checkpoint that they were made from, or convert them to bfloat16 first",
     )
@@ -262,7 +280,7 @@ def _header(shard: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in shard:
         start, end = end, end + _num_bytes(spec)
-        header[spec.name] = {"dtype": _DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
+        header[spec.name] = {"dtype": DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
     return struct.pack("<Q", len(text)) + text
@@ -275,7 +293,7 @@ def _num_bytes(spec: TensorSpec) -> int:
 def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
     """Give the weights in `folder` the configuration, with their type, tokenizer and templates of `src`."""
     for file in sorted(src.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith((".index.json", "quant_config.json")):
             shutil.copyfile(file, folder / file.name)
     templates = src / "additional_chat_templates"
     if templates.is_dir():

@@ -163,7 +163,7 @@ class MegatronCheckpoint:
         if prefix and entry.kind is not Kind.VOCAB and sum(part.shape[0] for part in parts) != full[0]:
             raise self._damaged(f"{parts[0].key} has shape {parts[0].stored.shape}, not the parameter's")
         try:
-            if entry.kind is Kind.GATE_UP:
+            if entry.kind is Kind.GATE_UP and (size > 1 or len(parts) > 1):
                 step = full[0] // 2 // size
                 up = (parts[1], 0) if len(parts) > 1 else (parts[0], full[0] // 2)
                 halves = [(parts[0], 0), up]

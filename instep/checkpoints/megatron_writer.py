@@ -29,7 +29,7 @@ from instep.checkpoints.megatron_files import EXPERTS, FUSED, LAYERS, LOCAL_EXPE
 from instep.checkpoints.plain import METADATA
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
-from instep.models.weight_map import Kind, WeightEntry, fuse, weight_entries
+from instep.models.weight_map import Kind, WeightEntry, pieces, weight_entries
 
 FILE_BYTES = 5 * 10**9
 VOCAB_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
@@ -68,16 +68,15 @@ class TorchDistWriter:
             )
         size = full_shape(entry)
         rows = size[0] if entry.kind is not Kind.VOCAB else -(-size[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        fused = fuse(entry, tensors, self.shape, rows)
         key, place, count = self._key(entry)
-        stacked = fused[None] if place else fused
-        shape = torch.Size((*count, *fused.shape))
-        offsets = torch.Size((*place, *[0] * fused.ndim))
+        chunk = torch.Size((*[1] * len(place), rows, *size[1:]))
+        offsets = torch.Size((*place, *[0] * len(size)))
         about = self._tensors.setdefault(
-            key, TensorStorageMetadata(TensorProperties(dtype=fused.dtype), shape, chunks=[])
+            key,
+            TensorStorageMetadata(TensorProperties(dtype=dtypes.pop()), torch.Size((*count, rows, *size[1:])), []),
         )
-        about.chunks.append(ChunkStorageMetadata(offsets, stacked.shape))
-        self._write(MetadataIndex(key, offsets), stacked)
+        about.chunks.append(ChunkStorageMetadata(offsets, chunk))
+        self._write(MetadataIndex(key, offsets), pieces(entry, tensors, self.shape, rows), chunk)
         module, _, kind = key.rpartition(".")
         if kind == "weight" and (".linear_" in key or module.endswith("layernorm")):  # a norm by itself has one, too
             self._extra_state(module, place, count)
@@ -106,18 +105,20 @@ class TorchDistWriter:
         key, data = f"{module}._extra_state/shard_{number}_{size}", io.BytesIO()
         torch.save([torch.empty(0, dtype=torch.uint8)], data)  # Megatron keeps a list of objects
         self._tensors[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), data)
+        self._write(MetadataIndex(key), [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)])
 
-    def _write(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
+    def _write(self, index: MetadataIndex, parts: Sequence[Tensor], shape: torch.Size | None = None) -> None:
+        """Write the tensor of this shape that the parts are, one after the other; without a shape, their bytes."""
         if self._file is None or self._file.tell() > FILE_BYTES:
             self._close()
             number = len({info.relative_path for info in self._places.values()})
             self._file = open(self.folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
         start = self._file.tell()
-        if isinstance(data, Tensor):
-            torch.save(_alone(data), self._file)
+        if shape is None:
+            _write_bytes(self._file, parts)
         else:
-            self._file.write(data.getbuffer())
+            with torch.serialization.skip_data():
+                torch.save(torch.empty(shape, dtype=parts[0].dtype), _Filled(self._file, parts))
         self._places[index] = _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
 
     def _close(self) -> None:
@@ -168,9 +169,22 @@ def megatron_arguments(shape: ModelShape, **others: Any) -> argparse.Namespace:
     return argparse.Namespace(**own | others)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor over a storage that holds nothing else, because `torch.save` writes all of a storage."""
-    if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
-        return tensor
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return torch.frombuffer(flat.numpy(), dtype=tensor.dtype).view(tensor.shape)
+def _write_bytes(file: Any, parts: Sequence[Tensor]) -> int:
+    return sum(file.write(part.contiguous().view(-1).view(torch.uint8).numpy()) for part in parts)
+
+
+class _Filled:
+    """The file as `torch.save` sees it without data: where it would leave a hole, the parts of the tensor go.
+
+    Nothing is copied, and no memory is taken: finding pages takes the kernel as long as writing them.
+    """
+
+    def __init__(self, file: Any, parts: Sequence[Tensor]):
+        self._file, self._parts = file, parts
+        self.write, self.flush = file.write, file.flush
+
+    def seek(self, size: int, whence: int) -> int:
+        written = _write_bytes(self._file, self._parts)
+        if (whence, size) != (io.SEEK_CUR, written):
+            raise AssertionError(f"torch.save leaves room for {size} bytes of a tensor that has {written}")
+        return int(self._file.tell())

@@ -150,14 +150,19 @@ def part_range(entry: WeightEntry, index: int, rank: int, size: int, padded_voca
 
 def fuse(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> Tensor:
     """One rank's Megatron parameter from its parts, in the order of `entry.names`; `rows` is its size in dim 0."""
+    stacked = pieces(entry, parts, shape, rows)
+    return torch.cat(stacked) if len(stacked) > 1 else stacked[0]
+
+
+def pieces(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> list[Tensor]:
+    """What `fuse` puts one below the other: the parts, or views of them, and the rows of padding."""
     if entry.kind is Kind.QKV:
         groups = parts[1].shape[0] // shape.kv_channels
-        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], dim=1).flatten(0, 1)
-    if entry.kind is Kind.GATE_UP:
-        return torch.cat(list(parts))
-    if entry.kind is Kind.VOCAB and parts[0].shape[0] < rows:
-        return torch.nn.functional.pad(parts[0], (0, 0, 0, rows - parts[0].shape[0]))
-    return parts[0]
+        grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return [part[group] for group in range(groups) for part in grouped]
+    if entry.kind is Kind.VOCAB and (missing := rows - parts[0].shape[0]) > 0:
+        return [parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]
+    return list(parts)
 
 
 def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]:

@@ -63,7 +63,34 @@ def test_there_and_back_keeps_every_bit(models, tmp_path, capsys, monkeypatch, n
     assert all(torch.equal(before[key].view(torch.int16), after[key].view(torch.int16)) for key in before)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     out = capsys.readouterr().out
-    assert "equal, bit by bit" in out and f"{len(before)} of Hugging Face's" in out
+    assert "read back with equal digests" in out and f"{len(before)} of Hugging Face's" in out
+
+
+@pytest.mark.parametrize("name", ["untied", "qwen2", "moe-mixed"])
+def test_torch_itself_reads_what_is_written(models, tmp_path, name):
+    """Each chunk is what `torch.save` would write: its tensor over a storage of its own."""
+    assert to_megatron(models / name, tmp_path / "m") == 0
+    folder, before = tmp_path / "m" / "release", weights(models / name)
+    about = {key: value for key, value in read_index(folder).state_dict_metadata.items() if hasattr(value, "size")}
+    read = {key: torch.full(tuple(value.size), 7, dtype=value.properties.dtype) for key, value in about.items()}
+    dcp.load(read, checkpoint_id=folder, no_dist=True)
+    config = convert._shape(models / name, False)
+    embedding, want = read["embedding.word_embeddings.weight"], before["model.embed_tokens.weight"]
+    assert torch.equal(embedding[: len(want)], want) and not embedding[len(want) :].any() and len(embedding) % 128 == 0
+    for i in range(config.num_layers):
+        parts = [before[f"model.layers.{i}.self_attn.{x}_proj.weight"] for x in "qkv"]
+        groups = zip(*(part.chunk(config.num_query_groups) for part in parts), strict=True)
+        qkv = torch.cat([part for group in groups for part in group])
+        assert torch.equal(read[f"decoder.layers.{i}.self_attention.linear_qkv.weight"], qkv)
+        proj = read[f"decoder.layers.{i}.self_attention.linear_proj.weight"]
+        assert torch.equal(proj, before[f"model.layers.{i}.self_attn.o_proj.weight"])
+        if (dense := f"decoder.layers.{i}.mlp.linear_fc1.weight") in read:
+            halves = [before[f"model.layers.{i}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+            assert torch.equal(read[dense], torch.cat(halves))
+        else:
+            experts = read[f"decoder.layers.{i}.mlp.experts.experts.linear_fc2.weight"]
+            downs = [before[f"model.layers.{i}.mlp.experts.{e}.down_proj.weight"] for e in range(len(experts))]
+            assert torch.equal(experts, torch.stack(downs))
 
 
 def test_bits_that_change_on_the_way_leave_no_folder(models, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,5 @@
-"""Published folders: block-quantized FP8 is read as what it stands for (a loop over the blocks says what that is), and
-multi-token prediction is left out."""
+"""Published folders: FP8 with scales of blocks or tensors is read as what it stands for (a loop over the blocks, or a
+product in float64, says what that is), and multi-token prediction is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from instep.training.worker import Worker
 from tests.architectures import tiny_config
 from tests.assets import make_prompts, make_tokenizer
 from tests.distributed.megatron_layouts import MODELS, random_model
-from tests.fp8 import change_config, quantize
+from tests.fp8 import HOW, change_config, quantize, quantize_tensors
 from tests.live_bytes import LiveBytes
 
 SCALES, WEIGHTS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -86,6 +86,61 @@ def test_only_a_row_of_blocks_is_in_float32_at_a_time(tmp_path):
     assert live.peak < 4 * 2048 * 512, "with what is mapped less than a float32 copy of it alone"
 
 
+@pytest.mark.parametrize("method", HOW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_scale_for_each_tensor(tmp_path, method, dtype):
+    """Scales of activations and of the cache are no tensors of the model."""
+    torch.manual_seed(0)
+    full = torch.randn(300, 421).bfloat16() * torch.logspace(-3, 3, 421).bfloat16()
+    save_file({NAME: full, "model.layers.0.self_attn.k_proj.weight": full[:200] / 7}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    meant = {name: tensor.to(dtype) for name, tensor in quantize_tensors(tmp_path, method).items()}
+    with opened_weights(tmp_path, dtype) as tensors:
+        assert tensors.keys() == meant.keys()
+        assert all(torch.equal(tensor.read(), meant[name]) for name, tensor in tensors.items())
+        for start, stop in [(0, 1), (127, 129), (150, 300), (90, 90)]:
+            assert torch.equal(tensors[NAME].read(0, start, stop), meant[NAME][start:stop])
+            assert torch.equal(tensors[NAME].read(1, start, stop), meant[NAME][:, start:stop])
+
+
+def test_folders_with_one_scale_for_each_tensor_are_converted(tmp_path, capsys):
+    for method in HOW:
+        random_model(MODELS["untied"]).bfloat16().save_pretrained(hf := tmp_path / method)
+        (hf / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+        meant = quantize_tensors(hf, method)
+        for way, save in (("fp8-to-bf16", tmp_path / f"{method}-bf16"), ("hf-to-megatron", tmp_path / f"{method}-m")):
+            assert main(["convert", way, "--hf-checkpoint", str(hf), "--save", str(save)]) == 0, capsys.readouterr().err
+        written = weights(tmp_path / f"{method}-bf16")
+        assert written.keys() == meant.keys()
+        assert all(torch.equal(tensor, meant[key].bfloat16()) for key, tensor in written.items())
+        assert not (tmp_path / f"{method}-bf16" / "hf_quant_config.json").exists()  # vLLM would believe it
+        checkpoint = MegatronCheckpoint(tmp_path / f"{method}-m" / "release", convert._shape(hf, False))
+        for entry in checkpoint.entries:
+            for name, tensor in zip(entry.names, checkpoint.tensors(entry), strict=True):
+                assert torch.equal(tensor, meant[name].bfloat16()), name
+
+
+def test_a_scale_of_a_tensor_is_one_number(tmp_path):
+    random_model(MODELS["untied"]).bfloat16().save_pretrained(tmp_path)
+    quantize_tensors(tmp_path, "compressed-tensors")
+    damaged(tmp_path, SCALES, f"{NAME}_scale", torch.ones(64, 1))
+    with pytest.raises(CheckpointError) as caught, opened_weights(tmp_path, torch.bfloat16):
+        pass
+    assert f"{NAME}_scale has shape (64, 1), not one element" in caught.value.what
+    damaged(tmp_path, SCALES, f"{NAME}_scale", None)
+    with pytest.raises(CheckpointError) as caught, opened_weights(tmp_path, torch.bfloat16):
+        pass
+    assert f"{NAME}_scale is missing" in caught.value.what
+
+
+def test_a_type_that_is_not_written_is_one_error(tmp_path, capsys):
+    random_model(MODELS["untied"]).bfloat16().save_pretrained(tmp_path / "hf")
+    quantize_tensors(tmp_path / "hf", "modelopt")
+    damaged(tmp_path / "hf", WEIGHTS, NAME, torch.ones(64, 96, dtype=torch.uint16))
+    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "h")]) == 1
+    assert f"{NAME} is of a type that is not converted" in " ".join(capsys.readouterr().err.split())
+
+
 def damaged(folder: Path, file: str, name: str, tensor: torch.Tensor | None) -> None:
     tensors, index = load_file(folder / file), folder / "model.safetensors.index.json"
     there = json.loads(index.read_text())
@@ -115,12 +170,33 @@ def damaged(folder: Path, file: str, name: str, tensor: torch.Tensor | None) -> 
         (
             lambda f: change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}),
             ConfigError,
-            "are quantized (gptq): only FP8 with a scale for each block is read",
+            "are quantized (gptq): only FP8 with a scale for each block, or for each tensor, is read",
+        ),
+        (
+            lambda f: change_config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),
+            ConfigError,
+            "are quantized (fp8, weight_block_size [128])",
         ),
         (
             lambda f: change_config(f, quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
+            CheckpointError,
+            "_scale_inv has shape (",
+        ),
+        (
+            lambda f: change_config(f, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
             ConfigError,
-            "are quantized (fp8, weight_block_size None)",
+            "are quantized (modelopt, quant_algo NVFP4)",
+        ),
+        (
+            lambda f: change_config(
+                f,
+                quantization_config={
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+                },
+            ),
+            ConfigError,
+            "are quantized (compressed-tensors, float of 8 bits by channel)",
         ),
     ],
 )
@@ -166,13 +242,13 @@ def test_the_folder_in_bfloat16_is_what_transformers_loads(models, tmp_path, cap
     assert "its weights are not in FP8" in capsys.readouterr().err
 
 
-def make_run(folder: Path, model_type: str) -> dict[str, torch.Tensor]:
+def make_run(folder: Path, model_type: str, method: str | None = None) -> dict[str, torch.Tensor]:
     """A model in FP8 in `hf`, with prompts to train it on, and what its tensors stand for."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config(model_type)).bfloat16().save_pretrained(folder / "hf")
     make_tokenizer().save_pretrained(folder / "hf")
     make_prompts(folder / "train.jsonl", 2)
-    return quantize(folder / "hf")
+    return quantize_tensors(folder / "hf", method) if method else quantize(folder / "hf")
 
 
 def words(folder: Path, hf: Path, more: str = "--rm-type random --n-samples-per-prompt 4") -> list[str]:
@@ -205,11 +281,23 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     assert command is not None, error.value.remedy
     assert main(shlex.split(command[1])) == 0
     check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16")))
+    change_config(tmp_path / "hf", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot"):
+        check_inputs(parse(words(tmp_path, tmp_path / "hf")))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_the_hf_backend_trains_and_exports_what_it_stands_for(tmp_path, alone, model_type):
-    meant, hf = make_run(tmp_path, model_type), tmp_path / "hf"
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("qwen3", None),
+        ("qwen3_moe", None),
+        ("deepseek_v3", None),
+        ("qwen3", "compressed-tensors"),
+        ("qwen3", "modelopt"),
+    ],
+)
+def test_the_hf_backend_trains_and_exports_what_it_stands_for(tmp_path, alone, model_type, method):
+    meant, hf = make_run(tmp_path, model_type, method), tmp_path / "hf"
     worker = make_worker(tmp_path, hf)
     worker.load_weights(hf)
     worker.remark()
