@@ -59,8 +59,11 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
     return float((got - want).abs().max() / want.abs().max().clamp_min(1e-3)) / tolerance
 
 
-def same_scores(computed: dict[Any, Any], name: str) -> None:
-    """Log-probs and entropy of every sample, once per data-parallel rank and the same on all of its ranks."""
+def same_scores(computed: dict[Any, Any], name: str) -> int:
+    """Log-probs and entropy of every sample, once per data-parallel rank and the same on all of its ranks.
+
+    Returns the number of outputs that were compared; so do the others, of weights.
+    """
     ranks, want = computed[name, "ranks"], computed[LAYOUTS[name][1]]["scores"]
     by_dp: dict[int, list] = {}
     for rank in ranks:
@@ -77,9 +80,10 @@ def same_scores(computed: dict[Any, Any], name: str) -> None:
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g.log_probs, w.log_probs, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(g.entropy, w.entropy, atol=1e-5, rtol=1e-5)
+    return len(got)
 
 
-def same_steps(computed: dict[Any, Any], name: str) -> None:
+def same_steps(computed: dict[Any, Any], name: str) -> int:
     """Losses and gradient norms of three steps, and the weights after them."""
     other = "no clip" if "no-clip" in name else LAYOUTS[name][1] + " losses" * ("losses" in name)
     want = computed[other]
@@ -91,17 +95,19 @@ def same_steps(computed: dict[Any, Any], name: str) -> None:
     assert set(got) == set(want["weights"][2])
     for key, tensor in want["weights"][2].items():
         assert close(got[key], tensor, 1e-5) <= 1, key
+    return len(got)
 
 
-def same_export(computed: dict[Any, Any], name: str) -> None:
+def same_export(computed: dict[Any, Any], name: str) -> int:
     """What is exported after Hugging Face weights were loaded is these weights, bit by bit."""
     want = checkpoint_weights(random_model(MODELS[LAYOUTS[name][1]]))
     first, *others = [rank["exported"] for rank in computed[name, "ranks"]]
     assert set(first) == set(want) and not any(others)
     assert all(torch.equal(first[key], want[key]) for key in want)
+    return len(want)
 
 
-def same_resume(computed: dict[Any, Any], saved: str, name: str) -> None:
+def same_resume(computed: dict[Any, Any], saved: str, name: str) -> int:
     """Two more steps under layout `name`, from the checkpoint that layout `saved` wrote."""
     want = computed[LAYOUTS[name][1]]
     for rank in computed[(saved, name), "ranks"]:
@@ -110,3 +116,4 @@ def same_resume(computed: dict[Any, Any], saved: str, name: str) -> None:
     got = computed[(saved, name), "ranks"][0]["weights"]
     for key, tensor in want["weights"][4].items():
         assert close(got[key], tensor, 2e-5) <= 1, key
+    return len(got)

@@ -254,7 +254,7 @@ def milliseconds(result):
 
 
 def a_run(tiny, tmp_path, *more):
-    """Two rollouts; the second sync brings what the optimizer has changed, and every sync is proven."""
+    """The bytes of the syncs of two rollouts; the second brings what the optimizer has changed, and each is proven."""
     flags = ["--rollout-backend", "vllm", "--device", "cuda", "--precision", "bf16", "--colocate", *BOUNDED]
     done = run(grpo_arguments(tiny, tmp_path, *flags, "--vllm-enforce-eager", *more), 300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -262,12 +262,13 @@ def a_run(tiny, tmp_path, *more):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     synced = [row for row in rows if "sync/version" in row]
     print(*(f"{k} {v:.4g}" for k, v in synced[-1].items() if k.startswith("sync/")), sep="; ")
-    assert len(synced) == 2 and all(row["sync/bytes"] > 100_000 for row in synced)
+    return [row["sync/bytes"] for row in synced]
 
 
 @pytest.mark.parametrize("more", [[], ALWAYS_THERE], ids=["turns", "always there"])
 def test_auto_chooses_it_for_a_colocated_run(tiny, tmp_path, more):
-    a_run(tiny, tmp_path, *more)
+    first, second = a_run(tiny, tmp_path, *more)
+    assert min(first, second) > 100_000
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -275,4 +276,5 @@ def test_auto_chooses_it_for_a_colocated_run(tiny, tmp_path, more):
 def test_two_ranks_serve_the_workers_on_their_own_gpus(tiny, tmp_path, num_gpus):
     """FSDP2 over two ranks; one engine with TP 2, or two engines."""
     several = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", str(num_gpus)]
-    a_run(tiny, tmp_path, *several, "--vllm-disable-custom-all-reduce", *ALWAYS_THERE)
+    first, second = a_run(tiny, tmp_path, *several, "--vllm-disable-custom-all-reduce", *ALWAYS_THERE)
+    assert min(first, second) > 100_000
