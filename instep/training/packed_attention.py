@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from instep.training.packing import SharedPrefixes, within
 
@@ -126,7 +126,7 @@ def rows(x: Tensor, indices: Tensor) -> Tensor:
 
 # The compiler knows attention by the types and dimensions of its results alone. So its code is one and the same for any
 # lengths, with shared prefixes and without them.
-@torch.library.custom_op("instep::packed_attention", mutates_args=())
+@library.custom_op("instep::packed_attention", mutates_args=())
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,7 +152,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("instep::packed_attention_backward", mutates_args=())
+@library.custom_op("instep::packed_attention_backward", mutates_args=())
 def _attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,

@@ -200,7 +200,7 @@ def host_memory(size: int, device: torch.device, flag: str, without: str) -> Ten
     memory = torch.empty(size, dtype=torch.uint8)
     if not cuda:
         return memory
-    memory.zero_()  # touched by all threads first: CUDA would do it with one, in 2 to 3 times as long
+    memory.zero_()  # touched by all threads first: CUDA would do it with one
     if code := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 1)):
         raise TrainingError(
             f"CUDA does not pin {size / 1e9:.1f} GB of host memory (error {code})",
