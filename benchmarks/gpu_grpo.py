@@ -38,7 +38,7 @@ from instep.observability.versions import versions  # noqa: E402
 SAMPLES, PROMPT = 256, 128
 INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
 INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size"
-TOKENS_PER_PASS = {"1.7b": 16384, "4b": 8192}  # what 80 GB take; 32768 of the smaller ones
+TOKENS_PER_PASS = {"1.7b": 16384}  # what 80 GB take; 32768 of the smaller ones
 MIXED = (64, 256)  # tokens of prompts
 ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
 RUNS = {
