@@ -6,6 +6,7 @@ A worker and an engine are processes; corruption happens between them, as in `te
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,23 @@ def test_the_probe_is_scored_among_requests_of_a_rollout(stack, sync):
     alone = sync.engine_scores()
     words = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0}
     body = {"token_ids": [5, 6, 7, 8], "sampling_params": words}
+    scored = threading.Event()
+
+    def client() -> list[int]:
+        """The lengths of answers, one request after the other until the probes have been scored."""
+        lengths = []
+        while not scored.is_set():
+            (answer,) = engine.post("/inference/v1/generate", body, timeout=120)["choices"]
+            lengths.append(len(answer["token_ids"]))
+        return lengths
+
     with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(engine.post, "/inference/v1/generate", body, timeout=120) for _ in range(8)]
-        found = [sync.engine_scores() for _ in range(3)]
-        assert not all(request.done() for request in running)
-        answers = [request.result()["choices"][0] for request in running]
-    assert all(len(answer["token_ids"]) == 100 for answer in answers)
+        clients = [pool.submit(client) for _ in range(8)]
+        try:
+            found = [sync.engine_scores() for _ in range(3)]
+        finally:
+            scored.set()
+        assert all(set(running.result()) == {100} for running in clients)
     for scores in found:
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
