@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-neighbours test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -11,6 +11,7 @@ OUT ?= runs/quickstart
 # long tests first, so that no core waits at the end.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q --durations=15
 LEARNERS ?= 1
+NEIGHBOURS ?= trl-1.10 trl-1.16 atropos verifiers
 JOBS ?= $(shell expr $$(nproc) + 1)
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/unit
@@ -49,8 +50,12 @@ test-vllm: install-vllm  ## all tests that need vLLM, on a CPU, one after the ot
 	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e tests/faults
 
 test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
-	@scripts/setup_peers.sh
+	@scripts/setup_beside.sh peers
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
+
+test-neighbours: install-vllm  ## TRL's clients, Atropos' and verifiers' environments, unmodified, against ours [NEIGHBOURS=]
+	@set -e; for name in $(NEIGHBOURS); do scripts/setup_beside.sh $$name; done
+	$(PYTEST) tests/neighbours
 
 test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants.toml, planted one at a time [ONLY=words JOBS=]
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m tests.mutants.run -k "$(ONLY)" --jobs $(JOBS)
