@@ -21,7 +21,20 @@ from instep.private import private_files
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "plan", "profile", "report", "samples", "convert", "doctor")
+COMMANDS = (
+    "train",
+    "train-async",
+    "sft",
+    "dpo",
+    "serve",
+    "env-api",
+    "plan",
+    "profile",
+    "report",
+    "samples",
+    "convert",
+    "doctor",
+)
 
 HELP = """\
 usage: instep COMMAND ...
@@ -31,6 +44,7 @@ usage: instep COMMAND ...
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  env-api     the API through which Atropos' environments feed a run
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html
@@ -77,6 +91,10 @@ def _run(words: list[str]) -> int:
         _train(command, rest)
     elif command == "serve":
         _serve(rest)
+    elif command == "env-api":
+        from instep.integrations.atropos.env_api import main as env_api
+
+        return env_api(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":
