@@ -59,9 +59,9 @@ class Asked:
             prompt, params = body["prompt"], {name: value for name, value in body.items() if name != "prompt"}
         else:
             prompt, params = body.get("text", body.get("input_ids")), json.loads(header or "{}")[_KEY]
-        if isinstance(prompt, dict) and len(prompt) == 1:
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if not isinstance(prompt, (str, list)):
+        if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
+            prompt = prompt["prompt_token_ids"]
+        elif not isinstance(prompt, (str, list)):
             raise ValueError('prompt must be {"prompt_token_ids": [...]} or a text')
         if params.pop("stream", None):
             raise ValueError("stream: responses are not streamed here; /v1/completions streams them")
@@ -120,6 +120,7 @@ def _log_probs(choice: Mapping[str, Any]) -> list[list[dict[str, float]]]:
     for token, entry in zip(choice.get("token_ids") or [], entries, strict=False):
         known = {str(token): entry["logprob"]}
         for other in entry.get("top_logprobs") or []:
-            known.setdefault(str(other.get("token", "")).removeprefix("token_id:"), other["logprob"])
+            name = other["token_id"] if "token_id" in other else str(other["token"]).removeprefix("token_id:")
+            known.setdefault(str(name), other["logprob"])
         out.append([known])
     return out
