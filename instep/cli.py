@@ -21,7 +21,10 @@ from instep.private import private_files
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "plan", "profile", "report", "samples", "convert", "doctor")
+COMMANDS = (
+    *("train", "train-async", "sft", "dpo", "serve", "atropos-train", "atropos-serve"),
+    *("plan", "profile", "report", "samples", "convert", "doctor"),
+)
 
 HELP = """\
 usage: instep COMMAND ...
@@ -31,6 +34,8 @@ usage: instep COMMAND ...
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  atropos-train, atropos-serve
+              the trainer and the server of Atropos' example trainer, with its command lines
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html
@@ -77,6 +82,14 @@ def _run(words: list[str]) -> int:
         _train(command, rest)
     elif command == "serve":
         _serve(rest)
+    elif command == "atropos-train":
+        from instep.integrations.atropos.trainer import main as atropos_train
+
+        return atropos_train(rest)
+    elif command == "atropos-serve":
+        from instep.integrations.atropos.server import main as atropos_serve
+
+        return atropos_serve(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":
