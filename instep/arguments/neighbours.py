@@ -1,6 +1,6 @@
 """Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
-from instep.arguments.flag import WAYS_HERE, FlagGroup, refused
+from instep.arguments.flag import SECONDS, WAYS_HERE, Flag, FlagGroup, http_address, refused
 
 ATROPOS = "a flag of Atropos' example trainer"
 SERVER = "a flag of a generation server, which `instep serve` is"
@@ -8,6 +8,14 @@ SERVER = "a flag of a generation server, which `instep serve` is"
 NEIGHBOURS = FlagGroup(
     "Neighbours",
     (
+        Flag(
+            "--atropos-url",
+            http_address,
+            "http://localhost:8000",
+            "address of the Atropos API whose environments feed the run (docs/neighbours/atropos.md)",
+            whose="A",
+        ),
+        Flag("--atropos-timeout", SECONDS, 600.0, "longest wait for a batch of that API, or for it to come back"),
         *refused(
             f"{ATROPOS}, whose weight bridges are ways of a sync here",
             "A",

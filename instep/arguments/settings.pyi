@@ -35,6 +35,8 @@ class Settings:
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
     async_save: bool
+    atropos_timeout: float
+    atropos_url: str
     attention_dropout: float
     balance_by_flops: bool
     balance_data: bool
