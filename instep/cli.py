@@ -22,8 +22,20 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 COMMANDS = (
-    *("train", "train-async", "sft", "dpo", "serve", "atropos-train", "atropos-serve"),
-    *("plan", "profile", "report", "samples", "convert", "doctor"),
+    "train",
+    "train-async",
+    "sft",
+    "dpo",
+    "serve",
+    "env-api",
+    "atropos-train",
+    "atropos-serve",
+    "plan",
+    "profile",
+    "report",
+    "samples",
+    "convert",
+    "doctor",
 )
 
 HELP = """\
@@ -34,6 +46,7 @@ usage: instep COMMAND ...
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  env-api     the API through which Atropos' environments feed a run
   atropos-train, atropos-serve
               the trainer and the server of Atropos' example trainer, with its command lines
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
@@ -82,6 +95,10 @@ def _run(words: list[str]) -> int:
         _train(command, rest)
     elif command == "serve":
         _serve(rest)
+    elif command == "env-api":
+        from instep.integrations.atropos.env_api import main as env_api
+
+        return env_api(rest)
     elif command == "atropos-train":
         from instep.integrations.atropos.trainer import main as atropos_train
 

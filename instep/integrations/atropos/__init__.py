@@ -1,4 +1,4 @@
-"""Atropos' environments feed a run: the trainer's side of their API, and that API itself (docs/neighbours/atropos.md)."""
+"""Atropos' environments feed a run: the trainer's side of their API, and the API (docs/neighbours/atropos.md)."""
 
 from instep.integrations.atropos.rollout import generate_rollout
 from instep.integrations.atropos.scores import advantages, normalized_scores

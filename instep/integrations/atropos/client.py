@@ -172,16 +172,15 @@ class ApiClient:
         self._down_since = None
 
     def _checked(self, batch: Any, registration: Registration) -> list[dict[str, Any]]:
-        if not isinstance(batch, list) or not all(
-            isinstance(g, dict) and isinstance(g.get("tokens"), list) for g in batch
-        ):
+        groups: list[dict[str, Any]] = batch if isinstance(batch, list) else []
+        if not groups or not all(isinstance(g, dict) and isinstance(g.get("tokens"), list) for g in groups):
             raise self._no_api(f"GET /batch answered groups without tokens: {batch!r:.200}")
-        if (size := sum(map(size_of, batch))) != registration.batch_size:
+        if (size := sum(map(size_of, groups))) != registration.batch_size:
             self._registered = False
             what = f"the Atropos API gave a batch of {size} sequences, not of {registration.batch_size}"
             remedy = "another trainer has registered with it: one API feeds one run"
             raise RolloutError(what, where=self.url, remedy=remedy)
-        return batch
+        return groups
 
     async def _no_batch(self, registration: Registration, timeout: float) -> None:
         size = await self.queue_size()

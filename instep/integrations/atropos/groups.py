@@ -22,8 +22,7 @@ _PER_TOKEN = ("inference_logprobs", "advantages")
 _SAMPLING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _PLACEHOLDER = 0.5  # nothing above it is a log-prob, however it was rounded
 _OVERRIDES = frozenset({"set_advantage_to_zero", "temperature"})
-_GROUP_PLACEHOLDER = 0.5  # nothing above it is a log-prob, however it was rounded
-_OVERRIDES = frozenset({"temperature", "group_size"})  # the latter is for the environment itself
+_GROUP_OVERRIDES = frozenset({"temperature", "group_size"})  # the latter is for the environment itself
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, tem
     Args:
         temperature: of groups that tell none.
     """
-    shown = _shown(group)
+    unused = _unused(group)
     messages, out = group.get("messages") or [], []
     advantages = group.get("advantages") or []
     for i, (ids, mask, score) in enumerate(zip(group["tokens"], group["masks"], group["scores"], strict=True)):
@@ -153,11 +152,8 @@ def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, tem
             sampling_params={"temperature": temperature_of(group, i, temperature), **_truncation(group)},
             begun_version=0,  # which weights made it is not told: as old as it can be
         )
-        sample.extra[EXTRA] = {
-            "env_id": group.get("env_id"),
-            "zero": _override(group, i, "set_advantage_to_zero"),
-            **shown,
-        }
+        zero = bool(_overrides(group, i).get("set_advantage_to_zero", False))
+        sample.extra[EXTRA] = {"env_id": group.get("env_id"), "zero": zero, **unused}
         if i < len(messages):
             sample.metadata["messages"] = messages[i]
         if i < len(advantages) and advantages[i]:
@@ -190,10 +186,6 @@ def _overrides(group: dict[str, Any], i: int) -> dict[str, Any]:
     return given[i] if i < len(given) else {}
 
 
-def _override(group: dict[str, Any], i: int, name: str) -> bool:
-    return bool(_overrides(group, i).get(name, False))
-
-
 def _truncation(group: dict[str, Any]) -> dict[str, Any]:
     """What else the environment says of the distribution that it sampled from."""
     given = group.get("generation_params") or {}
@@ -220,7 +212,7 @@ def _log_probs(group: dict[str, Any], i: int) -> list[float] | None:
     return out
 
 
-def _shown(group: dict[str, Any]) -> dict[str, Any]:
+def _unused(group: dict[str, Any]) -> dict[str, Any]:
     """The overrides that nothing here acts on, by name."""
     given = {name for one in group.get("overrides") or [] for name in one} - _OVERRIDES
     given |= (group.get("group_overrides") or {}).keys() - _GROUP_OVERRIDES

@@ -22,7 +22,7 @@ from instep.integrations.atropos.groups import (
 from instep.rollout import runtime
 from instep.rollout.eval import evaluate
 from instep.rollout.tokens import tokenizer_of
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -132,7 +132,7 @@ def _metrics(groups: list[Group], num_refused: int) -> dict[str, float]:
     """How many groups were left out, and each environment's share of the sequences, with their mean score."""
     scores: dict[str, list[float]] = {}
     for sample in (s for group in groups for s in group):
-        scores.setdefault(f"rollout/atropos/env_{sample.extra[EXTRA]['env_id']}", []).append(sample.reward)
+        scores.setdefault(f"rollout/atropos/env_{sample.extra[EXTRA]['env_id']}", []).append(reward_of(sample))
     total = sum(map(len, scores.values()))
     out = {f"{name}_share": len(values) / total for name, values in scores.items()}
     out |= {f"{name}_score": sum(values) / len(values) for name, values in scores.items()}

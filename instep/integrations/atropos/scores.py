@@ -22,7 +22,8 @@ MIN_STD = 1e-8
 def normalized_scores(args: HookSettings, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """The scores, and (score - mean) / max(std, 1e-8) within each group, std of the population.
 
-    As in Atropos' `example_trainer`, a group of one keeps its score, and `set_advantage_to_zero` counts in mean and std.
+    As in Atropos' example_trainer, a group of one keeps its score, and what `set_advantage_to_zero` marks counts in
+    mean and std.
     """
     scores = [reward_of(sample) for sample in samples]
     members: dict[int | None, list[int]] = {}
