@@ -42,7 +42,14 @@ REFUSED = {  # flags of that server -> why not, and what instead
 }
 _WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-_OURS = ("--model", "--host", "--port", "--dtype", "--tensor-parallel-size", "--pipeline-parallel-size")
+_OURS: tuple[str, ...] = (
+    "--model",
+    "--host",
+    "--port",
+    "--dtype",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+)
 _OURS += ("--enable-lora", "--max-lora-rank", "--gpu-memory-utilization", "--seed")
 
 
@@ -146,7 +153,15 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
     tensor, pipeline = (int(given.get(f"--{name}-parallel-size") or 1) for name in ("tensor", "pipeline"))
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
     words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
-    words += ["--disable-rollout-global-dataset", "--num-rollout", "1", "--rollout-batch-size", "1", "--rm-type", "random"]
+    words += [
+        "--disable-rollout-global-dataset",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "1",
+        "--rm-type",
+        "random",
+    ]
     words += ["--rollout-max-response-len", "1", "--device", device, "--rollout-num-gpus-per-engine", size]
     words += ["--vllm-pipeline-parallel-size", str(pipeline), "--no-api-key", "--seed", given.get("--seed", "0")]
     dtype = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(d := given.get("--dtype", "auto"), d)

@@ -1,42 +1,29 @@
 """`instep atropos-train`: the command line of Atropos' `example_trainer/grpo.py` as a run of instep.
 
 The flags become the words of `instep train` (`words_of`), whose rollouts are batches of the Atropos API. What the run
-prints beside instep's own lines are those of the original that are true here.
+prints beside instep's own lines, and leaves, is in `trainer_run.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
-import shutil
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos.server import key_file
 from instep.integrations.atropos.trainer_flags import COMMAND, WITH_ADAPTER, parser, read
 from instep.ports import LOOPBACK
 
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
-    from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput
-
-ROLLOUT = "instep.integrations.atropos.trainer.generate_rollout"
+ROLLOUT = "instep.integrations.atropos.trainer_run.generate_rollout"
 SCORES = "instep.integrations.atropos.normalized_scores"
 API_SECONDS = 30.0  # until the API must answer, as the original waits
-_TITLES = {
-    "none": "LEGACY MODE (checkpoint + vLLM restart)",
-    "shared_vllm": "SINGLE-COPY MODE (trainer and vLLM compute with one memory)",
-    "lora_only": "LORA MODE (adapter-only training)",
-    "lora_restart": "LORA MODE with a vLLM of its own (adapters are swapped while it runs, none is restarted)",
-}
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,12 +36,23 @@ def main(words: Sequence[str]) -> int:
         print(parser().format_help(), end="")
         return 0
     from instep.cli import arguments
+    from instep.integrations.atropos.trainer_run import train
 
     flags = read(words)
     for line in reports(flags):
         print(f"[Setup] {line}", flush=True)
     choose_gpus(flags)
+    if flags.trainer_rank:
+        from instep.integrations.atropos.joined import join
+
+        join(flags)
+        return 0
     _check_neighbours(flags)
+    if flags.world_size > 1:
+        from instep.cluster.local import JOINED
+        from instep.integrations.atropos.joined import meet
+
+        JOINED.update(meet(flags))
     loop, given = words_of(flags)
     train(flags, arguments(loop, given))
     return 0
@@ -248,131 +246,3 @@ def _answers(url: str, seconds: float) -> bool:
         except (OSError, ValueError):
             time.sleep(0.5)
     return False
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
-
-
-def generate_rollout(
-    args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`rollout.generate_rollout`; the first one says what the original prints before its first step."""
-    from instep.integrations.atropos.rollout import generate_rollout as of_api
-
-    if not getattr(data_source, "atropos_told", False):
-        data_source.atropos_told = True
-        for line in _begun(args, rollout_id):
-            print(line, flush=True)
-    return of_api(args, rollout_id, data_source, evaluation)
-
-
-def _begun(args: HookSettings, rollout_id: int) -> list[str]:
-    """The lines of a run whose engines have the trainer's weights."""
-    out = []
-    if args.weight_sync == "single-copy":
-        from instep.weights.bridge import shared_folder
-
-        folder = shared_folder(args.vllm_config_path)
-        tensors = json.loads((folder / "memory-0.json").read_text())["tensors"]
-        if os.environ.get(_DEBUG):
-            out += [f"[Debug] {name}: {about['shape']} {about['dtype']}" for name, about in tensors.items()]
-        out += [f"[Setup] ✓ Attached {len(tensors)} tensors to vLLM's shared memory"]
-        out += ["[Setup] ✓ Single-copy mode active - using vLLM's tensors directly!"]
-    number = {"restart": "", "single-copy": "[2/2] "}.get(args.weight_sync, "[3/3] ")
-    out.append(f"{number}Starting training for {args.num_rollout} steps")
-    return [*out, f"Step {rollout_id + 1}/{args.num_rollout}"]
-
-
-_DEBUG = "INSTEP_ATROPOS_DEBUG"
-
-
-def train(flags: argparse.Namespace, args: Args) -> None:
-    """The run, step by step, with what the original prints and leaves."""
-    from instep import train_async, train_sync
-    from instep.observability.output import lasting_output
-
-    if flags.debug_loading:
-        os.environ[_DEBUG] = "1"
-    print(f"\n{'=' * 60}\n{_TITLES[flags.weight_bridge_mode]}\n{'=' * 60}", flush=True)
-    began, rows, last = time.monotonic(), [], 0
-    loops = {"train": train_sync.steps, "train-async": train_async.steps}
-    with lasting_output(Path(args.run_dir) / "logs"):
-        loop = loops[args.command](args)
-        try:
-            for step in loop:
-                last = step.rollout_id + 1
-                rows.append(step.metrics)
-                _tell(flags, last, step.metrics)
-                _keep_newest(args)
-                if last < flags.training_steps:
-                    print(f"Step {last + 1}/{flags.training_steps}", flush=True)
-        finally:
-            loop.close()
-    if last:
-        _leave(flags, last)
-    print("\nTraining finished.", flush=True)
-    if flags.benchmark:
-        print(summary(flags, time.monotonic() - began, rows), flush=True)
-
-
-def _tell(flags: argparse.Namespace, step: int, row: dict[str, float]) -> None:
-    """The lines of a step that has ended."""
-    if flags.weight_bridge_mode == "shared_vllm":
-        print(f"  [SINGLE-COPY] Weights updated in-place - step {step}")
-    loss, norm = row.get("train/loss", 0.0), row.get("train/grad_norm", 0.0)
-    line = f"  Loss: {loss:.6f}" if abs(loss) < 0.01 else f"  Loss: {loss:.4f}"
-    line += f", Grad norm: {norm:.4f}"
-    if flags.benchmark:
-        line += f", Step time: {row.get('perf/train_seconds', 0.0):.2f}s, Sync time: {_seconds(row, 'sync'):.2f}s"
-        line += f", Data fetch: {_seconds(row, 'wait') or _seconds(row, 'rollout'):.2f}s"
-        line += f", GPU mem: {row.get('perf/gpu_peak_bytes', 0.0) / 1e9:.2f}GB"
-    print(line)
-    ratio, clipped = math.exp(-row.get("train/ppo_kl", 0.0)), row.get("train/pg_clipfrac", 0.0)  # its geometric mean
-    print(f"    GRPO: ratio={ratio:.3f}, clipped={clipped * 100:.1f}%", flush=True)
-
-
-def _seconds(row: dict[str, float], phase: str) -> float:
-    return row.get(f"perf/{phase}_seconds", 0.0)
-
-
-def _keep_newest(args: Args) -> None:
-    """Of what a resume needs the newest checkpoint is kept: it is as large as weights, masters and moments."""
-    folders = sorted(Path(args.save).glob("iter_*")) if args.save else []
-    for folder in folders[:-1]:
-        shutil.rmtree(folder)
-
-
-def _leave(flags: argparse.Namespace, step: int) -> None:
-    """`final_model` or `final_adapter`, whose files are those of the last step's folder; an adapter's tokenizer."""
-    save = Path(flags.save_path)
-    adapter = flags.weight_bridge_mode in WITH_ADAPTER
-    source = save / f"{'adapter_' if adapter else ''}step_{step}"
-    target = save / ("final_adapter" if adapter else "final_model")
-    if not source.is_dir():
-        return
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=_link)
-    if adapter:
-        (save / "tokenizer").mkdir(exist_ok=True)
-        for path in Path(flags.model_name).glob("*token*"):
-            shutil.copy(path, save / "tokenizer")
-    print(f"  Saved {target}", flush=True)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
-
-
-def summary(flags: argparse.Namespace, seconds: float, rows: Sequence[dict[str, float]]) -> str:
-    """The table of `--benchmark`: seconds of all steps, and the peak of a rank's GPU memory."""
-    names = {"step": "train", "sync": "sync", "data fetch": "wait" if any("perf/wait_seconds" in r for r in rows) else "rollout"}
-    lines = [f"{'=' * 70}", f"BENCHMARK SUMMARY ({flags.weight_bridge_mode})", f"{'=' * 70}"]
-    lines += [f"  Total training time:     {seconds:.2f}s ({seconds / 60:.2f} min)", f"  Total steps:             {len(rows)}"]
-    for title, phase in names.items():
-        total = sum(_seconds(row, phase) for row in rows)
-        lines.append(f"    Avg {title} time: {total / max(1, len(rows)):.2f}s, total {total:.2f}s")
-    peak = max((row.get("perf/gpu_peak_bytes", 0.0) for row in rows), default=0.0)
-    return "\n".join([*lines, f"  Peak GPU memory:       {peak / 1e9:.2f} GB", "=" * 70])

@@ -156,7 +156,7 @@ def _refusals(flags: argparse.Namespace) -> list[tuple[str, bool, str, str]]:
         (
             f"--lora-dropout {flags.lora_dropout}",
             bool(flags.lora_dropout),
-            "the engine, whose distribution is trained, has no dropout: the importance ratio would be of another policy",
+            "the engine, whose distribution is trained, has no dropout",
             "leave it out; without the flag there is none here (the original's default is 0.05)",
         ),
         (
