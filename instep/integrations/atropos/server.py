@@ -42,15 +42,10 @@ REFUSED = {  # flags of that server -> why not, and what instead
 }
 _WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-_OURS: tuple[str, ...] = (
-    "--model",
-    "--host",
-    "--port",
-    "--dtype",
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
+_OURS = frozenset(
+    "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --enable-lora --max-lora-rank "
+    "--gpu-memory-utilization --seed".split()
 )
-_OURS += ("--enable-lora", "--max-lora-rank", "--gpu-memory-utilization", "--seed")
 
 
 def key_file(port: int) -> Path:

@@ -1,7 +1,8 @@
 """`vllm_bridge_config.json`: how a server that a user has started by hand tells a trainer where its weights are.
 
 It lies in `$LOGDIR`, or where the server was started (or is `$VLLM_BRIDGE_CONFIG_PATH`), and only its user can read it.
-The keys are those of Atropos' example trainer; `instep` names the folder in which every worker has written `memory-RANK.json`.
+The keys are those of Atropos' example trainer; `instep` names the folder in which every worker has written
+`memory-RANK.json`.
 """
 
 from __future__ import annotations
