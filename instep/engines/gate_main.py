@@ -5,6 +5,7 @@ it gets this key, and the one that clients need.
 """
 
 import argparse
+import json
 import os
 from collections.abc import AsyncIterator
 
@@ -12,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from instep.engines import keys
+from instep.engines import keys, sglang_form, vllm_form
 from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.engines.http import checked_socket
 from instep.processes import follow_parent
@@ -48,6 +49,12 @@ class Gate:
         query = request.rel_url.raw_query_string
         url = URL(self.to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
         body = await request.read()  # decoded, if it came compressed
+        if request.path == sglang_form.PATH and b'"prompt"' in body:
+            try:
+                body, more = _known_to_routers(body)
+            except ValueError as error:
+                return _error(400, str(error))
+            headers += [(sglang_form.HEADER, header) for header in more]
         try:
             async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
                 return await _pass_on(request, answer)
@@ -59,6 +66,15 @@ class Gate:
             return _error(503, f"no engine answers: {error}")
         except UnicodeEncodeError:
             return _error(400, "a header is no text")
+
+
+def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
+    """A request to `/generate` in a form that vllm-router passes on, and its header if it needs one."""
+    given = json.loads(body)
+    if not vllm_form.is_asked(given):
+        return body, []
+    asked, header = vllm_form.for_router(given)
+    return json.dumps(asked).encode(), [header]
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

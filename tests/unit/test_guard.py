@@ -123,7 +123,7 @@ def test_the_docs_list_the_routes_of_generation():
     assert set(re.findall("`(/.*?)`", row.split("; these paths")[0])) == GENERATION_ROUTES
 
 
-@pytest.mark.parametrize("name", ["guard.py", "sglang_form.py"])
+@pytest.mark.parametrize("name", ["guard.py", "sglang_form.py", "vllm_form.py"])
 def test_the_plugin_has_the_same_files(name):
     assert Path(guard.__file__).with_name(name).read_bytes() == (PLUGIN / name).read_bytes()
 

@@ -141,12 +141,22 @@ class Runner(Cache):
             self.routes = list(self.recorder.rows()[:used, None])
         return out.logits[:used, -1].float()
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of the second to last token, each given those before it; the cache is not touched."""
+    def score(self, tokens: Sequence[int], num: int = 0) -> list[dict[int, float]]:
+        """Log-probs of the second to last token, each given those before it, by id; the cache is not touched.
+
+        Args:
+            num: after that of the token itself come those of so many most likely ones.
+        """
         ids = torch.tensor([tokens], device=self.device)
         logits = self.model(ids, use_cache=False).logits[0, :-1]
         parts = zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True)  # bounds the float32 copy
-        return [p for part, at in parts for p in part.float().log_softmax(-1).gather(1, at)[:, 0].tolist()]
+        out: list[dict[int, float]] = []
+        for part, own in parts:
+            scores = part.float().log_softmax(-1)
+            which = torch.cat((own, scores.topk(num).indices), 1)
+            rows = zip(which.tolist(), scores.gather(1, which).tolist(), strict=True)
+            out += [dict(zip(*row, strict=True)) for row in rows]
+        return out
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""

@@ -58,7 +58,7 @@ class Request:
     token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    prompt_scores: list[float] | None = None  # log-probs from the second token on
+    prompt_scores: list[dict[int, float]] | None = None  # from the second token on: its log-prob, and others
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
@@ -126,7 +126,7 @@ def streams(body: dict[str, Any]) -> tuple[bool, bool]:
 
 _MAX = 2**63 - 1
 _RANGES: dict[str, Any] = dict(max_tokens=(int, 1, _MAX), min_tokens=(int, 0, _MAX), top_k=(int, -1, _MAX))
-_RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, 0), prompt_logprobs=(int, 0, 0))
+_RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, 0), prompt_logprobs=(int, 0, 20))
 _RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX))
 _RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
 _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}

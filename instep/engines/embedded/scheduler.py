@@ -196,7 +196,7 @@ class Scheduler:
             source.append(unique.setdefault(sequence, len(unique)))
             self.running.append(self.waiting.popleft())
             if request.prompt_logprobs is not None and request.prompt_scores is None:
-                request.prompt_scores = self.runner.score(request.prompt)
+                request.prompt_scores = self.runner.score(request.prompt, request.prompt_logprobs)
         self._step(first, partial(self.runner.prefill, list(unique), source, first))
 
     def _step(self, first: int, forward: Callable[[], torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from instep.calls import Caller
-from instep.engines import sglang_form
+from instep.engines import sglang_form, vllm_form
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
@@ -73,10 +73,12 @@ class Server:
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
     async def sglang(self, http: web.Request, body: Body) -> Body:
-        """Answer text or token ids in SGLang's form."""
-        begun = time.monotonic()
+        """Answer text or token ids in SGLang's form, or in that of vLLM's first server."""
+        begun, header = time.monotonic(), http.headers.get(sglang_form.HEADER)
         try:
-            asked = sglang_form.Asked.read(body, http.headers.get(sglang_form.HEADER))
+            if vllm_form.is_asked(body, header):
+                return await self._vllm_form(http, vllm_form.Asked.read(body, header))
+            asked = sglang_form.Asked.read(body, header)
         except ValueError as error:
             raise HttpError("BadRequestError", str(error)) from error
         ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
@@ -84,6 +86,14 @@ class Server:
         assert isinstance(answer, dict)  # it is not streamed
         text = await self.engine.call("decode", asked.shown(answer), asked.skip_special_tokens)
         return asked.reply(ids, answer, text, time.monotonic() - begun)
+
+    async def _vllm_form(self, http: web.Request, asked: vllm_form.Asked) -> Body:
+        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
+        answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
+        assert isinstance(answer, dict)  # it is not streamed
+        parts = [(ids, False), *((tokens, asked.skip_special_tokens) for tokens in asked.shown(answer))]
+        prompt, *texts = [await self.engine.call("decode", *part) for part in parts]
+        return asked.reply(ids, answer, prompt, texts)
 
     async def completions(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         prompt = body.get("prompt")
@@ -147,7 +157,7 @@ class Server:
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
-                entries = [{str(t): {"logprob": p}} for t, p in zip(request.prompt[1:], scores, strict=True)]
+                entries = [{str(token): {"logprob": p} for token, p in entry.items()} for entry in scores]
                 where["prompt_logprobs"] = [None, *entries]
             if body.get("return_token_ids"):
                 choice["token_ids"], where["prompt_token_ids"] = request.tokens, request.prompt

@@ -1,4 +1,4 @@
-"""`POST /generate` in SGLang's form (`sglang_form.py`), by vLLM's own route for tokens."""
+"""`POST /generate` in two forms (`sglang_form.py`, `vllm_form.py`), by vLLM's own route for tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+from instep_vllm import vllm_form
 from instep_vllm.kv_params import PATH as GENERATE
 from instep_vllm.kv_params import App, Message, Receive, Send, body_of, with_body
 from instep_vllm.sglang_form import HEADER, PATH, Asked
@@ -20,7 +21,8 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     begun, tokenizer = time.monotonic(), scope["app"].state.engine_client.get_tokenizer()
     header = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), None)
     try:
-        asked = Asked.read(json.loads(body), header)
+        given = json.loads(body)
+        asked = (vllm_form.Asked if vllm_form.is_asked(given, header) else Asked).read(given, header)
         ids = asked.ids if asked.text is None else tokenizer.encode(asked.text)
         payload = json.dumps(asked.payload(list(ids or []))).encode()
     except (ValueError, TypeError) as error:
@@ -38,8 +40,14 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     text = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
     if status == 200:
         found: dict[str, Any] = json.loads(text)
-        shown = tokenizer.decode(asked.shown(found), skip_special_tokens=asked.skip_special_tokens)
-        text = json.dumps(asked.reply(ids or [], found, shown, time.monotonic() - begun)).encode()
+        skip, prompt = asked.skip_special_tokens, list(ids or [])
+        if isinstance(asked, Asked):
+            shown = tokenizer.decode(asked.shown(found), skip_special_tokens=skip)
+            reply = asked.reply(prompt, found, shown, time.monotonic() - begun)
+        else:
+            texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for tokens in asked.shown(found)]
+            reply = asked.reply(prompt, found, tokenizer.decode(prompt), texts)
+        text = json.dumps(reply).encode()
     await _send(send, status, text)
 
 
