@@ -28,6 +28,8 @@ COMMANDS = (
     "dpo",
     "serve",
     "env-api",
+    "atropos-train",
+    "atropos-serve",
     "plan",
     "profile",
     "report",
@@ -45,6 +47,8 @@ usage: instep COMMAND ...
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
   env-api     the API through which Atropos' environments feed a run
+  atropos-train, atropos-serve
+              the trainer and the server of Atropos' example trainer, with its command lines
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html
@@ -95,6 +99,14 @@ def _run(words: list[str]) -> int:
         from instep.integrations.atropos.env_api import main as env_api
 
         return env_api(rest)
+    elif command == "atropos-train":
+        from instep.integrations.atropos.trainer import main as atropos_train
+
+        return atropos_train(rest)
+    elif command == "atropos-serve":
+        from instep.integrations.atropos.server import main as atropos_serve
+
+        return atropos_serve(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":

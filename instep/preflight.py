@@ -26,6 +26,7 @@ from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 from instep.observability.run_folder import config_of
 from instep.sandbox import check_sandbox
+from instep.scratch import export_folder
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -62,7 +63,7 @@ def _check_inputs(args: Settings) -> None:
     _check_unquantized(args, config)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     if args.save_hf:
-        check_export_folder(str(args.save_hf).format(rollout_id=0))
+        check_export_folder(export_folder(args.save_hf, 0))
     _check_run_dir(Path(args.run_dir))
     _check_checkpoints(args)
     for name, path in own_hooks(args):

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import glob
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -101,10 +102,18 @@ def sweep(root: Path, pattern: str = ANY) -> None:
         _abandoned(path, remove=True)
 
 
+def export_folder(save_hf: str, rollout_id: int) -> Path:
+    """The folder of an export to `--save-hf` after a rollout; `{step}` counts from 1.
+
+    Raises: KeyError, IndexError, ValueError, AttributeError for another field.
+    """
+    return Path(save_hf.format(rollout_id=rollout_id, step=rollout_id + 1))
+
+
 def export_pattern(save_hf: str) -> tuple[Path, str]:
     """Where an export to `--save-hf` begins as a hidden folder: a root and the pattern below it."""
     place = Path(save_hf).absolute()
-    parts = [glob.escape(part).replace("{rollout_id}", "*") for part in place.relative_to(place.anchor).parts]
+    parts = [re.sub(r"\{(rollout_id|step)\}", "*", glob.escape(part)) for part in place.relative_to(place.anchor).parts]
     first = next((i for i, part in enumerate(place.parts[1:]) if "{" in part), len(parts) - 1)
     return Path(*place.parts[: first + 1]), "/".join([*parts[first:-1], f".{parts[-1]}.*.tmp"])
 

@@ -25,6 +25,7 @@ from instep.arguments.flag import (
     switch,
 )
 from instep.models.shape import read_config
+from instep.scratch import export_folder
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
@@ -50,7 +51,11 @@ MODEL = FlagGroup(
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
         Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
         Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
-        Flag("--save-hf", help="folder for a Hugging Face export at each save; may contain {rollout_id}", whose="C"),
+        Flag(
+            "--save-hf",
+            help="folder for a Hugging Face export at each save; may contain {rollout_id}, or {step}, which is 1 more",
+            whose="C",
+        ),
         switch("--no-save-optim", "save no optimizer state", "CM"),
         switch("--no-load-optim", "load no optimizer state", "M"),
         switch("--finetune", "take only the weights of --load, and begin at rollout 0", "M"),
@@ -218,9 +223,9 @@ def selection(args: Settings, given: set[str]) -> Iterator[Problem]:
 def export(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.save_hf is not None:
         try:
-            args.save_hf.format(rollout_id=0)
+            export_folder(args.save_hf, 0)
         except (KeyError, IndexError, ValueError, AttributeError):
-            what = f"'{args.save_hf}' holds another field than {{rollout_id}}"
+            what = f"'{args.save_hf}' holds another field than {{rollout_id}} and {{step}}"
             yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
 
 

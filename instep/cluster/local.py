@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -44,6 +44,15 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
     """The environment of a rank that uses `num_threads` cores."""
     env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+
+class Joined(Protocol):
+    """A rank of the actor that somebody else starts, on this host."""
+
+    def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[Process, Connection]: ...
+
+
+JOINED: dict[int, Joined] = {}  # by rank; the group of the actor takes them
 
 
 class Inbox:
@@ -90,7 +99,12 @@ class WorkerGroup:
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
-            process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat)
+            joined = JOINED.pop(rank, None) if role == "actor" else None
+            process: Process
+            if joined is None:
+                process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat)
+            else:
+                process, connection = joined.start(log_dir, env or {}, heartbeat)
             self._processes.append(process)
             self._connections.append(connection)
         self._listen()

@@ -20,6 +20,7 @@ from instep.controller.deployment import Deployment
 from instep.controller.run_state import Beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, InstepError
+from instep.scratch import export_folder
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -64,7 +65,7 @@ class Saves:
         else:
             ends()
         if args.save_hf:
-            trainer.actor.export_hf(Path(str(args.save_hf).format(rollout_id=rollout_id)))
+            trainer.actor.export_hf(export_folder(args.save_hf, rollout_id))
         self._any = True
 
     def _begin(self, trainer: Trainer, rollout_id: int, state: Callable[[], dict[str, Any]]) -> Callable[[], object]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instep.cluster.placement import num_critic_gpus
 from instep.errors import CheckpointError
+from instep.scratch import export_folder
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -52,9 +53,9 @@ def what_is_saved(args: Args) -> Iterator[Saved]:
     elif args.critic_save:
         yield Saved("--critic-save", Path(args.critic_save), role, True)
     if args.save_hf:
-        path, other = (str(args.save_hf).format(rollout_id=i) for i in (0, 1))
+        path, other = (export_folder(args.save_hf, i) for i in (0, 1))
         exported = 0 if args.save_hf_as == "adapter" else num * (2 if narrow else 4)
-        yield Saved("--save-hf", Path(path), exported, path != other)
+        yield Saved("--save-hf", path, exported, path != other)
 
 
 def num_saves(args: Args, num_rounds: int) -> int:

@@ -22,7 +22,8 @@ EVERYONE = "*"
 OPEN_ROUTES = frozenset({"/health"})
 GENERATION_ROUTES = frozenset(
     "/inference/v1/generate /generate /v1/models /v1/completions /v1/chat/completions /v1/responses /v1/messages "
-    "/v1/embeddings /tokenize /detokenize".split()
+    "/v1/embeddings /tokenize /detokenize /health_generate /bridge/info /bridge/state_dict_info /bridge/is_paused "
+    "/bridge/is_sleeping /bridge/list_endpoints /lora/status".split()
 )
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 

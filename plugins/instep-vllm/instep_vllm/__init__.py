@@ -21,7 +21,7 @@ SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where that memory lies: a folder of the run
 LORA_VARIABLE = "INSTEP_LORA"  # set for engines that take adapters, as `lora.py` says
 FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `fast/`
-PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # set by instep for engines that it has started
+PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # 1: set by instep for engines that it has started; or "children"
 ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE; no GPU is touched before the file is there
 
 _watched_by = 0  # the process that ends with its parent; not one that was forked from it
@@ -50,7 +50,8 @@ def register() -> None:
         sampler.install()
     if os.environ.get(PARENT_VARIABLE):
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
-        _die_with_parent()
+        if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
+            _die_with_parent()
         home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
         # Else torch moves Triton's cache beside what it compiles, but not where it loads what it has compiled: the
         # second start of an engine would build all kernels of vLLM's sampler again (20 s on an H100).

@@ -16,10 +16,12 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from instep_vllm.atropos import Loaded
 from instep_vllm.lease import Lease, NoLease
 
 logger = logging.getLogger("vllm.instep")
@@ -46,6 +48,7 @@ class Keeper:
         self._resume, self._end, self._several = resume, end, several
         self._torn = False  # the engine may hold weights of two versions
         self._complete = False  # the last update has found all weights of its session there
+        self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
 
     def ask(self, given: Any) -> None:
         with _told():
@@ -71,6 +74,8 @@ class Keeper:
         if self._complete:  # else a session ends that was given up
             self._torn = False
             self.lease.whole()
+            self.num_updates, self.last_update = self.num_updates + 1, time.time()
+            Loaded.request = None  # a trainer's adapter is newer
 
     async def _expired(self, in_place: bool) -> None:
         if not in_place and not self._torn:

@@ -1,7 +1,8 @@
 """`vllm_bridge_config.json`: how a server that a user has started by hand tells a trainer where its weights are.
 
-It lies in `$LOGDIR`, or where the server was started, and only its user can read it. The keys are those of Atropos'
-example trainer; `instep` names the folder in which every worker has written `memory-RANK.json`.
+It lies in `$LOGDIR`, or where the server was started (or is `$VLLM_BRIDGE_CONFIG_PATH`), and only its user can read it.
+The keys are those of Atropos' example trainer; `instep` names the folder in which every worker has written
+`memory-RANK.json`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Bridge:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         boot = process_mark(os.getpid()).partition(" ")[0]
         os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()} {boot}".encode())
-        self.path = Path(os.environ.get("LOGDIR") or ".").absolute() / NAME
+        named = os.environ.get("VLLM_BRIDGE_CONFIG_PATH")  # as Atropos' example server reads it
+        self.path = Path(named or os.path.join(os.environ.get("LOGDIR") or ".", NAME)).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(

@@ -63,6 +63,10 @@ class Lease:
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
+    @property
+    def held(self) -> bool:
+        return bool(self._owner)
+
     def check(self) -> None:
         """Raise NoLease if the lease has expired, and no trainer has begun another one since."""
         if self._expired:

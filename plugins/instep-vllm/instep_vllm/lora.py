@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from instep_vllm import LORA_VARIABLE
+from instep_vllm.atropos import Loaded
 from instep_vllm.bucket import WeightMismatch
 
 REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
@@ -43,7 +44,7 @@ def install() -> None:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
         if self.lora_config is not None and call.arguments.get("lora_request") is None:
-            call.arguments["lora_request"] = REQUEST
+            call.arguments["lora_request"] = Loaded.request or REQUEST
         return process(*call.args, **call.kwargs)
 
     @functools.wraps(load)

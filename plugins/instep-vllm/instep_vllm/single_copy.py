@@ -80,9 +80,11 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
         get_world_group().barrier()  # the manifests of all workers are there
         if self._bridge is not None:
-            tensor_parallel, named = parallel.tensor_parallel_size, self.model.named_parameters()
-            self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named, memories)
-            logger.info("trainers find these weights by %s", self._bridge.path)
+            tensor_parallel, named = parallel.tensor_parallel_size, dict(self.model.named_parameters())
+            self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named.items(), memories)
+            if self.device.type == "cuda":
+                logger.info("Exported %d IPC handles for single-copy mode", len(memories))
+            logger.info("Exported %d params to %s, by which trainers find them", len(named), self._bridge.path)
 
     # ---- at the start --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""`instep atropos-serve`: the command line of Atropos' `example_trainer/vllm_api_server.py`, on stock vLLM.
+
+The process becomes `vllm serve` with instep-vllm, so that it ends as its user ends it. Generation is open to every
+process of this host; control routes ask for a key, which lies where the trainer of the same user finds it (`key_file`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
+from instep.errors import ConfigError, writing
+from instep.ports import LOOPBACK, port_is_free
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
+DEFAULT_PORT = 9001
+WHERE = "instep atropos-serve"
+HELP = """\
+usage: instep atropos-serve --model FOLDER [--port 9001] [--tensor-parallel-size N] [--pipeline-parallel-size N]
+           [--dtype bfloat16|float32] [--gpu-memory-utilization X] [--enable-lora --max-lora-rank N] [--host ADDRESS]
+           [any other flag of `vllm serve` that instep hands on]
+
+The server of Atropos' example trainer (vllm_api_server.py). VLLM_ENABLE_SHARED_WEIGHTS=1 in its environment shares the
+weights with `instep atropos-train --weight-bridge-mode shared_vllm`, by vllm_bridge_config.json in $LOGDIR or the
+current folder. docs/neighbours/atropos_trainer.md says more."""
+
+_NO_TLS = "the server speaks plain HTTP on loopback", "put a proxy before it that ends TLS (INSTEP_ALLOWED_HOSTS)"
+REFUSED = {  # flags of that server -> why not, and what instead
+    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--enable-ssl-refresh"), _NO_TLS),
+    "--ssl-cert-reqs": _NO_TLS,
+    "--root-path": ("the routes stand at the root, where environments and the trainer look for them", "leave it out"),
+    "--served-model-name": ("trainer and environments name the model by its folder", "name it as --model does"),
+    "--data-parallel-size": ("a trainer attaches to one engine", "--tensor-parallel-size"),
+}
+_WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_OURS = frozenset(
+    "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --enable-lora --max-lora-rank "
+    "--gpu-memory-utilization --seed".split()
+)
+
+
+def key_file(port: int) -> Path:
+    """Where the key of this user's server at `port` of this host lies (mode 600)."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return root / "instep" / "servers" / f"{socket.gethostname()}-{port}.key"
+
+
+def main(words: Sequence[str]) -> int:
+    """Become the server. Returns only after `--help`.
+
+    Raises:
+        ConfigError: a flag is unknown or refused, the port is taken, or vLLM is not installed.
+    """
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    given, rest = _split(words)
+    host, port = given.get("--host", LOOPBACK), _port(given)
+    if not port_is_free(port):
+        raise ConfigError(f"port {port} is taken", where=f"{WHERE} --port", remedy="name a free one, or end its server")
+    argv, env = command(given, rest, host, port)
+    folder = key_file(port).parent
+    key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_urlsafe(32)
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key_file(port).unlink(missing_ok=True)
+        with open(os.open(key_file(port), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+    env |= {KEY_VARIABLE: key, GENERATE_VARIABLE: EVERYONE, HOSTS_VARIABLE: os.environ.get(HOSTS_VARIABLE, "")}
+    print(f"[vLLM Server] generation is open to this host; control routes ask for the key in {key_file(port)}")
+    print(f"[vLLM Server] {' '.join(argv[2:])}", flush=True)
+    os.execve(sys.executable, [sys.executable, *argv], {**os.environ, **env})
+
+
+def _port(given: dict[str, str]) -> int:
+    text = given.get("--port", str(DEFAULT_PORT))
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise ConfigError(f"{text!r} is no port", where=f"{WHERE} --port", remedy="give a number, as 9001")
+    return int(text)
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What is read here, by flag ("" for a switch), and the words that vLLM gets."""
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    tokens = list(words)
+    while tokens:
+        name, equals, value = tokens.pop(0).partition("=")
+        name = _SHORT.get(name, name)
+        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+        values = [value] if equals else []
+        while tokens and not equals and not tokens[0].startswith("-"):
+            values.append(tokens.pop(0))
+        if name in REFUSED:
+            why, instead = REFUSED[name]
+            raise ConfigError(f"is refused: {why}", where=f"{WHERE} {name}", remedy=instead)
+        if name in _OURS:
+            given[name] = " ".join(values)
+        else:
+            rest += [_WORDS.get(name, name), *values]
+    if not given.get("--model"):
+        raise ConfigError("names no model", where=WHERE, remedy="give --model FOLDER, a Hugging Face checkpoint")
+    return given, rest
+
+
+def shares_weights() -> bool:
+    """Whether the environment asks for weights that a trainer shares, as Atropos' server reads it."""
+    nodes = os.environ.get("NUM_INFERENCE_NODES", "-1")
+    return os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1" or (nodes.isdigit() and int(nodes) >= 0)
+
+
+def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """The arguments of Python that serve, and environment variables. Raises ConfigError, as `main`."""
+    from instep.cluster.engine_plan import plan_engines
+    from instep.controller.device import resolve_on_machine
+    from instep.engines.kind import kind_of
+    from instep.engines.spec import Addresses
+
+    args = server_args(given, rest)
+    kind = kind_of("vllm")
+    kind.check_installed(WHERE)
+    args = resolve_on_machine(args, with_engines=True)
+    spec, at = plan_engines(args)[0], Addresses(host, port, host)
+    kind.check_start(args, spec)
+    env = kind.environment(args, spec, at, LOOPBACK, args.num_threads or 1)
+    env |= {"INSTEP_DIE_WITH_PARENT": "children", "INSTEP_ATROPOS_URL": f"http://{host}:{port}"}
+    if "--enable-lora" in given:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    words = kind.command(args, spec, at)[2:]
+    return ["-m", "vllm.entrypoints.cli.main", *words], env
+
+
+def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
+    """The arguments of a run whose engine is this server. Raises ConfigError for a flag that vLLM does not have."""
+    from instep.arguments import parse
+    from instep.controller.device import device_here
+
+    tensor, pipeline = (int(given.get(f"--{name}-parallel-size") or 1) for name in ("tensor", "pipeline"))
+    size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
+    words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
+    words += [
+        "--disable-rollout-global-dataset",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "1",
+        "--rm-type",
+        "random",
+    ]
+    words += ["--rollout-max-response-len", "1", "--device", device, "--rollout-num-gpus-per-engine", size]
+    words += ["--vllm-pipeline-parallel-size", str(pipeline), "--no-api-key", "--seed", given.get("--seed", "0")]
+    dtype = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(d := given.get("--dtype", "auto"), d)
+    words += ["--vllm-dtype", dtype, "--precision", "fp32" if dtype == "float32" else "bf16"]
+    if shared and device == "cuda":  # the trainer's ranks are on the same GPUs, and need the rest of their memory
+        words += ["--colocate", "--actor-num-gpus-per-node", size, "--no-offload-train", "--no-offload-rollout"]
+    else:
+        words += ["--rollout-num-gpus", size, "--actor-num-gpus-per-node", "1"]
+    if "--enable-lora" in given:
+        words += ["--weight-sync", "lora", "--lora-rank", given.get("--max-lora-rank") or "16"]
+    else:
+        words += ["--weight-sync", "single-copy" if shared else "shm"]
+    if share := given.get("--gpu-memory-utilization"):
+        words += ["--vllm-gpu-memory-utilization", share]
+    words += ["--vllm-middleware", "instep_vllm.atropos.Middleware"]
+    return parse([*words, *(f"--vllm-{word[2:]}" if word.startswith("--") else word for word in rest)], "train")
