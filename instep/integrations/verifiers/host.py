@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 LIFELINE = "INSTEP_LIFELINE_FD"  # a socket that only the parent's end closes
-GRACE = 5.0  # seconds for the episodes' programs to be ended
+GRACE = 10.0  # seconds for the programs and sandboxes of episodes to be ended
 
 
 def follow_parent() -> None:

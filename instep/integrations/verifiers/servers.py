@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 HOST = Path(__file__).with_name("host.py")
 ANSWER_SECONDS = 10.0  # that a server of somebody else's has to answer
+END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
 MAX_TRIES = 3  # of an episode whose server ends
 LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
 _environments: dict[str, Environment] = {}  # of the run, by their settings
@@ -140,12 +142,16 @@ class Environment:
         raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
 
     async def close(self) -> None:
-        """End its processes and connections."""
+        """End its connections and processes; these get time to end programs and sandboxes, for which nobody waits."""
         for server in self._servers:
             await server.client.close()
         self._servers = []
-        stop_all(self._owned, grace=1.0)
-        self._scratch.remove()
+
+        def end() -> None:
+            stop_all(self._owned, grace=END_SECONDS)
+            self._scratch.remove()
+
+        threading.Thread(target=end, name="environment's end").start()
 
     # ---- servers -------------------------------------------------------------------------------------------------
 
