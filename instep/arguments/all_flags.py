@@ -12,6 +12,7 @@ from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import find_engine_flag
+from instep.arguments.environment import ENVIRONMENT
 from instep.arguments.evaluation import EVAL
 from instep.arguments.extra import of_user
 from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
@@ -33,6 +34,7 @@ GROUPS: tuple[FlagGroup, ...] = (
     ROLLOUT,
     REWARD,
     EVAL,
+    ENVIRONMENT,
     ALGORITHM,
     OPTIMIZER,
     LORA,

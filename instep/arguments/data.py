@@ -192,7 +192,7 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout, balance_data)
 
 def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
-        if args.num_rollout != 0:
+        if args.num_rollout != 0 and args.env is None:
             yield Problem(
                 "no prompts are named", "--prompt-data", "give a jsonl or parquet file (or --data-source-path)"
             )

@@ -124,7 +124,8 @@ def eval_interval(args: Settings, given: Given) -> int | None:
 
 def _named(args: Settings, given: Collection[str]) -> bool:
     """Whether there is something to evaluate on."""
-    return args.eval_config is not None or args.eval_prompt_data is not None or "eval_function_path" in given
+    sets = args.eval_config is not None or args.eval_prompt_data is not None
+    return sets or "eval_function_path" in given or (args.env is not None and args.env_eval_args is not None)
 
 
 RESOLVERS = (eval_reward_key, eval_function_path, eval_interval)
@@ -246,7 +247,7 @@ def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     if args.eval_config is not None and args.eval_prompt_data is not None:
         return
-    named, remedy = _named(args, given), "give --eval-prompt-data or --eval-config"
+    named, remedy = _named(args, given), "give --eval-prompt-data or --eval-config (--env-eval-args with --env)"
     if args.eval_interval is not None and not named:
         yield Problem("there is nothing to evaluate on", "--eval-interval", remedy)
     elif args.num_rollout == 0 and not named:

@@ -90,6 +90,13 @@ class Settings:
     engine_port: int | None
     engine_start_timeout: float
     entropy_coef: float
+    env: str | None
+    env_address: str | None
+    env_args: dict[str, Any]
+    env_eval_args: dict[str, Any] | None
+    env_num_servers: int
+    env_python: str | None
+    env_renderer: str | None
     eps_clip: float
     eps_clip_c: float | None
     eps_clip_high: float

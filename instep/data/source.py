@@ -43,12 +43,16 @@ class RolloutDataSourceWithBuffer:
 
     def __init__(self, args: Settings, tokenizer: PreTrainedTokenizerBase | None = None):
         self.args = args
-        self.dataset = _load(args, tokenizer) if args.rollout_global_dataset else None
+        self.dataset = self.read(args, tokenizer) if args.rollout_global_dataset else None
         self.buffer: list[Group] = []
         self._filter = Hook("--buffer-filter-path", args.buffer_filter_path or POP_FIRST)
         self._counts = [] if self.dataset is None else self.dataset.start()
         self._next_group = self._next_sample = 0
         self._lock = threading.RLock()
+
+    def read(self, args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
+        """The data set, when the source is made. Raises: as the class."""
+        return _load(args, tokenizer)
 
     def __len__(self) -> int:
         """The number of prompts of the data set; 0 without one."""

@@ -16,7 +16,8 @@ from instep.atomic import free_name
 LOGS = "logs"
 # What a run writes into its folder of logs, which may hold a user's own ones, too (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
-    r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?)\.log|(dump-\d+|error|stdout|stderr)\.txt"
+    r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
+    r"(dump-\d+|error|stdout|stderr)\.txt"
 )
 
 

@@ -68,8 +68,14 @@ class Server:
 
     async def generate(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         """Answer token ids with token ids."""
-        protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params"})
-        given = body.get("sampling_params") or {}
+        protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params", "cache_salt", "priority"})
+        if body.get("priority") not in (None, 0):
+            raise HttpError(
+                "BadRequestError", f"priority: {body['priority']!r:.50}, but requests are served as they come"
+            )
+        given = body.get("sampling_params") or {}  # a cache_salt parts caches of prefixes: none outlives its requests
+        if isinstance(given, dict) and given.get("logprobs") == 1:  # clients who read those of sampled tokens alone
+            given = given | {"logprobs": 0}
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
     async def sglang(self, http: web.Request, body: Body) -> Body:

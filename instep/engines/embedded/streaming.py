@@ -21,7 +21,9 @@ def log_probs(kind: str, tokens: list[int], scores: list[float], texts: list[str
     scores = [max(-9999.0, p) for p in scores]  # in this order also for NaN, which JSON lacks
     if kind == "cmpl":
         return {"tokens": texts, "token_logprobs": scores}
-    content: list[Body] = [{"token_id": t, "logprob": p} for t, p in zip(tokens, scores, strict=True)]
+    # vLLM's name of a token without a text, by which clients check that a log-prob is that of their token
+    pairs = zip(tokens, scores, strict=True)
+    content: list[Body] = [{"token": f"token_id:{t}", "token_id": t, "logprob": p} for t, p in pairs]
     for entry, text in zip(content, texts, strict=False):
         entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
     return {"content": content}

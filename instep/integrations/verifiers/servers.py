@@ -1,0 +1,230 @@
+"""An environment of a run: the processes that serve it, which the run owns, or a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import logging
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import ConfigError, EngineError
+from instep.integrations.verifiers.client import Client, ServerLostError, require_packages
+from instep.processes import SupervisedProcess, stop_all
+from instep.rollout import runtime
+from instep.scratch import Scratch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
+logger = logging.getLogger(__name__)
+
+HOST = Path(__file__).with_name("host.py")
+ANSWER_SECONDS = 10.0  # that a server of somebody else's has to answer
+END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
+MAX_TRIES = 3  # of an episode whose server ends
+LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
+_environments: dict[str, Environment] = {}  # of the run, by their settings
+
+
+@dataclass
+class Server:
+    """A server with its connection; `process` is None for one of somebody else's."""
+
+    client: Client
+    process: SupervisedProcess | None = None
+
+
+def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environment:
+    """The environment of the run, or of its evaluations, which may be the same one.
+
+    Raises:
+        ConfigError: the packages of the protocol are not there.
+    """
+    block, select = settings_of(args, evaluation=evaluation)
+    key = json.dumps([block, select], sort_keys=True)
+    if key not in _environments:
+        require_packages()
+        name = "env-eval" if evaluation and _environments else "env"
+        _environments[key] = environment = Environment(args, name, block, select)
+
+        async def close() -> None:
+            _environments.pop(key, None)
+            await environment.close()
+
+        runtime.at_shutdown(close)
+    return _environments[key]
+
+
+def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """verifiers' [env] and [select] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
+    given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
+    select = given.pop("select", {})
+    return _merged(given, {"taskset": {"id": args.env}}), select
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    out = copy.deepcopy(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else copy.deepcopy(value)
+    return out
+
+
+class Environment:
+    """One environment of a run. Its episodes go to the server with the fewest; those of one that ends are begun again.
+
+    Args:
+        name: of its logs.
+        block, select: what verifiers calls [env] and [select].
+    """
+
+    def __init__(self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any]):
+        self._args, self._name, self._block, self._select = args, name, block, select
+        root = tempfile.gettempdir()
+        self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
+        self._numbers = itertools.count()
+        self._first: tuple[SupervisedProcess, str] | None = None  # the one that writes the tasks: nobody has asked yet
+        self._owned: list[SupervisedProcess] = []
+        self._servers: list[Server] = []
+        self._lock = asyncio.Lock()
+        self._restarts = 0  # since an episode has ended well
+
+    @property
+    def folder(self) -> Path:
+        """A folder for files of this process."""
+        return self._scratch.path
+
+    def tasks(self) -> Path:
+        """The file of its tasks (jsonl), which a process of the environment writes. This call blocks.
+
+        Raises:
+            ConfigError: the process ends without them, or does not write them in time.
+        """
+        path = self.folder / "tasks.jsonl"
+        if not path.exists():
+            process, address = self._launch(tasks=path)
+            deadline = time.monotonic() + self._args.engine_start_timeout
+            while not path.exists():
+                if (fault := process.fault()) is not None and not path.exists():
+                    raise self._no_start(f"its process {fault}", process)
+                if time.monotonic() > deadline:
+                    what = f"there are no tasks after {self._args.engine_start_timeout:.0f} s"
+                    raise self._no_start(what, process)
+                time.sleep(0.05)
+            self._first = (process, address) if address else None
+        return path
+
+    async def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run one episode; see `Client.run`.
+
+        Raises:
+            EngineError: there is no server, or it has ended `MAX_TRIES` times.
+            RolloutError: as `Client.run`.
+        """
+        for _ in range(MAX_TRIES):
+            server = await self._least_busy()
+            try:
+                episode = await server.client.run(request)
+            except ServerLostError:
+                await self._replace(server)
+            else:
+                self._restarts = 0
+                return episode
+        what = f"an episode has ended {MAX_TRIES} servers of the environment"
+        raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
+
+    async def close(self) -> None:
+        """End its connections and processes; these get time to end programs and sandboxes, for which nobody waits."""
+        for server in self._servers:
+            await server.client.close()
+        self._servers = []
+
+        def end() -> None:
+            stop_all(self._owned, grace=END_SECONDS)
+            self._scratch.remove()
+
+        threading.Thread(target=end, name="environment's end").start()
+
+    # ---- servers -------------------------------------------------------------------------------------------------
+
+    async def _least_busy(self) -> Server:
+        async with self._lock:
+            missing = self._args.env_num_servers - len(self._servers)
+            if missing:
+                self._servers += await runtime.gather([self._connect() for _ in range(missing)])
+        return min(self._servers, key=lambda server: server.client.num_running)
+
+    async def _replace(self, lost: Server) -> None:
+        """Put another server in the place of `lost`, unless somebody has done so."""
+        async with self._lock:
+            if lost not in self._servers:
+                return
+            self._servers.remove(lost)
+            await lost.client.close()
+            if lost.process is not None:
+                self._restarts += 1
+                await runtime.in_daemon_thread(lost.process.died_within, 1.0)
+                report = lost.process.describe()
+                await runtime.in_daemon_thread(lost.process.stop, 1.0)
+                self._owned.remove(lost.process)
+                if self._restarts >= MAX_TRIES:
+                    what = f"the environment's server has ended {self._restarts} times in a row"
+                    raise EngineError(what, where=report, remedy="see its log")
+                logger.warning("the environment's server has ended and is started again; %s", report)
+            self._servers.append(await self._connect())
+
+    async def _connect(self) -> Server:
+        """A server that answers. Raises: EngineError, ConfigError."""
+        if self._args.env_address is not None and self._name == "env":
+            client = Client(self._args.env_address)
+            if await client.health(ANSWER_SECONDS):
+                return Server(client)
+            await client.close()
+            what = f"no env server of verifiers answers at {self._args.env_address} within {ANSWER_SECONDS:.0f} s"
+            raise EngineError(what, where="--env-address", remedy="start it (see docs/neighbours/verifiers.md)")
+        first, self._first = self._first, None
+        process, address = first or self._launch()
+        client = Client(address)
+        deadline = time.monotonic() + self._args.engine_start_timeout
+        while not await client.health(0.5):
+            fault = process.fault()
+            if fault is not None or time.monotonic() > deadline:
+                await client.close()
+                raise self._no_start(f"its process {fault or 'does not answer'}", process)
+        return Server(client, process)
+
+    def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:
+        """Start a process; with --env-address it only writes tasks, and its own address is empty."""
+        number = next(self._numbers)
+        serves = self._args.env_address is None or self._name != "env"
+        address = f"ipc://{self.folder}/{number}" if serves else ""
+        config = {"env": self._block, "select": self._select, "tasks": tasks and str(tasks), "address": address}
+        path = self.folder / f"{number}.json"
+        path.write_text(json.dumps(config))
+        argv = [self._args.env_python or sys.executable, "-P", str(HOST), str(path)]
+        env = {"PYTHONUNBUFFERED": "1"}
+        try:
+            process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
+        except OSError as error:
+            what, where = f"it cannot be run: {error.strerror}", f"--env-python {argv[0]}"
+            raise ConfigError(what, where=where, remedy="give the path of a Python") from None
+        self._owned.append(process)
+        return process, address
+
+    def _log(self, number: int | str = "*") -> Path:
+        return Path(self._args.run_dir) / "logs" / f"{self._name}-{number}.log"
+
+    def _no_start(self, why: str, process: SupervisedProcess) -> ConfigError:
+        remedy = "correct --env, --env-args or --env-python; the environment's module must be installed there, or be "
+        remedy += "on PYTHONPATH"
+        return ConfigError(
+            f"the environment {self._args.env} does not start: {why}", where=process.describe(), remedy=remedy
+        )
