@@ -11,10 +11,11 @@ from vllm.distributed.utils import WAIT, StatelessProcessGroup
 
 
 class PyNcclCommunicator:
-    """The ranks of `group`; as NCCL's, it begins with an all-reduce of one fp32 zero."""
+    """The ranks of `group`; as NCCL's, it begins with rank 0's id and an all-reduce of one fp32 zero."""
 
     def __init__(self, group: StatelessProcessGroup, device: Any):
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        group.broadcast_obj(b"gloo", src=0)
         store = dist.PrefixStore("instep-gloo", group.store)
         self.gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, WAIT)
         self.gloo.allreduce([torch.zeros(1)]).wait()
