@@ -120,11 +120,12 @@ class Run:
         if command not in _LOOPS:
             raise ConfigError(f"no command {command!r}", where="command=...", remedy=f"give one of {', '.join(_LOOPS)}")
         evaluations: dict[str, list[dict[str, Any]]] = {}
+        notes: list[str] = []
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
             from instep.integrations.trl.config import as_flags
 
             _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
-            flags, rows, evaluations = as_flags(args, reward_funcs, train_dataset, eval_dataset, flags)
+            flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
@@ -139,6 +140,7 @@ class Run:
             flags |= _evaluated(command, evaluations, flags)
             self._functions: dict[str, Callable[..., Any]] = {}
             self.args = arguments(command, list(_words(flags, self._functions)))
+            self.args = self.args.replace(notes=[*self.args.notes, *notes])
         self.summary: dict[str, Any] = {}
         self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.integrations.trl import rewards
 from instep.integrations.trl.given import Config, error, evaluations, rows_of
@@ -29,12 +29,36 @@ _OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam") | dict
 )
 
 
-def as_flags(
-    args: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, keywords: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]] | None, dict[str, list[dict[str, Any]]]]:
-    """The flags, the rows to train on (None without `train_dataset`), and those of each evaluation by name.
+class Translation(NamedTuple):
+    """A call in TRL's words as one in instep's.
 
-    A row has `prompt`, `label` if the dataset has one, and its other columns under `metadata`.
+    Attributes:
+        flags: by attribute; functions stand for the dotted paths of hooks.
+        rows: those to train on; None without `train_dataset`. A row has `prompt`, `label` if the dataset has one, and
+            its other columns under `metadata`.
+        evaluations: the rows of each evaluation, by name.
+        notes: what to tell the user.
+    """
+
+    flags: dict[str, Any]
+    rows: list[dict[str, Any]] | None
+    evaluations: dict[str, list[dict[str, Any]]]
+    notes: list[str]
+
+
+def as_flags(
+    command: str,
+    args: Any,
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    keywords: Mapping[str, Any],
+) -> Translation:
+    """Translate what `GRPOTrainer` takes.
+
+    Args:
+        args: None, a `GRPOConfig`, or a dict of its fields.
+        keywords: fields, and flags of instep's.
 
     Raises:
         ConfigError: what the fields ask for is not here, or they contradict each other or flags of instep's.
@@ -50,9 +74,11 @@ def as_flags(
     _loss(config, sizes)
     _sampling(config)
     _optimizer(config, sizes)
-    _saving(config, sizes)
+    if "output_dir" in config.given:
+        config.put("run_dir", config["output_dir"], "output_dir")
+    _saving(config, sizes, Path(config.flags.get("run_dir") or f"runs/{command}"))
     _evaluation(config, sizes, bool(sets))
-    return config.flags, rows, sets
+    return Translation(config.flags, rows, sets, config.notes)
 
 
 @dataclass(frozen=True)
@@ -327,11 +353,8 @@ def _optimizer(config: Config, sizes: Sizes) -> None:
     config.put("clip_grad", config["max_grad_norm"] or 0, "max_grad_norm")
 
 
-def _saving(config: Config, sizes: Sizes) -> None:
-    """Where the run writes: checkpoints and the model below its folder, as `GRPOTrainer` does."""
-    if "output_dir" in config.given:
-        config.put("run_dir", config["output_dir"], "output_dir")
-    folder = Path(config.flags.get("run_dir") or "runs/train")
+def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
+    """What the run writes below its folder: checkpoints and the model, as `GRPOTrainer` does; and its loggers."""
     config.one_of("save_strategy", "no", "steps", "epoch")
     if config["save_strategy"] != "no":
         config.put("save_hf", folder / "hf", "save_strategy")

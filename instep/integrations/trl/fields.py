@@ -388,7 +388,9 @@ TRAINER: tuple[Field, ...] = (
     *_not_here("the tokenizer is that of the model's folder", processing_class=None, reward_processing_classes=None),
     *_not_here("`for step in instep.Run(...)` is the loop, whose body is yours", callbacks=None),
     *_not_here("lora_rank and lora_alpha train an adapter, with train_backend='hf'", peft_config=None),
-    *_not_here("give a path to optim, lr and their like", optimizers=None, optimizer_cls_and_kwargs=None),
+    *_not_here(
+        "AdamW it is: learning_rate, optim and their like say how", optimizers=None, optimizer_cls_and_kwargs=None
+    ),
     *_not_here("custom_generate_function_path or rollout_function_path takes yours", rollout_func=None, tools=None),
     *_not_here("custom_generate_function_path plays a turn of yours", environment_factory=None),
     *_not_here("the model is loaded as its folder has it", quantization_config=None),

@@ -21,6 +21,7 @@ _INSTEAD = {
     "lr_warmup_iters": ("lr_warmup_fraction",),
     "colocate": ("rollout_num_gpus", "rollout_external_engine_addrs", "vllm_config"),
 }
+_DEVICE = ("use_cpu", "fp16", "bf16")
 _NULLABLE = {"vllm_importance_sampling_clip_max"}  # a keyword that is None is left out, but for these
 
 
@@ -52,6 +53,12 @@ class Config:
         for name in sorted(self.given):
             if KNOWN[name].kind == "not here" and self.values[name] != KNOWN[name].default:
                 raise error(f"it is not here: {KNOWN[name].note}", name, "leave it out")
+
+    @property
+    def notes(self) -> list[str]:
+        """What is said of fields that change nothing, and have another value than by default."""
+        idle = [KNOWN[name] for name in sorted(self.given) if KNOWN[name].kind == "changes nothing"]
+        return [f"{f.name}: it changes nothing here: {f.note}" for f in idle if self[f.name] != f.default]
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -104,11 +111,13 @@ def _read(args: Any) -> tuple[dict[str, Any], set[str]]:
         if unknown := sorted(set(args) - KNOWN.keys()):
             raise error(f"GRPOConfig of TRL 1.16 has no field {unknown[0]}", "args", "leave it out")
         return values | dict(args), set(args)
-    if not dataclasses.is_dataclass(args) or isinstance(args, type):
+    if all(base.__name__ != "GRPOConfig" for base in type(args).__mro__):
         raise error(f"{args!r:.60} is no GRPOConfig", "args", "give one, a dict of its fields, or keywords")
-    # Its __post_init__ has changed some values: a default is what an object without arguments has.
-    default, names = type(args)(), [field.name for field in dataclasses.fields(args)]
+    # Its __post_init__ has changed some values, so a default is what another object has; without the device and the
+    # precisions of `args` none could be made on every machine. bf16 is by default on where fp16 is not.
+    default, names = type(args)(**{n: getattr(args, n) for n in _DEVICE}), [f.name for f in dataclasses.fields(args)]
     given = {name for name in names if getattr(args, name) != getattr(default, name)}
+    given |= {n for n, said in zip(_DEVICE, (args.use_cpu, args.fp16, args.bf16 == args.fp16), strict=True) if said}
     if unknown := sorted(given - KNOWN.keys()):
         raise error(f"GRPOConfig of TRL 1.16 has no field {unknown[0]}", "args", "leave it out")
     values |= {name: getattr(args, name) for name in names if name in KNOWN}
