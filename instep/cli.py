@@ -21,7 +21,8 @@ from instep.private import private_files
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "plan", "profile", "report", "samples", "convert", "doctor")
+COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "vllm-serve", "plan", "profile", "report", "samples")
+COMMANDS += ("convert", "doctor")
 
 HELP = """\
 usage: instep COMMAND ...
@@ -31,6 +32,7 @@ usage: instep COMMAND ...
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  vllm-serve  the same behind the routes of TRL's clients, whose trainers send it weights
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html
@@ -77,6 +79,8 @@ def _run(words: list[str]) -> int:
         _train(command, rest)
     elif command == "serve":
         _serve(rest)
+    elif command == "vllm-serve":
+        _vllm_serve(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":
@@ -192,6 +196,17 @@ def _serve(words: list[str]) -> None:
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=False)
     serve(args)
+
+
+def _vllm_serve(words: list[str]) -> None:
+    from instep.integrations.trl.command_line import HELP as OWN_HELP
+
+    if "-h" in words or "--help" in words:
+        print(OWN_HELP)
+        return
+    from instep.integrations.trl.serve import vllm_serve
+
+    vllm_serve(words)
 
 
 def _plan(words: list[str]) -> None:

@@ -148,6 +148,21 @@ class Runner(Cache):
         parts = zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True)  # bounds the float32 copy
         return [p for part, at in parts for p in part.float().log_softmax(-1).gather(1, at)[:, 0].tolist()]
 
+    def score_ranked(self, tokens: Sequence[int], k: int) -> list[list[tuple[int, float, int]]]:
+        """For the second to last token its id, log-prob and rank (1: the likeliest), and those of the `k` likeliest."""
+        ids = torch.tensor([tokens], device=self.device)
+        logits, out = self.model(ids, use_cache=False).logits[0, :-1], []
+        for part, at in zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True):
+            log_probs = part.float().log_softmax(-1)
+            own = log_probs.gather(1, at)
+            ranks = (log_probs >= own).sum(1)
+            best, which = log_probs.topk(min(k, log_probs.shape[1]))
+            rows = zip(at[:, 0].tolist(), own[:, 0].tolist(), ranks.tolist(), which.tolist(), best.tolist(), strict=True)
+            for token, score, rank, others, scores in rows:
+                likely = [(t, p, i) for i, (t, p) in enumerate(zip(others, scores, strict=True), 1) if t != token]
+                out.append([(token, score, rank), *likely])
+        return out
+
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""
         own = [part[layer_idx] for part in self.data]

@@ -14,7 +14,7 @@ from instep import spans
 from instep.calls import CallQueue, Part
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
-from instep.engines.embedded.sampling import sample, uniforms
+from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
 
@@ -195,8 +195,11 @@ class Scheduler:
                 break
             source.append(unique.setdefault(sequence, len(unique)))
             self.running.append(self.waiting.popleft())
-            if request.prompt_logprobs is not None and request.prompt_scores is None:
-                request.prompt_scores = self.runner.score(request.prompt)
+            if request.prompt_logprobs is not None and request.prompt_scores is None and request.prompt_top is None:
+                if request.prompt_logprobs:
+                    request.prompt_top = self.runner.score_ranked(request.prompt, request.prompt_logprobs)
+                else:
+                    request.prompt_scores = self.runner.score(request.prompt)
         self._step(first, partial(self.runner.prefill, list(unique), source, first))
 
     def _step(self, first: int, forward: Callable[[], torch.Tensor]) -> None:
@@ -221,6 +224,12 @@ class Scheduler:
         for request, token, score in zip(requests, *rows.tolist(), strict=True):
             request.tokens.append(int(token))
             request.log_probs.append(score)
+        if most := max(r.logprobs or 0 for r in requests):
+            best, which = distribution(logits, temperature, truncation).topk(min(most, self.vocab_size))
+            for request, ids, scores in zip(requests, which.tolist(), best.tolist(), strict=True):
+                if request.logprobs:  # as vLLM's route has it: the token itself, and then the likeliest, so many in all
+                    likely = {request.tokens[-1]: request.log_probs[-1]} | dict(zip(ids, scores, strict=True))
+                    request.top.append(list(likely.items())[: request.logprobs])
         leaving = [i for i, request in enumerate(requests, first) if self._ends(request)]
         self._finish([self.running[i] for i in leaving])
         self._compact(leaving)

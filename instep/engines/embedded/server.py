@@ -149,6 +149,9 @@ class Server:
             if (scores := request.prompt_scores) is not None:
                 entries = [{str(t): {"logprob": p}} for t, p in zip(request.prompt[1:], scores, strict=True)]
                 where["prompt_logprobs"] = [None, *entries]
+            if (top := request.prompt_top) is not None:
+                ranked = [{str(t): {"logprob": max(-9999.0, p), "rank": r} for t, p, r in place} for place in top]
+                where["prompt_logprobs"] = [None, *ranked]
             if body.get("return_token_ids"):
                 choice["token_ids"], where["prompt_token_ids"] = request.tokens, request.prompt
         return reply
@@ -156,7 +159,7 @@ class Server:
     def _choice(self, kind: str, request: Request) -> Body:
         choice: Body = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason, "logprobs": None}
         if request.logprobs is not None:
-            choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts)
+            choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts, request.top)
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             if request.tokens and request.routes:
