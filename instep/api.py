@@ -48,6 +48,10 @@ def train(
     model: str | Path | None = None,
     prompts: Prompts | None = None,
     reward: Reward | None = None,
+    reward_funcs: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    args: Any = None,
     **flags: Any,
 ) -> dict[str, Any]:
     """Train as `instep train` or another command does, to the end.
@@ -63,6 +67,9 @@ def train(
         flags: all other flags by name, `rollout_batch_size=32`. True gives a switch; None leaves a flag out, and False
             a switch, or gives its `--no-` form. A flag of several values takes a list, or a dict of names and files
             (`eval_prompt_data`), one of JSON a dict. A flag that names a function of the user's takes the function.
+        reward_funcs, train_dataset, eval_dataset, args: as TRL's `GRPOTrainer` takes them. With one of these, `flags`
+            may have the names of fields of `GRPOConfig`, and what is not given has the defaults of TRL
+            (docs/neighbours/trl_config.md).
 
     Returns:
         The summary of the run, as in `summary.json`.
@@ -70,7 +77,8 @@ def train(
     Raises:
         InstepError: the flags are wrong, or the run cannot go on.
     """
-    run = Run(command=command, model=model, prompts=prompts, reward=reward, **flags)
+    trl = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset, "args": args}
+    run = Run(command=command, model=model, prompts=prompts, reward=reward, **trl, **flags)
     for _ in run:
         pass
     return run.summary
@@ -99,6 +107,10 @@ class Run:
         model: str | Path | None = None,
         prompts: Prompts | None = None,
         reward: Reward | None = None,
+        reward_funcs: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        args: Any = None,
         **flags: Any,
     ):
         from instep.cli import arguments
@@ -107,6 +119,14 @@ class Run:
         _refuse_two()
         if command not in _LOOPS:
             raise ConfigError(f"no command {command!r}", where="command=...", remedy=f"give one of {', '.join(_LOOPS)}")
+        evaluations: dict[str, list[dict[str, Any]]] = {}
+        notes: list[str] = []
+        if not (reward_funcs is train_dataset is eval_dataset is args is None):
+            from instep.integrations.trl.config import as_flags
+
+            _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
+            flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
+            prompts = prompts if rows is None else rows
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
         for name, (flag, value) in given.items():
@@ -117,8 +137,10 @@ class Run:
         with private_files():
             if prompts is not None and not isinstance(prompts, (str, Path)):
                 flags |= _written(command, prompts, flags)
+            flags |= _evaluated(command, evaluations, flags)
             self._functions: dict[str, Callable[..., Any]] = {}
             self.args = arguments(command, list(_words(flags, self._functions)))
+            self.args = self.args.replace(notes=[*self.args.notes, *notes])
         self.summary: dict[str, Any] = {}
         self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
 
@@ -173,6 +195,27 @@ def _refuse_two() -> None:
     if Run._open is not None:
         what = f"the run in {Run._open.args.run_dir} is still open, and a process holds one at a time"
         raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
+
+
+def _refuse_both(command: str, prompts: Any, reward: Any, reward_funcs: Any, train_dataset: Any) -> None:
+    """Raise an error where TRL's words and instep's are given for one thing, or for a command that has none of it."""
+    for name, one, other in (("prompts", prompts, train_dataset), ("reward", reward, reward_funcs)):
+        if one is not None and other is not None:
+            theirs = "train_dataset" if name == "prompts" else "reward_funcs"
+            raise ConfigError(f"{name} and {theirs} say the same", where="instep", remedy="give one of the two")
+    if not command.startswith("train"):
+        what = f"TRL's reward_funcs, train_dataset and args are those of GRPO, not of {command!r}"
+        raise ConfigError(what, where="instep", remedy="give prompts= and instep's own flags")
+
+
+def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of evaluation sets, which are written as prompts are."""
+    if not sets:
+        return {}
+    written = {name: _written(command, rows, {"run_dir": flags.get("run_dir")}) for name, rows in sets.items()}
+    label = next((keys["label_key"] for keys in written.values() if keys["label_key"]), None)
+    keys = {"eval_input_key": "prompt", "eval_label_key": label}
+    return {"eval_prompt_data": {name: keys["prompt_data"] for name, keys in written.items()}, **keys}
 
 
 def _written(command: str, prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,21 +21,9 @@ from instep.private import private_files
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = (
-    "train",
-    "train-async",
-    "sft",
-    "dpo",
-    "serve",
-    "env-api",
-    "atropos-train",
-    "atropos-serve",
-    "plan",
-    "profile",
-    "report",
-    "samples",
-    "convert",
-    "doctor",
+COMMANDS = tuple(
+    "train train-async sft dpo serve vllm-serve env-api atropos-train atropos-serve plan profile report samples convert "
+    "doctor".split()
 )
 
 HELP = """\
@@ -46,6 +34,7 @@ usage: instep COMMAND ...
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
+  vllm-serve  the same behind the routes of TRL's clients, whose trainers send it weights
   env-api     the API through which Atropos' environments feed a run
   atropos-train, atropos-serve
               the trainer and the server of Atropos' example trainer, with its command lines
@@ -107,6 +96,8 @@ def _run(words: list[str]) -> int:
         from instep.integrations.atropos.server import main as atropos_serve
 
         return atropos_serve(rest)
+    elif command == "vllm-serve":
+        _vllm_serve(rest)
     elif command == "plan":
         _plan(rest)
     elif command == "report":
@@ -222,6 +213,17 @@ def _serve(words: list[str]) -> None:
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=False)
     serve(args)
+
+
+def _vllm_serve(words: list[str]) -> None:
+    from instep.integrations.trl.command_line import HELP as OWN_HELP
+
+    if "-h" in words or "--help" in words:
+        print(OWN_HELP)
+        return
+    from instep.integrations.trl.serve import vllm_serve
+
+    vllm_serve(words)
 
 
 def _plan(words: list[str]) -> None:

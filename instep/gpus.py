@@ -45,6 +45,14 @@ def memory_of_gpus() -> float | None:
         return None
 
 
+def visible_gpus() -> list[Gpu]:
+    """The whole GPUs that CUDA_VISIBLE_DEVICES shows, in its order; none where that is not clear."""
+    try:
+        return _visible(gpus_here())
+    except ValueError:
+        return []
+
+
 def _visible(gpus: tuple[Gpu, ...]) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES names, by index or the beginning of a UUID. Raises ValueError: not clear."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -6,8 +6,9 @@ import json
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +29,25 @@ if TYPE_CHECKING:
 _console = Console(highlight=False)
 
 
-def serve(args: Args) -> None:
+class Before(Protocol):
+    """What stands before the engines in place of a gate, in this process."""
+
+    def start(self) -> Table:
+        """Begin to serve; returns what the user is told. Raises InstepError."""
+
+    def check(self) -> None:
+        """Raise InstepError if it serves no more. It admits engines that have come back, too."""
+
+    def close(self) -> None:
+        """End, also after a `start` that has failed."""
+
+
+def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]], Before] | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then end every process that was started.
+
+    Args:
+        before: makes what stands before the engines, of the resolved arguments, the fleet, the folder of the logs and
+            a function that tells the user something; None: a gate does.
 
     Raises:
         ConfigError: the port or the folder is taken, or an engine is not installed.
@@ -43,23 +61,33 @@ def serve(args: Args) -> None:
             raise ConfigError(f"port {port} is taken", where="--port", remedy="name a free one")
     locks = lock_folders({"--run-dir": args.run_dir})
     cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
-    fleet = None
+    fleet = front = None
     try:
         cluster.start()
         for engine in cluster.engines:
             engine.watch = lambda: None  # `wait_ready` sees the engine's end itself, and `_watch` all that comes later
         fleet = Fleet(
-            args, cluster.engines, restart=cluster.restart_engine, log_dir=logs, status=_say, last_comes_back=True
+            args,
+            cluster.engines,
+            restart=cluster.restart_engine,
+            log_dir=logs,
+            status=_say,
+            last_comes_back=True,
+            with_gates=before is None,
         )
         count = len(fleet.engines)
         _say(f"starting {count} {args.rollout_backend} engine{'s' if count > 1 else ''}, logs in {logs}")
+        front = before(args, fleet, logs, _say) if before is not None else None
         fleet.wait_ready(args.engine_start_timeout)
         fleet.admit(fleet.engines)
-        _console.print(*describe(args, fleet, logs), sep="\n", markup=False, soft_wrap=True)
-        _watch(fleet)
+        told = describe(args, fleet, logs) if front is None else (front.start(), "Ctrl-C ends it.")
+        _console.print(*told, sep="\n", markup=False, soft_wrap=True)
+        _watch(fleet, front)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds, and a second Ctrl-C cannot speed it
             signal.signal(number, signal.SIG_IGN)
+        if front is not None:
+            front.close()
         if fleet is not None:
             fleet.close()
         cluster.close()
@@ -67,11 +95,13 @@ def serve(args: Args) -> None:
             lock.release()
 
 
-def _watch(fleet: Fleet) -> None:
+def _watch(fleet: Fleet, front: Before | None) -> None:
     try:
         while True:
             fleet.check()
-            for engine in fleet.waiting():
+            if front is not None:
+                front.check()
+            for engine in fleet.waiting() if front is None else ():
                 fleet.admit([engine])
             time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:

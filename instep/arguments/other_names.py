@@ -120,7 +120,8 @@ TRL = (
         "sync_ref_model, ref_model_sync_steps", "False, 512", "--ref-update-interval", "in rollouts; a copy, no mix-up"
     ),
     Row("entropy_coef", "0.0", "--entropy-coef"),
-    Row("use_vllm, vllm_mode", "False, colocate", "--rollout-backend vllm"),
+    Row("use_vllm", "False", "--rollout-backend vllm"),
+    Row("vllm_mode", "colocate", "--colocate", "on GPUs; server: leave it out"),
     Row("vllm_gpu_memory_utilization", "0.3", "--vllm-gpu-memory-utilization"),
     Row("vllm_max_model_length", "", "--vllm-max-model-len"),
     Row("vllm_tensor_parallel_size", "1", "--rollout-num-gpus-per-engine", "1 with the embedded engine"),

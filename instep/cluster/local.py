@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
+WORKER = "instep.cluster.worker_main"
 # Signs of it in a traceback of torch or Python, on GPUs and CPUs.
 OUT_OF_MEMORY = (
     "OutOfMemoryError",
@@ -93,6 +94,7 @@ class WorkerGroup:
         log_dir: Path,
         env: Mapping[str, str] | None = None,
         heartbeat: float | None = None,
+        module: str = WORKER,
     ):
         self.role = role
         self.watch: Callable[[], None] = self.check_alive  # called while a call waits
@@ -102,7 +104,7 @@ class WorkerGroup:
             joined = JOINED.pop(rank, None) if role == "actor" else None
             process: Process
             if joined is None:
-                process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat)
+                process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat, module=module)
             else:
                 process, connection = joined.start(log_dir, env or {}, heartbeat)
             self._processes.append(process)
@@ -260,12 +262,13 @@ def start_rank(
     env: Mapping[str, str],
     heartbeat: float | None,
     pass_fds: Sequence[int] = (),
+    module: str = WORKER,
 ) -> tuple[SupervisedProcess, Connection]:
-    """Start the process of one rank; only the connection reaches it."""
+    """Start the process of one rank, which runs `module`; only the connection reaches it."""
     ours, theirs = socket.socketpair()
     process = SupervisedProcess(
         f"{role} rank {rank}",
-        [sys.executable, "-m", "instep.cluster.worker_main"],
+        [sys.executable, "-m", module],
         log_dir / f"{role}-rank{rank}.log",
         env={**env, CONNECTION_VARIABLE: str(theirs.fileno())},
         pass_fds=[theirs.fileno(), *pass_fds],

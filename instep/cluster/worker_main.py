@@ -6,18 +6,29 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from instep.cluster.local import WorkerChannel
 from instep.processes import follow_parent
 
 
 def main() -> int:
+    def make(event: Callable[[Any], None]) -> Any:
+        from instep.training.worker import Worker  # heavy: torch
+
+        return Worker(event)
+
+    return answer(make)
+
+
+def answer(make: Callable[[Callable[[Any], None]], Any]) -> int:
+    """Call the methods of what `make` makes, as the controller asks, until it closes the connection; `make` gets a
+    function that sends it an event."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
     channel = WorkerChannel()
-    from instep.training.worker import Worker  # heavy: torch
-
-    worker = Worker(channel.event)
+    worker = make(channel.event)
     while True:
         try:
             method, args = channel.receive()
@@ -31,8 +42,12 @@ def main() -> int:
             channel.result(result)
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> None:
+    """End this process without waiting for process groups whose peers are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no waiting for process groups whose peers are gone
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -59,6 +59,7 @@ class Fleet:
         status: tells the user what happened.
         room_to_start: holds the GPUs for an engine that is started anew; gets an event that ends the wait for them.
         last_comes_back: the last engine of a model is started anew, too (`instep serve`: only clients wait for it).
+        with_gates: clients get a gate where they need one; False: something else stands before the engines.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Fleet:
         log_dir: Path,
         status: Callable[[str], None],
         last_comes_back: bool = False,
+        with_gates: bool = True,
         room_to_start: Callable[[threading.Event], AbstractContextManager[None]] = _no_wait,
     ):
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
@@ -93,11 +95,16 @@ class Fleet:
             if has_router(args, len(mine)):
                 name = "router" if len(specs) == 1 else f"router-{spec.model}"
                 self.routers[spec.model] = start_router(args, spec, mine, log_dir, name)
-            if needs_gate(args, has_router(args, len(mine))):
+            if with_gates and needs_gate(args, has_router(args, len(mine))):
                 name = "gate" if len(specs) == 1 else f"gate-{spec.model}"
                 self.gates[spec.model] = start_gate(args, spec, self._inner_url(spec.model), log_dir, name)
         self._key_file: Path | None = None
-        if self.engines and (key := keys.key_of(self._client_url(self._default))) and not args.no_api_key:
+        if (
+            self.engines
+            and with_gates
+            and (key := keys.key_of(self._client_url(self._default)))
+            and not args.no_api_key
+        ):
             self._key_file = keys.write(Path(args.run_dir), key)
 
     def of_model(self, model: str) -> list[Engine]:

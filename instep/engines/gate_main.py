@@ -7,7 +7,7 @@ it gets this key, and the one that clients need.
 import argparse
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 from aiohttp import web
@@ -18,7 +18,7 @@ from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, G
 from instep.engines.http import checked_socket
 from instep.processes import follow_parent
 
-_BEGUN = "begun"
+BEGUN = "begun"
 ROUTES = GENERATION_ROUTES | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
@@ -44,8 +44,7 @@ class Gate:
         address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
             return _error(*refusal)
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
-        headers.append(("Authorization", f"Bearer {self.key}"))
+        headers = [*sent_on(request.headers), ("Authorization", f"Bearer {self.key}")]
         query = request.rel_url.raw_query_string
         url = URL(self.to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
         body = await request.read()  # decoded, if it came compressed
@@ -57,9 +56,9 @@ class Gate:
             headers += [(sglang_form.HEADER, header) for header in more]
         try:
             async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
-                return await _pass_on(request, answer)
+                return await pass_on(request, answer)
         except aiohttp.ClientError as error:
-            if _BEGUN in request:  # the client has a part, and must see that the rest is missing
+            if BEGUN in request:  # the client has a part, and must see that the rest is missing
                 if request.transport is not None:
                     request.transport.close()
                 raise
@@ -77,12 +76,17 @@ def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
     return json.dumps(asked).encode(), [header]
 
 
-async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+def sent_on(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The headers of a client's request that the next server gets."""
+    return [(name, value) for name, value in headers.items() if name.lower() not in _NOT_SENT]
+
+
+async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
     """Hand the answer on piece by piece, as it comes."""
     headers = [(name, value) for name, value in answer.headers.items() if name.lower() not in _OF_CONNECTION]
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
-    request[_BEGUN] = True
+    request[BEGUN] = True
     async for piece in answer.content.iter_any():
         await response.write(piece)
     await response.write_eof()

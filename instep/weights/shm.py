@@ -33,6 +33,7 @@ from instep.weights.way import Carriage, Order, Sent
 class Shm:
     digest_kind, digest = DIGEST_KIND, staticmethod(tensor_digest)
     name = "shm"
+    keeps = False  # whether the files of buckets outlive their session
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write all weights as buckets of about `order.bucket_bytes` into `order.folder`, and emit their manifests.
@@ -75,7 +76,8 @@ class Shm:
                 if not any(earlier.done() and earlier.exception() for earlier in loads):  # then the session is over
                     carriage.deliver({"backend": self.name, "manifest": manifest.to_json()})
             finally:
-                Path(manifest.path).unlink(missing_ok=True)
+                if not self.keeps:
+                    Path(manifest.path).unlink(missing_ok=True)
 
         def on_event(manifest: BucketManifest) -> None:
             tensors.extend(manifest.tensors)
@@ -92,7 +94,7 @@ class Shm:
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
-            for path in paths:  # of buckets that were not delivered
+            for path in () if self.keeps else paths:  # of buckets that were not delivered
                 path.unlink(missing_ok=True)
         return Sent(tuple(tensors), self.digest_kind)
 

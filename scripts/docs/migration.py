@@ -30,6 +30,9 @@ def markdown() -> str:
         *_hooks(),
         "## TRL: GRPOConfig 1.16",
         "",
+        "On the command line. In a script `instep.train` takes the names of TRL, every field of `GRPOConfig` and "
+        "`reward_funcs`: [neighbours/trl_config.md](neighbours/trl_config.md).",
+        "",
         *_table(TRL),
         "",
         "Where `DPOConfig` differs, for `instep dpo`:",

@@ -23,7 +23,7 @@ SAID = [
     ("train --loss_type policy_loss", "unknown flag", "did you mean --loss-type?"),
     ("train --learning_rate 1e-6", "TRL's learning_rate", "use --lr"),
     ("train --vllm_enable_sleep_mode", "is --vllm-enable-sleep-mode", "--offload-rollout"),
-    ("train --vllm_mode colocate", "TRL's vllm_mode", "use --rollout-backend vllm"),
+    ("train --vllm_mode colocate", "TRL's vllm_mode", "use --colocate"),
     ("serve --tensor_parallel_size 2", "is --tensor-parallel-size", "use --rollout-num-gpus-per-engine"),
     ("serve --tensor-parallel-size 2", "the trainer's is", "use --rollout-num-gpus-per-engine"),
     ("serve --rollout_max_response_len 3", "without meaning for `instep serve`", "leave it out"),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.routes import Recorder
 from instep.errors import CheckpointError
 from instep.models.rope import fix_rope
@@ -141,21 +142,24 @@ class Runner(Cache):
             self.routes = list(self.recorder.rows()[:used, None])
         return out.logits[:used, -1].float()
 
-    def score(self, tokens: Sequence[int], num: int = 0) -> list[dict[int, float]]:
-        """Log-probs of the second to last token, each given those before it, by id; the cache is not touched.
+    def score(self, tokens: Sequence[int], num: int = 0) -> list[list[Ranked]]:
+        """Each of the second to last token, given those before it, and after it the `num` likeliest ones at its place.
 
-        Args:
-            num: after that of the token itself come those of so many most likely ones.
+        The cache is not touched.
         """
         ids = torch.tensor([tokens], device=self.device)
-        logits = self.model(ids, use_cache=False).logits[0, :-1]
-        parts = zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True)  # bounds the float32 copy
-        out: list[dict[int, float]] = []
-        for part, own in parts:
-            scores = part.float().log_softmax(-1)
-            which = torch.cat((own, scores.topk(num).indices), 1)
-            rows = zip(which.tolist(), scores.gather(1, which).tolist(), strict=True)
-            out += [dict(zip(*row, strict=True)) for row in rows]
+        logits, out = self.model(ids, use_cache=False).logits[0, :-1], []
+        for part, at in zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True):  # bounds the float32 copy
+            log_probs = part.float().log_softmax(-1)
+            own = log_probs.gather(1, at)
+            ranks = (log_probs >= own).sum(1)
+            best, which = log_probs.topk(min(num, log_probs.shape[1]))
+            rows = zip(
+                at[:, 0].tolist(), own[:, 0].tolist(), ranks.tolist(), which.tolist(), best.tolist(), strict=True
+            )
+            for token, score, rank, others, scores in rows:
+                likely = [(t, p, i) for i, (t, p) in enumerate(zip(others, scores, strict=True), 1) if t != token]
+                out.append([(token, score, rank), *likely])
         return out
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

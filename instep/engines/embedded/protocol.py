@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+Ranked = tuple[int, float, int]  # a token, its log-prob, and its rank (1: the likeliest)
 MAX_DEPTH = 64  # of the JSON of a request
 MAX_RESPONSES = 16384  # to one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
@@ -58,7 +59,8 @@ class Request:
     token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    prompt_scores: list[dict[int, float]] | None = None  # from the second token on: its log-prob, and others
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # where `logprobs` is above 0: ids and log-probs
+    prompt_scores: list[list[Ranked]] | None = None  # from the second token on: its own, and those of likely ones
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
@@ -126,7 +128,7 @@ def streams(body: dict[str, Any]) -> tuple[bool, bool]:
 
 _MAX = 2**63 - 1
 _RANGES: dict[str, Any] = dict(max_tokens=(int, 1, _MAX), min_tokens=(int, 0, _MAX), top_k=(int, -1, _MAX))
-_RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, 0), prompt_logprobs=(int, 0, 20))
+_RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, _MAX), prompt_logprobs=(int, 0, _MAX))
 _RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX))
 _RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
 _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
@@ -157,6 +159,10 @@ def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_si
             raise HttpError("BadRequestError", f"{key} must be {kind.__name__}, {low} to {high}, got {value!r}")
     if out.get("min_tokens", 0) > out.get("max_tokens", _MAX):
         raise HttpError("BadRequestError", f"min_tokens={out['min_tokens']} is more than max_tokens")
+    for key in ("logprobs", "prompt_logprobs") if own else ():
+        if out.get(key):
+            what = f"{key}={out[key]}: this route gives that of the token itself (0); /inference/v1/generate gives more"
+            raise HttpError("BadRequestError", what)
     out["top_k"] = max(out.get("top_k", 0), 0)
     if out.get("temperature") == 0:
         out |= {"top_k": 0, "top_p": 1.0}  # greedy, and its log-prob is that of the whole distribution

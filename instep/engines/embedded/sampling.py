@@ -34,16 +34,22 @@ def truncate(logits: Tensor, truncation: Limits) -> Tensor:
     return torch.empty_like(logits).scatter_(1, where, ordered)
 
 
+def distribution(logits: Tensor, temperature: Tensor, truncation: Limits | None) -> Tensor:
+    """Log-probs float32 `[batch, vocab]` of the distribution that tokens are drawn from; see `sample`."""
+    logits = logits / temperature.masked_fill(temperature == 0, 1.0)[:, None]
+    return (logits if truncation is None else truncate(logits, truncation)).log_softmax(-1)
+
+
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Limits | None) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[batch]`, and their log-probs float32 `[batch]` in the distribution they were drawn from.
 
     `logits` are float32 `[batch, vocab]`; `uniform` float64 `[batch]` in [0, 1) is inverted through the cumulative
     distribution; temperature 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
     """
-    greedy = temperature == 0
-    logits = logits / temperature.masked_fill(greedy, 1.0)[:, None]
-    log_probs = (logits if truncation is None else truncate(logits, truncation)).log_softmax(-1)
+    log_probs = distribution(logits, temperature, truncation)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, logits.argmax(-1), tokens).clamp_(max=logits.shape[1] - 1)  # acts on NaN logits only
+    tokens = torch.where(temperature == 0, logits.argmax(-1), tokens).clamp_(
+        max=logits.shape[1] - 1
+    )  # acts on NaN logits only
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0]

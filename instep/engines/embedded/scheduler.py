@@ -14,7 +14,7 @@ from instep import spans
 from instep.calls import CallQueue, Part
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
-from instep.engines.embedded.sampling import sample, uniforms
+from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
 
@@ -221,6 +221,12 @@ class Scheduler:
         for request, token, score in zip(requests, *rows.tolist(), strict=True):
             request.tokens.append(int(token))
             request.log_probs.append(score)
+        if most := max(r.logprobs or 0 for r in requests):
+            best, which = distribution(logits, temperature, truncation).topk(min(most, self.vocab_size))
+            for request, ids, scores in zip(requests, which.tolist(), best.tolist(), strict=True):
+                if request.logprobs:  # as vLLM's route has it: the token itself, and then the likeliest, so many in all
+                    likely = {request.tokens[-1]: request.log_probs[-1]} | dict(zip(ids, scores, strict=True))
+                    request.top.append(list(likely.items())[: request.logprobs])
         leaving = [i for i, request in enumerate(requests, first) if self._ends(request)]
         self._finish([self.running[i] for i in leaving])
         self._compact(leaving)

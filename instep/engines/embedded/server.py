@@ -74,8 +74,6 @@ class Server:
                 "BadRequestError", f"priority: {body['priority']!r:.50}, but requests are served as they come"
             )
         given = body.get("sampling_params") or {}  # a cache_salt parts caches of prefixes: none outlives its requests
-        if isinstance(given, dict) and given.get("logprobs") == 1:  # clients who read those of sampled tokens alone
-            given = given | {"logprobs": 0}
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
     async def sglang(self, http: web.Request, body: Body) -> Body:
@@ -163,8 +161,8 @@ class Server:
         for request, choice in zip(requests, choices, strict=True):
             where = choice if kind == "cmpl" else reply
             if (scores := request.prompt_scores) is not None:
-                entries = [{str(token): {"logprob": p} for token, p in entry.items()} for entry in scores]
-                where["prompt_logprobs"] = [None, *entries]
+                entries = [{str(t): {"logprob": max(p, -9999.0), "rank": r} for t, p, r in place} for place in scores]
+                where["prompt_logprobs"] = [None, *entries]  # NaN stays
             if body.get("return_token_ids"):
                 choice["token_ids"], where["prompt_token_ids"] = request.tokens, request.prompt
         return reply
@@ -172,7 +170,7 @@ class Server:
     def _choice(self, kind: str, request: Request) -> Body:
         choice: Body = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason, "logprobs": None}
         if request.logprobs is not None:
-            choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts)
+            choice["logprobs"] = log_probs(kind, request.tokens, request.log_probs, request.token_texts, request.top)
         if kind == "generate-tokens":
             spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in request.spans]
             if request.tokens and request.routes:

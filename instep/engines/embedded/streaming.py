@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,14 +16,18 @@ TIMEOUT = 1800  # seconds, for every request and control call
 STREAM_TIMEOUT = TIMEOUT - 5  # so that a stream can tell that it ends
 
 
-def log_probs(kind: str, tokens: list[int], scores: list[float], texts: list[str]) -> Body:
-    """The log-probs of a choice, in OpenAI's form (`texts` are none without text)."""
+def log_probs(
+    kind: str, tokens: list[int], scores: list[float], texts: list[str], top: Sequence[list[tuple[int, float]]] = ()
+) -> Body:
+    """The log-probs of a choice, in OpenAI's form (`texts` are none without text); `top` are those of other tokens."""
     scores = [max(-9999.0, p) for p in scores]  # in this order also for NaN, which JSON lacks
     if kind == "cmpl":
         return {"tokens": texts, "token_logprobs": scores}
     # vLLM's name of a token without a text, by which clients check that a log-prob is that of their token
     pairs = zip(tokens, scores, strict=True)
     content: list[Body] = [{"token": f"token_id:{t}", "token_id": t, "logprob": p} for t, p in pairs]
+    for entry, likely in zip(content, top, strict=False):
+        entry["top_logprobs"] = [{"token": f"token_id:{t}", "logprob": max(-9999.0, p)} for t, p in likely]
     for entry, text in zip(content, texts, strict=False):
         entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
     return {"content": content}

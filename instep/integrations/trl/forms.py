@@ -1,0 +1,269 @@
+"""The JSON of TRL's generation routes, of both generations, and of the engines' route to which they are translated.
+
+All of them become one request per prompt to vLLM's `/inference/v1/generate`, which every kind of engine answers: token
+ids in, token ids out. So prompts are divided among all engines, and the answers of all engines are alike.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from instep.engines.wire import FINAL_ONLY
+
+Body = dict[str, Any]
+TOKEN = "token_id:"  # how vLLM names a token by its id
+# TRL's own defaults of /generate/ and /chat/.
+LEGACY = {"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+LEGACY |= {"max_tokens": 16, "logprobs": 0}
+# Fields of vLLM's SamplingParams that a request may set; vLLM itself would not notice another name.
+SAMPLING = frozenset(
+    "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
+    "ignore_eos max_tokens min_tokens logprobs prompt_logprobs skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output logit_bias allowed_token_ids bad_words structured_outputs detokenize".split()
+)
+# Fields of OpenAI's routes that say how to answer.
+ANSWER = frozenset("model prompt messages return_token_ids return_tokens_as_token_ids stream echo user".split())
+CHAT = ANSWER | {
+    "tools",
+    "tool_choice",
+    "chat_template",
+    "chat_template_kwargs",
+    "top_logprobs",
+    "add_generation_prompt",
+}
+
+
+class BadRequest(Exception):
+    """A request that no engine is asked for; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, but for its prompts: parameters of each request to an engine, and how many log-probs.
+
+    Attributes:
+        logprobs: of each token beside its own; None: not even that.
+    """
+
+    params: Body
+    n: int
+    logprobs: int | None
+
+    @classmethod
+    def of(cls, given: Body) -> Asked:
+        """Read sampling parameters under vLLM's names. Raises BadRequest."""
+        if unknown := sorted(given.keys() - SAMPLING):
+            raise BadRequest(
+                f"{', '.join(unknown)}: no such sampling parameter; there are {', '.join(sorted(SAMPLING))}"
+            )
+        n, logprobs = given.get("n", 1), given.get("logprobs")
+        if type(n) is not int or n < 1:
+            raise BadRequest(f"n must be a whole number above 0, got {n!r}")
+        if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
+            raise BadRequest(f"logprobs must be null or a whole number from 0 on, got {logprobs!r}")
+        params = {name: value for name, value in given.items() if value is not None}
+        if logprobs is not None and logprobs > 0:
+            params["logprobs"] = logprobs + 1  # vLLM's route counts the sampled token among them
+        return cls({"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY, **params}, n, logprobs)
+
+    def payload(self, model: str, ids: list[int]) -> Body:
+        return {"model": model, "token_ids": ids, "sampling_params": self.params}
+
+
+# ---- TRL <= 1.10 -----------------------------------------------------------------------------------------------------
+
+
+def legacy_asked(body: Body) -> Asked:
+    """The sampling parameters of /generate/ and /chat/. Raises BadRequest."""
+    more = body.get("generation_kwargs") or {}
+    if not isinstance(more, dict):
+        raise BadRequest("generation_kwargs must be an object")
+    given = {name: body.get(name, default) for name, default in LEGACY.items()} | more
+    if (regex := body.get("structured_outputs_regex")) is not None:
+        given["structured_outputs"] = {"regex": regex}
+    return Asked.of(given)
+
+
+def legacy_prompts(body: Body) -> list[Any]:
+    """The prompts of /generate/, texts or lists of token ids. Raises BadRequest."""
+    prompts = body.get("prompts")
+    if not isinstance(prompts, list) or not all(isinstance(p, str) or is_ids(p) for p in prompts):
+        raise BadRequest("prompts must be a list of texts, or of lists of token ids")
+    if any(image for image in body.get("images") or ()):
+        raise BadRequest("images are not taken here: this server is for models of text")
+    return prompts
+
+
+def legacy_answer(prompts: Sequence[list[int]], answers: Sequence[Body], asked: Asked) -> Body:
+    """The answer of /generate/ and /chat/, prompt by prompt, each with its n completions."""
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    entries = [tokens_of(choice, asked.logprobs) for choice in choices] if asked.logprobs is not None else None
+    return {
+        "prompt_ids": list(prompts),
+        "completion_ids": [choice["token_ids"] for choice in choices],
+        "logprobs": entries and [[[number(lp) for _, lp in token] for token in tokens] for tokens in entries],
+        "logprob_token_ids": entries and [[[i for i, _ in token] for token in tokens] for tokens in entries],
+    }
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)
+
+
+def number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def tokens_of(choice: Body, logprobs: int | None) -> list[list[tuple[int, float]]]:
+    """For each token of a choice (id, log-prob): its own and those of the `logprobs` likeliest, by descending log-prob."""
+    content = (choice.get("logprobs") or {}).get("content") or []
+    out = []
+    for token, entry in zip(choice["token_ids"], content, strict=True):
+        top = [(int(t["token"].removeprefix(TOKEN)), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
+        top.sort(key=lambda item: -item[1])
+        best = dict(top[: logprobs or 0])
+        best[token] = float(entry["logprob"])
+        out.append(sorted(best.items(), key=lambda item: -item[1]))
+    return out
+
+
+# ---- scoring of whole sequences --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A request to /get_sequence_logprobs/: the `top` likeliest tokens at each place after the prompt."""
+
+    sequences: list[list[int]]
+    prompt_lengths: list[int]
+    top: int
+    params: Body
+    binary: bool
+
+    @classmethod
+    def of(cls, body: Body) -> Scoring:
+        """Raises BadRequest."""
+        sequences, lengths = body.get("sequences"), body.get("prompt_lengths")
+        if not isinstance(sequences, list) or not all(map(is_ids, sequences)) or not is_ids(lengths):
+            raise BadRequest("sequences must be lists of token ids, prompt_lengths a list of whole numbers")
+        assert isinstance(lengths, list)
+        if len(sequences) != len(lengths):
+            raise BadRequest("sequences and prompt_lengths must have the same length")
+        for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            if not 0 <= length <= len(sequence):
+                raise BadRequest(f"prompt_lengths[{i}] is {length}, and the sequence has {len(sequence)} tokens")
+        top, form = body.get("top_logprobs", 100), body.get("response_format", "json")
+        if type(top) is not int or top < 1:
+            raise BadRequest(f"top_logprobs must be a whole number above 0, got {top!r}")
+        if form not in ("json", "binary"):
+            raise BadRequest(f'response_format is "json" or "binary", not {form!r}')
+        params = {"max_tokens": 1, "temperature": body.get("temperature", 1.0), "prompt_logprobs": top}
+        return cls(sequences, lengths, top, params, form == "binary")
+
+    def answer(self, answers: Sequence[Body]) -> Body:
+        rows = [
+            [ranked(entry) for entry in answer["prompt_logprobs"][length:]]
+            for answer, length in zip(answers, self.prompt_lengths, strict=True)
+        ]
+        if not self.binary:
+            return {
+                "logprobs": [[[number(lp) for _, lp in place] for place in row] for row in rows],
+                "logprob_token_ids": [[[i for i, _ in place] for place in row] for row in rows],
+            }
+        return self._arrays(rows)
+
+    def _arrays(self, rows: list[list[list[tuple[int, float]]]]) -> Body:
+        """Arrays in base64, padded with -inf: of float32 [sequences, places, top], and of each place's own token."""
+        longest = max(map(len, rows), default=0)
+        shape = len(rows), longest, self.top
+        scores, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
+        own_scores, own_ids = np.full((*shape[:2], 1), -np.inf, np.float32), np.zeros((*shape[:2], 1), np.int32)
+        for i, (row, sequence, length) in enumerate(zip(rows, self.sequences, self.prompt_lengths, strict=True)):
+            for t, place in enumerate(row):
+                own = sequence[length + t]
+                for k, (token, score) in enumerate(place[: self.top]):
+                    scores[i, t, k], ids[i, t, k] = -np.inf if math.isnan(score) else score, token
+                if own in (known := dict(place)):
+                    own_scores[i, t, 0], own_ids[i, t, 0] = -np.inf if math.isnan(known[own]) else known[own], own
+        arrays = {"logprobs": scores, "token_ids": ids, "actual_logprobs": own_scores, "actual_token_ids": own_ids}
+        encoded = {f"{name}_b64": base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
+        return {**encoded, "shape": list(shape), "completion_lengths": [len(row) for row in rows]}
+
+
+def ranked(entry: Body | None) -> list[tuple[int, float]]:
+    """Token ids and log-probs of one place of a prompt, by rank; none at its first token."""
+    items = sorted((entry or {}).items(), key=lambda item: item[1]["rank"])
+    return [(int(token), float(value["logprob"])) for token, value in items]
+
+
+# ---- TRL >= 1.11: OpenAI's routes with token ids ---------------------------------------------------------------------
+
+
+def is_translated(body: Body) -> bool:
+    """Whether a request to OpenAI's routes is one of TRL's, which wants ids or scores; others go to an engine as they
+    are."""
+    return not body.get("stream") and bool(body.get("return_token_ids") or body.get("prompt_logprobs") is not None)
+
+
+def completion_prompts(body: Body) -> list[Any]:
+    """Raises BadRequest."""
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
+    if not all(isinstance(p, str) or is_ids(p) for p in prompts):
+        raise BadRequest("prompt must be a text, a list of token ids, or a list of either")
+    return prompts
+
+
+def completion_asked(body: Body) -> Asked:
+    given = {name: value for name, value in body.items() if name not in ANSWER}
+    return Asked.of({"max_tokens": 16} | given)
+
+
+def chat_asked(body: Body) -> Asked:
+    """Raises BadRequest."""
+    if body.get("chat_template") is not None:
+        raise BadRequest("chat_template: a request cannot bring a template of its own; the served model's is used")
+    given = {name: value for name, value in body.items() if name not in CHAT}
+    given["max_tokens"] = given.pop("max_completion_tokens", None) or given.get("max_tokens")
+    given["logprobs"] = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    return Asked.of(given)
+
+
+def completion_choice(index: int, prompt: list[int], answer: Body, choice: Body, asked: Asked, name: Any) -> Body:
+    """A choice of /v1/completions; `name` makes the text of a token."""
+    logprobs = None
+    if asked.logprobs is not None:
+        tokens = tokens_of(choice, asked.logprobs)
+        own = [dict(t)[i] for t, i in zip(tokens, choice["token_ids"], strict=True)]
+        logprobs = {
+            "text_offset": [],
+            "tokens": [name(i) for i in choice["token_ids"]],
+            "token_logprobs": [number(lp) for lp in own],
+            "top_logprobs": [{name(i): number(lp) for i, lp in token} for token in tokens],
+        }
+    more = {"prompt_logprobs": answer["prompt_logprobs"]} if answer.get("prompt_logprobs") is not None else {}
+    return _ending(index, choice) | {"logprobs": logprobs, "prompt_token_ids": prompt, **more}
+
+
+def chat_choice(index: int, choice: Body, asked: Asked, name: Any) -> Body:
+    """A choice of /v1/chat/completions."""
+    logprobs = None
+    if asked.logprobs is not None:
+        content = []
+        for token, top in zip(choice["token_ids"], tokens_of(choice, asked.logprobs), strict=True):
+            shown = [{"token": name(i), "logprob": number(lp), "bytes": None} for i, lp in top[: asked.logprobs]]
+            own = {"token": name(token), "logprob": number(dict(top)[token]), "bytes": None}
+            content.append(own | {"top_logprobs": shown})
+        logprobs = {"content": content}
+    return _ending(index, choice) | {"logprobs": logprobs}
+
+
+def _ending(index: int, choice: Body) -> Body:
+    reasons = {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
+    return {"index": index, **reasons, "token_ids": choice["token_ids"]}

@@ -1,0 +1,566 @@
+"""Weight updates by trainers that are not ours: who has the weight group, what has come, and how engines get it.
+
+One thread does what waits: it joins the group, receives, and brings a whole version to the engines by a session
+(`controller/sync/session.py`), so that these never run at the same time. Requests for a text are held back, and have
+ended, while a version is brought to the engines (`rollout/admission.py`); what is merely received holds back nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from instep.arguments.rollout import context_of_model
+from instep.cluster.local import WorkerGroup
+from instep.controller.role import RoleTrainer
+from instep.controller.sync.proof import Proof, any_equal
+from instep.controller.sync.session import EngineGone, Session
+from instep.errors import EngineError, InstepError, SyncError, WorkerError
+from instep.gpus import visible_gpus
+from instep.integrations.trl.receiver import PACKED_BYTES, Meeting
+from instep.integrations.trl.staging import Incoming, Layout, Slot, StagedWeights
+from instep.integrations.trl.tensors import Announced, WrongTensor
+from instep.rollout import admission
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.controller.fleet import Fleet
+    from instep.engines.engine import Engine
+
+T = TypeVar("T")
+JOIN_SECONDS = 300.0  # vLLM's own bound for the store
+ALIVE_SECONDS = 5.0
+GONE_SECONDS = 10.0  # without a connection of the trainer, while its tensors are waited for
+RECEIVER = "instep.integrations.trl.receiver"
+
+
+class Refused(Exception):
+    """A request that is answered with an HTTP error; the message says what happened and what to do."""
+
+    def __init__(self, message: str, status: int = 409):
+        super().__init__(message)
+        self.status = status
+
+
+class Connection:
+    """The TCP connection that a request came by. A client that has one open lives."""
+
+    def __init__(self, transport: asyncio.Transport | None):
+        self._transport = transport
+        peer = transport.get_extra_info("peername") if transport is not None else None
+        self.host = str(peer[0]) if peer else "?"
+        self.peer = f"{peer[0]}:{peer[1]}" if peer else "?"
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Connection) and self._transport is other._transport
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Client:
+    """The trainer that has the weight group.
+
+    Attributes:
+        connections: by which its requests came.
+        failed: its update has failed, and the group with it; fault: why, until it was told.
+        given_up: nothing of it is waited for any more.
+        left: whether it has no connection open, and since when, as far as somebody looked.
+    """
+
+    legacy: bool
+    connections: list[Connection]
+    fault: str = ""
+    failed: bool = False
+    given_up: bool = False
+    left: float | None = None
+    packed_bytes: int | None = PACKED_BYTES
+    since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
+
+    @property
+    def peer(self) -> str:
+        return self.connections[0].peer
+
+    def has(self, connection: Connection) -> bool:
+        """Whether a request is this client's, as far as one can tell: by its connection, or its host."""
+        return connection in self.connections or connection.host == self.connections[0].host
+
+    @property
+    def connected(self) -> bool:
+        self.connections = [c for c in self.connections if c.open] or self.connections[:1]
+        return any(c.open for c in self.connections)
+
+    def seen(self, connection: Connection) -> None:
+        if connection not in self.connections:
+            self.connections.append(connection)
+
+    def check(self) -> None:
+        """Raise SyncError if it will send nothing any more. For calls again and again while it is waited for."""
+        now = time.monotonic()
+        self.left = None if self.connected else self.left or now
+        if self.given_up or (self.left is not None and now - self.left > GONE_SECONDS):
+            raise SyncError(
+                f"the trainer at {self.peer} has gone in the middle of an update",
+                where="the weight group",
+                remedy="the engines keep their weights; start the trainer again",
+            )
+
+
+class Updates:
+    """All weight updates of one server. Methods without an underscore belong to the thread of the event loop.
+
+    Args:
+        args: of `instep serve`, with `sync_timeout`.
+        layout: of the checkpoint that is served.
+        folder: in shared memory, for staged weights.
+        host: where the store of a group listens that this server masters.
+        say: tells the user.
+    """
+
+    def __init__(
+        self, args: Args, fleet: Fleet, layout: Layout, folder: Path, logs: Path, host: str, say: Callable[[str], None]
+    ):
+        self._args, self._fleet, self._layout, self._folder, self._logs = args, fleet, layout, folder, logs
+        self._host, self._say = host, say
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._slots = [Slot(layout, folder, name) for name in ("a", "b")]
+        self._group: WorkerGroup | None = None
+        self._client: Client | None = None
+        self._incoming: Incoming | None = None
+        self._last: Client | None = None  # the one that had it last, if its update has failed
+        self._current: StagedWeights | None = None  # what the engines have; None: what they have loaded by themselves
+        self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
+        self._scores: dict[str, list[float]] = {}
+        self._paused: tuple[str, float] | None = None  # by a client: the mode, and since when
+        self._num_waiting = 0  # for the thread: jobs of clients
+        self.version = 0
+        self.broken = ""  # why nothing may be generated
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._group is not None:
+            self._group.close(0.5)
+        admission.reset()
+
+    # ---- the group ---------------------------------------------------------------------------------------------------
+
+    async def init_legacy(self, connection: Connection, port: int, world_size: int, device_uuid: str) -> None:
+        """Let the trainer of TRL <= 1.10 join, as rank 1 of a store of ours; returns at once. Raises Refused."""
+        if world_size != 2:
+            raise Refused(f"world_size is {world_size}: this server is one rank, so that it is 2 (/get_world_size/)")
+        if self._args.device == "cuda" and device_uuid and any(device_uuid in uuid for uuid in self._gpu_uuids()):
+            raise Refused(
+                f"the trainer's GPU {device_uuid} is one of the server's: give each GPUs of its own with "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        client = await self._admit(connection, legacy=True)
+        meeting = Meeting(self._host, port, 0, self._args.device, JOIN_SECONDS)
+        self._begin(client, lambda: self._join(client, meeting))
+
+    async def init(self, connection: Connection, info: dict[str, Any]) -> None:
+        """Join the group of the trainer of TRL >= 1.11, which is rank 0. Raises Refused."""
+        host, port = info.get("master_address"), info.get("master_port")
+        if not isinstance(host, str) or type(port) is not int:
+            raise Refused("init_info needs master_address and master_port", 400)
+        if (size := info.get("world_size")) != 2 or info.get("rank_offset") != 1:
+            raise Refused(f"world_size is {size}: this server is one rank, 1 of 2 (/get_world_size answers 1)")
+        packed_bytes = _packed_bytes(info)
+        client = await self._admit(connection, legacy=False)
+        client.packed_bytes = packed_bytes
+        await self._do(client, lambda: self._join(client, Meeting(host, port, 1, self._args.device, JOIN_SECONDS)))
+
+    async def leave(self, connection: Connection) -> None:
+        """Let the trainer go. What it had begun to send is dropped, what it has sent is brought to the engines."""
+        client = self._client
+        if client is not None and client.has(connection):
+            if self._incoming is None:
+                await self._settled()
+            self._drop(client)
+
+    async def _admit(self, connection: Connection, legacy: bool) -> Client:
+        holder = self._client
+        if holder is not None and connection not in holder.connections and await self._holds(holder):
+            raise Refused(
+                f"the trainer at {holder.peer} has the weight group since {holder.since}; one trainer at a time sends "
+                "weights: end it (or let it close its communicator), and try again"
+            )
+        if holder is not None and self._client is holder:
+            self._drop(holder)
+        if self._client is not None:
+            raise Refused(f"the trainer at {self._client.peer} was first: it has the weight group now")
+        self._client, self._incoming, self._last = Client(legacy, [connection]), None, None
+        return self._client
+
+    async def _holds(self, client: Client) -> bool:
+        """Whether it still has the group: it lives, and (TRL >= 1.11) has not closed the store that it masters."""
+        if not client.connected:
+            return False
+        if client.legacy or self._incoming is not None or self._num_waiting:
+            return True
+        return await asyncio.wrap_future(self._thread.submit(self._is_joined))
+
+    def _drop(self, client: Client) -> None:
+        client.given_up = True
+        self._client = self._incoming = None
+        self._thread.submit(self._end_group)
+
+    def _holder(self, connection: Connection, legacy: bool) -> Client:
+        """The client that has the group, which a request to change weights must be from. Raises Refused."""
+        self._tell_fault(connection)
+        route = "/init_communicator/" if legacy else "/init_weight_transfer_engine"
+        if self._client is None or self._client.legacy != legacy:
+            raise Refused(f"there is no weight group with you: POST {route} first")
+        self._client.seen(connection)
+        return self._client
+
+    def _tell_fault(self, connection: Connection) -> None:
+        """Raise Refused with the fault of a client that has not heard of it yet."""
+        last = self._last
+        if last is not None and last.fault and last.has(connection):
+            fault, last.fault = last.fault, ""
+            raise Refused(fault)
+
+    def _gpu_uuids(self) -> list[str]:
+        return [gpu.uuid for gpu in visible_gpus()[: self._args.rollout_num_gpus]]
+
+    async def _settled(self) -> None:
+        """Wait until the thread has done all that it was given."""
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
+
+    # ---- an update ---------------------------------------------------------------------------------------------------
+
+    def start(self, connection: Connection) -> None:
+        """Begin an update (TRL >= 1.11); one that was not finished is dropped. Raises Refused."""
+        self._holder(connection, legacy=False)
+        self._incoming = Incoming(self._layout)
+
+    def announce(self, connection: Connection, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Receive one tensor (TRL <= 1.10); the last one ends the update. Returns at once. Raises Refused."""
+        client = self._holder(connection, legacy=True)
+        incoming = self._incoming or Incoming(self._layout)
+        try:
+            what = incoming.announce(name, dtype, tuple(shape))
+        except WrongTensor as error:
+            self._incoming = None
+            raise Refused(f"{error}; this update is dropped, and the engines keep their weights") from error
+        # A tied weight alone comes after the update that it belongs to: a state dict has it at its end.
+        self._incoming = None if what.place is None and len(incoming.announced) == 1 and self.version else incoming
+        self._begin(client, lambda: self._receive(client, incoming, [what], None))
+        if not incoming.missing:
+            self._incoming = None
+            admission.close()  # who asks for a text from now on gets it from the new weights
+            self._begin(client, lambda: self._bring(client, incoming))
+
+    async def update(self, connection: Connection, info: dict[str, Any]) -> None:
+        """Receive tensors (TRL >= 1.11). Raises Refused."""
+        client = self._holder(connection, legacy=False)
+        if self._incoming is None:
+            raise Refused("no update was started: POST /start_weight_update first")
+        incoming, lists = self._incoming, [info.get(key) for key in ("names", "dtype_names", "shapes")]
+        if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
+            raise Refused("update_info needs names, dtype_names and shapes, of one length", 400)
+        packed_bytes = _packed_bytes(info) if "packed" in info else client.packed_bytes
+        what, wrong = _announced(incoming, zip(*cast(list[list[Any]], lists), strict=True))
+        # The trainer is broadcasting already: it gets rid of all that it has announced before it hears of a mistake.
+        await self._do(client, lambda: self._receive(client, incoming, what, packed_bytes))
+        if wrong:
+            self._incoming = None
+            raise Refused(f"{wrong}; this update is dropped, and the engines keep their weights")
+
+    async def finish(self, connection: Connection) -> None:
+        """Bring what has come to the engines (TRL >= 1.11). Raises Refused."""
+        client = self._holder(connection, legacy=False)
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
+            raise Refused("no update was started: POST /start_weight_update first")
+        _check_whole(incoming)
+        admission.close()
+        await self._do(client, lambda: self._bring(client, incoming))
+
+    async def reset(self, connection: Connection) -> bool:
+        """Wait for the update of a legacy client, and let the engines forget what they have cached.
+
+        Returns:
+            Whether all engines did; one that computes keeps its cache.
+
+        Raises:
+            Refused: the update has failed, or is not whole.
+        """
+        client = self._client
+        if client is not None and client.legacy and client.has(connection):
+            await self._settled()
+            if self._client is client and self._incoming is not None:
+                incoming, self._incoming = self._incoming, None
+                _check_whole(incoming)
+        self._tell_fault(connection)
+        try:
+            return await asyncio.to_thread(self._reset_caches)
+        except EngineError as error:
+            raise Refused(_told(error), 503) from error
+
+    def _reset_caches(self) -> bool:
+        seconds = self._args.sync_timeout
+        return all([e.kind.reset_cache(e, timeout=seconds) is not False for e in self._fleet.available()])
+
+    # ---- pauses ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        """Let the engines generate nothing until `resume`, for `--sync-timeout` at most."""
+        await self._run(lambda: self._each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
+        self._paused = mode, time.monotonic()
+
+    async def resume(self) -> None:
+        self._paused = None
+        await self._run(lambda: self._each(lambda e: e.resume(timeout=self._args.sync_timeout)))
+
+    def _each(self, call: Callable[[Engine], None]) -> None:
+        for engine in self._fleet.available():
+            call(engine)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
+
+    async def look(self) -> None:
+        """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
+        if self._paused is not None and time.monotonic() - self._paused[1] > self._args.sync_timeout:
+            self._say(f"nobody has resumed the engines for {self._args.sync_timeout:.0f} s: they go on")
+            await self.resume()
+        for engine in self._fleet.waiting():
+            await self._run(lambda engine=engine: self._rejoin(engine))  # type: ignore[misc]
+
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._thread.submit(work))
+        except (EngineError, SyncError) as error:
+            raise Refused(_told(error), 503) from error
+
+    async def _do(self, client: Client, work: Callable[[], None]) -> None:
+        """Do a part of the client's update, and wait for it. Raises Refused."""
+        outcome = self._begin(client, work)
+        try:
+            await asyncio.wrap_future(outcome)
+        except asyncio.CancelledError:
+            client.given_up = True  # its request has ended, and it with it
+            raise
+        if client.failed:
+            fault, client.fault = client.fault, ""
+            raise Refused(fault)
+
+    def _begin(self, client: Client, work: Callable[[], None]) -> Future[None]:
+        def guarded() -> None:
+            try:
+                if not (client.failed or client.given_up):
+                    work()
+            except (InstepError, OSError) as error:
+                self._fail(client, error)
+            finally:
+                self._num_waiting -= 1
+                if client.failed or client.given_up:
+                    admission.open_again()
+
+        self._num_waiting += 1
+        return self._thread.submit(guarded)
+
+    def _fail(self, client: Client, error: Exception) -> None:
+        told = _told(error)
+        self._say(f"weights from {client.peer}: {told}")
+        client.failed, client.fault, self._last = True, f"{told}; then init the weight group again", client
+        if self._client is client:
+            self._client = self._incoming = None
+        self._end_group()
+
+    def _is_joined(self) -> bool:
+        try:
+            return self._group is not None and bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
+        except WorkerError:
+            return False
+
+    def _free_slot(self) -> Slot:
+        used = None if self._current is None else self._current.slot
+        return next(slot for slot in self._slots if slot is not used)
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close(0.5)
+
+    def _join(self, client: Client, meeting: Meeting) -> None:
+        self._end_group()
+        env = {"OMP_NUM_THREADS": "1"}
+        self._group = WorkerGroup("receiver", 1, self._logs, env, self._args.heartbeat_timeout, RECEIVER)
+        self._call(client, "join", meeting, seconds=meeting.seconds)
+        self._say(f"the trainer at {client.peer} has the weight group")
+
+    def _receive(self, client: Client, incoming: Incoming, what: list[Announced], packed_bytes: int | None) -> None:
+        if incoming.slot is None:
+            incoming.slot = self._free_slot()
+            incoming.slot.allocate()
+        what = [incoming.slot.placed(one) for one in what]
+        found = self._call(client, "receive", what, packed_bytes, client.legacy, seconds=self._args.sync_timeout)
+        for one, (digest, finite) in zip(what, found, strict=True):
+            incoming.take(one, digest, finite)
+        if not incoming.records:  # only a tied weight, after the update that it belonged to
+            incoming.check_tied({} if self._current is None else self._current.records)
+
+    def _call(self, client: Client, method: str, *given: Any, seconds: float) -> Any:
+        if self._group is None:
+            raise SyncError("the weight group has ended", remedy="init it again")
+        group = self._group
+
+        def watch() -> None:
+            client.check()
+            group.check_alive()
+
+        group.watch = watch
+        try:
+            return group.call(method, *given, timeout=seconds)[0]
+        except WorkerError as error:
+            what = f"the process that receives weights failed in '{method}'"
+            remedy = "init the weight group again; if it happens again, see its log (receiver-rank0.log)"
+            raise SyncError(f"{what}: {error.what[:500]}", where=error.where[:500], remedy=remedy) from error
+
+    def _bring(self, client: Client, incoming: Incoming) -> None:
+        """Bring a whole version to all engines."""
+        incoming.check_tied({})
+        assert incoming.slot is not None and incoming.records.keys() == self._layout.places.keys()
+        weights, began = StagedWeights(incoming.slot, incoming.records), time.monotonic()
+        before = self._current.records if self._current is not None else {}
+        moved = [n for n, r in weights.records.items() if n in before and before[n].digest != r.digest]
+        admission.close()
+        try:
+            engines = self._fleet.available()
+            session = self._session(engines, self.version + 1, weights, "keep" if self._paused else "wait")
+            session.drain()
+            if not self._scores and not self._paused:
+                self._scores = self._probe(session)
+            try:
+                session.transfer("staged")
+                scores = self._prove(session, weights, bool(moved))
+            except SyncError:
+                self._go_back(engines)
+                raise
+            self._fleet.synced(engines, session.engines)
+            self._current, self.version, self._scores, self.broken = weights, self.version + 1, scores, ""
+        except EngineGone as error:
+            raise SyncError(error.what, where=error.where, remedy=error.remedy) from error
+        finally:
+            admission.open_again()
+        size = sum(r.nbytes for r in weights.records.values()) / 1e9
+        note = ""
+        if before and not moved:
+            note = "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
+        self._say(
+            f"version {self.version} from {client.peer}: {len(weights.records)} tensors, {size:.2f} GB, at "
+            f"{len(session.engines)} engines in {time.monotonic() - began:.1f} s{note}"
+        )
+
+    def _session(self, engines: Sequence[Engine], version: int, weights: StagedWeights, mode: str) -> Session:
+        args = self._args.replace(pause_mode=mode)
+        return Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
+
+    def _probe(self, session: Session) -> dict[str, list[float]]:
+        return session.each(lambda engine: self._proof.engine_scores(engine, session))
+
+    def _prove(self, session: Session, weights: StagedWeights, moved: bool) -> dict[str, list[float]]:
+        """Show what can be shown without the trainer's own log-probs; returns the engines' scores of the probe.
+
+        Raises:
+            SyncError: an engine holds other bytes, computes no numbers, or scores as under the weights before.
+        """
+        for engine in session.engines:
+            if engine.capabilities.digests:
+                held = engine.weight_digests(timeout=session.seconds_left())
+                wrong = [n for n, r in weights.records.items() if held.get(n) != r.digest]
+                if wrong:
+                    raise _unproven(engine, f"holds other bytes of {', '.join(wrong[:3])} than were received")
+        scores = self._probe(session)
+        for engine in session.engines:
+            own = scores[engine.url]
+            if not all(map(math.isfinite, own)):
+                raise _unproven(engine, "computes NaN with these weights")
+            if moved and any_equal(own, self._scores.get(engine.url, []), len(own) // max(1, engine.num_replicas)):
+                raise _unproven(engine, "still scores as under the weights before, which differ")
+        return scores
+
+    def _go_back(self, engines: Sequence[Engine]) -> None:
+        """Bring the engines the version before once more, after one that failed in the middle."""
+        self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
+        if self._current is None:
+            return
+        with contextlib.suppress(InstepError):
+            self._session(engines, self.version, self._current, "keep").transfer("staged")
+            self.broken = ""
+
+    def _rejoin(self, engine: Engine) -> None:
+        """Bring the current version to an engine that was started anew, and has what it has loaded by itself."""
+        if self._current is not None:
+            try:
+                session = self._session([engine], self.version, self._current, "keep")
+                session.transfer("staged")
+                self._prove(session, self._current, False)
+            except EngineGone:
+                return  # the fleet sees it, too
+        self._fleet.admit([engine])
+
+
+def _packed_bytes(info: dict[str, Any]) -> int | None:
+    """How the tensors come, by `packed` and `packed_buffer_size_bytes` of an info; None: one by one."""
+    size = info.get("packed_buffer_size_bytes", PACKED_BYTES)
+    if type(size) is not int or size < 1:
+        raise Refused("packed_buffer_size_bytes must be a whole number above 0", 400)
+    return size if info.get("packed", False) else None
+
+
+def _announced(incoming: Incoming, infos: Any) -> tuple[list[Announced], str]:
+    """What comes, and what is wrong about the first tensor that does not belong here. Raises Refused for no tensors."""
+    what, wrong = [], ""
+    for name, dtype, shape in infos:
+        try:
+            numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+            if not isinstance(name, str) or not isinstance(dtype, str) or not numbers:
+                raise Refused(f"{name!r}, {dtype!r}, {shape!r}: a name, a dtype and a shape are expected", 400)
+            one = Announced(name, dtype, tuple(shape), dtype)
+            _ = one.nbytes
+            try:
+                one = incoming.announce(name, dtype, tuple(shape))
+            except WrongTensor as error:
+                wrong = wrong or str(error)
+            what.append(one)
+        except WrongTensor as error:  # of a dtype: nobody knows how many bytes come
+            raise Refused(str(error), 400) from error
+    return what, wrong
+
+
+def _check_whole(incoming: Incoming) -> None:
+    if missing := incoming.missing:
+        raise Refused(
+            f"{len(missing)} of {len(incoming.layout.places)} weights did not come: {', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}. An update brings all of them (a trainer of adapters merges them "
+            "first); this one is dropped, and the engines keep their weights"
+        )
+
+
+def _told(error: Exception) -> str:
+    if not isinstance(error, InstepError):
+        return str(error)
+    return "".join(
+        [error.what, f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""]
+    )
+
+
+def _unproven(engine: Engine, how: str) -> SyncError:
+    return SyncError(f"{engine.name} {how}", where=engine.url, remedy="see its log; start the server anew")

@@ -1,0 +1,5 @@
+"""TRL imports it for `vllm_mode="colocate"`."""
+
+
+class StructuredOutputsParams:
+    """Never made in `vllm_mode="server"`."""
