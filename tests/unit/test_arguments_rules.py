@@ -91,7 +91,7 @@ CONTRADICTIONS = [
         "",
         "both name data sets",
     ),
-    ("--save-hf out/{step}", "", "another field than {rollout_id}"),
+    ("--save-hf out/{epoch}", "", "another field than {rollout_id}"),
     ("--save data.jsonl/x", "", "cannot write to"),
     ("--ref-load nowhere", "", "no folder nowhere"),
     ("--tensor-model-parallel-size 2", "", "does not divide 1 trainer ranks"),

@@ -70,7 +70,7 @@ def test_no_module_outside_knows_an_algorithm_by_name() -> None:
     names = {*ALGORITHMS, *FORMS}
     found = []
     for path in PACKAGE.rglob("*.py"):
-        if path.is_relative_to(PACKAGE / "algorithms"):
+        if path.relative_to(PACKAGE).parts[0] in ("algorithms", "integrations"):  # these have others' names
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and node.value in names:

@@ -26,7 +26,7 @@ NAMES = """
 input_key label_key chosen_key rejected_key metadata_key tool_key rollout_stop rm_url reward_key eval_reward_key
 allowed_hosts eval_input_key eval_label_key eval_tool_key ref_served_model ray_address vllm_router_ip
 rollout_external_engine_addrs wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id eval_prompt_data
-lora_target_modules
+lora_target_modules env env_address env_python env_renderer
 """
 
 

@@ -240,7 +240,9 @@ class _NcclGroup:
         self._store = Careful(rank=meeting.rank, world_size=2, store=store)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
-            raise SyncError("vLLM's communicator found no NCCL", remedy="see this process' log")
+            raise SyncError(
+                "vLLM's communicator found no NCCL", where="the weight group", remedy="see this process' log"
+            )
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._comm.broadcast(buffer, src=self._meeting.trainer)

@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from instep_vllm.atropos import Loaded
 from instep_vllm.lease import Lease, NoLease
 
 logger = logging.getLogger("vllm.instep")
@@ -33,6 +32,13 @@ WRAPPED = {  # methods of AsyncLLM, with the parameters that are read here
     "finish_weight_update": [],
     "resume_generation": [],
 }
+
+
+class Loaded:
+    """The adapter of the last `/lora/load` in this server; `request` is vLLM's, None without one."""
+
+    request: Any = None
+    count = 0
 
 
 class Keeper:
