@@ -15,7 +15,7 @@ import pytest
 from instep.data.batch import build_batch
 from instep.data.ledger import Ledger
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.integrations.atropos import normalized_scores
+from instep.integrations.atropos import normalized_scores, rollout
 from instep.integrations.atropos.client import ApiClient, Registration
 from instep.integrations.atropos.groups import Limits, fault_of_group, refused_in, samples_of
 from instep.integrations.atropos.rollout import _batch, registration_of
@@ -201,7 +201,12 @@ def test_an_api_of_another_trainer() -> None:
 
 def run_args(url: str, **more: Any) -> Any:
     """The settings that the rollout function reads."""
-    own = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "skip_failed_groups": False, "hf_checkpoint": None}
+    own: dict[str, Any] = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "skip_failed_groups": False,
+        "hf_checkpoint": None,
+    }
     own |= {"custom_advantage_function_path": None, "atropos_timeout": 5.0, "rollout_max_context_len": 40}
     own |= {"save": None, "run_dir": "runs/x", "save_interval": None, "num_rollout": 7, "vllm_config": None}
     own |= {"vllm_max_model_len": None, "wandb_group": None, "wandb_project": "p", "served_models": []}
@@ -209,7 +214,7 @@ def run_args(url: str, **more: Any) -> Any:
 
 
 def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.integrations.atropos.rollout.limits_of", lambda args: Limits(40, None))
+    monkeypatch.setattr(rollout, "limits_of", lambda args: Limits(40, None))
     with serving() as api:
         args = run_args(api.url)
         registration = registration_of(args, 3)
@@ -228,12 +233,33 @@ def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> No
         assert re.search("environment 0", caught.value.where) and isinstance(caught.value, InstepError)
 
 
+@pytest.mark.parametrize("path", [None, "instep.integrations.atropos.normalized_scores"])
+def test_a_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str | None) -> None:
+    """Numbers that go on, texts, metrics of each environment, and an advantage of zero with other estimators."""
+    monkeypatch.setattr(rollout, "limits_of", lambda args: Limits(40, None))
+    monkeypatch.setattr(rollout, "tokenizer_of", lambda args: SimpleNamespace(decode=str))
+    data = SimpleNamespace(ledger=SimpleNamespace(num_issued=12))
+    with serving() as api:
+        args = run_args(api.url, custom_reward_post_process_path=path, rollout_temperature=1.0, pause_mode="abort")
+        args.debug_train_only = False
+        zero = {"overrides": [{"set_advantage_to_zero": True, "odd": 1}]}
+        api.post("/scored_data_list", [group(4, 0), group(2, 1, **zero), group(2, 1)])
+        output = rollout.generate_rollout(args, 3, data)
+        assert api.get("/status")["current_step"] == 4
+    assert [[s.group_index for s in g] for g in output.samples] == [[12] * 4, [13] * 2, [14] * 2]
+    samples = [s for g in output.samples for s in g]
+    assert [s.index for s in samples] == list(range(24, 32)) and samples[0].response == "[7, 8]"
+    assert [s.remove_sample for s in samples] == [path is None and i == 4 for i in range(8)]
+    assert output.metrics["rollout/atropos/env_1_share"] == 0.5 and output.metrics["rollout/atropos/env_0_score"] == 1.5
+    assert "send odd" in caplog.text and "--pause-mode keep" in caplog.text
+
+
 def test_numbers_of_groups_go_on_after_a_resume() -> None:
     """`generate_rollout` counts from the ledger's, so that numbers have no gaps and none is used twice."""
     ledger = Ledger()
-    for rollout in range(2):
+    for rollout_id in range(2):
         groups = [samples_of(group(2), ledger.num_issued + n, 0) for n in range(3)]
-        ledger.adopt(groups, rollout)
+        ledger.adopt(groups, rollout_id)
         ledger.finish(groups)
         ledger.consume(groups)
     again = Ledger()
