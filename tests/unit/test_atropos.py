@@ -178,11 +178,14 @@ def test_waits_have_a_bound(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         next_batch(client)
     assert "instep env-api" in caught.value.remedy and client.url in caught.value.where
     with serving(port) as api:
-        with pytest.raises(RolloutError, match="no environment has sent") as waited:
-            next_batch(client, 0.2)
+        monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
+        with pytest.raises(RolloutError, match="no environment has sent.*; no environment has registered") as waited:
+            next_batch(client, 0.4)
+        assert "no batch of 8 sequences has come for 0 s" in caplog.text
+        api.register_env()
         assert "--atropos-timeout" in waited.value.remedy and "rollout_server_url" in waited.value.remedy
         api.post("/scored_data", group(3))
-        with pytest.raises(RolloutError, match="1 groups wait"):
+        with pytest.raises(RolloutError, match=r"1 groups wait in the API; environment 0 \(e\) was heard of \d"):
             next_batch(client, 0.1)
     with pytest.raises(EngineError, match="has not answered"):
         next_batch(client, 0.3)

@@ -57,6 +57,8 @@ def test_a_trainer_and_an_environment(api: Client) -> None:
     assert first == {**dict.fromkeys(second), **group(4, 0, first=20)} and second["tokens"][0][0] == 21
     assert api.get("/batch") == {"batch": None} and api.get("/status") == {"current_step": 4, "queue_size": 1}
     assert api.get("/latest_example")["tokens"][0][0] == 22
+    known = api.get("/environments")["environments"]
+    assert [(e["env_id"], e["name"], e["sequences_waiting"]) for e in known] == [(0, "e", 4), (1, "e", 0)]
     assert api.post("/disconnect-env", {"env_id": 1}) == {"status": "success"}
     assert api.post("/disconnect-env", {"env_id": 9})["status"] == "failure"
     assert api.get("/status-env", {"env_id": 0})["env_weight"] == 1.0
@@ -126,13 +128,11 @@ def test_what_no_trainer_could_take_is_refused(api: Client) -> None:
         assert api.status == 422 and name in answer["detail"]
     api.post("/scored_data_list", [group(1), {**group(1), "masks": None}])
     assert api.status == 422 and api.get("/status")["queue_size"] == 0
-    for path, body in (
-        ("/register", {"batch_size": 3}),
-        ("/status-env", {}),
-        ("/scored_data", b"{"),
-        ("/register", []),
-    ):
-        api.ask("GET" if path == "/status-env" else "POST", path, body)
+    for path, body in (("/register", {"batch_size": 3}), ("/register", []), ("/scored_data", b"{")):
+        api.post(path, body)
+        assert api.status == 422
+    for body in ({}, {"env_id": -1}, {"env_id": 10**9}):
+        api.get("/status-env", body)
         assert api.status == 422
     assert api.ask("POST", "/scored_data", b"no gzip", **{"Content-Encoding": "gzip"}) == "Invalid gzip payload"
     assert api.status == 400
