@@ -83,11 +83,11 @@ def test_batches_and_answers_are_those_of_atropos_own_server(tmp_path: Path) -> 
     with program(words, tmp_path / "api.log", environment) as process:
         theirs = Client(f"http://127.0.0.1:{port}")
         until(lambda: theirs.get("/"), process)
-        for _ in range(25):
+        for _ in range(60):
             with serving(max_bytes=1 << 26) as ours:
                 theirs.get("/reset_data")
                 num_batches += same_answers(rng, ours, theirs)
-    assert num_batches > 100
+    assert num_batches > 150
 
 
 def same_answers(rng: random.Random, ours: Client, theirs: Client) -> int:
@@ -110,7 +110,7 @@ def same_answers(rng: random.Random, ours: Client, theirs: Client) -> int:
         both("POST", "/register-env", {**body, "group_size": size, "min_batch_allocation": share})
     for _ in range(rng.randrange(10, 60)):
         env, first = rng.randrange(3), first + 3
-        if (what := rng.randrange(12)) < 8:
+        if (what := rng.randrange(13)) < 8:
             size = sizes[env] if rng.random() < 0.7 else rng.choice([1, 2, 3, 4, 8])
             both("POST", "/scored_data", group(size, rng.choice([env, env, env, None]), first))
         elif what == 8:
