@@ -75,7 +75,7 @@ class JoinedProcess:
     """The worker of another rank's command, as rank 0 sees it (`processes.Process`)."""
 
     def __init__(self, rank: int, pid: int, log_path: Path):
-        self.name, self.pid, self.log_path = f"actor rank {rank}, started by hand", pid, log_path
+        self.name, self.pid, self.log_path = f"actor rank {rank} (started by hand)", pid, log_path
         self._fd = os.pidfd_open(pid)
 
     def alive(self) -> bool:
