@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
-_MAKE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 _by_address: dict[tuple[str, int], str] = {}
 _users: dict[tuple[str, int], int] = {}  # of servers of this run on this host, by address: as whom they run
 
 
 @functools.cache
 def _made(purpose: str) -> str:
-    return secrets.token_urlsafe(32)
+    return secrets.token_hex(32)  # begins with no "-", so that it can be the value of any program's flag
 
 
 def run_key() -> str:
