@@ -233,6 +233,15 @@ def test_the_server_takes_adapters(tmp_path, monkeypatch, installed) -> None:
     assert env["INSTEP_LORA"] == env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
+def test_a_server_sleeps_unless_it_shares_its_weights(tmp_path, monkeypatch, installed) -> None:
+    model = make_checkpoint(tmp_path / "hf", head_dim=32)
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "0")
+    assert served(model, "--enable-sleep-mode")[0][-1] == "--enable-sleep-mode"
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    with pytest.raises(ConfigError, match="cannot sleep"):
+        served(model, "--enable-sleep-mode")
+
+
 def test_a_server_over_two_gpus_shares_its_weights(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
     monkeypatch.setattr("instep.controller.device.device_here", lambda: "cuda")

@@ -226,7 +226,7 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
         raise EngineError(
             f"no vLLM answers on port {port}",
             where=f"{COMMAND} --weight-bridge-mode {mode} --vllm-port {port}",
-            remedy=f"start it first: {first}instep atropos-serve --model {flags.model_name} --port {port}{switch}",
+            remedy=f"start it first: `{first}instep atropos-serve --model {flags.model_name} --port {port}{switch}`",
         )
     if not _answers(f"{flags.atropos_url.rstrip('/')}/info", API_SECONDS):
         raise EngineError(
