@@ -48,13 +48,13 @@ GROUPS: tuple[FlagGroup, ...] = (
     SGLANG,
 )
 
-_ATROPOS = "a flag of an Atropos environment, whose protocol comes later"
+_ATROPOS = "a flag of an Atropos environment"
 
 # Families of which only a part is written down: prefix, status, note, instead.
 _PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
     ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
-    ("--openai.", "later", _ATROPOS, "--custom-generate-function-path, which may ask an environment"),
-    ("--env.", "later", _ATROPOS, "--custom-generate-function-path, which may ask an environment"),
+    ("--openai.", "refused", _ATROPOS, "the environment's own command line (docs/neighbours/atropos.md)"),
+    ("--env.", "refused", _ATROPOS, "the environment's own command line (docs/neighbours/atropos.md)"),
     ("--slurm", "refused", _ATROPOS, "--cluster ray (docs/cluster.md)"),
 )
 

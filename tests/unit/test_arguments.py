@@ -177,7 +177,7 @@ NOT_ACTING = [
     ("--vision-pretraining", "refused", "not honoured by instep's trainer"),
     ("--train-iters 5", "refused", "use --num-rollout"),
     ("--weight-bridge-mode none", "refused", "Atropos"),
-    ("--openai.base_url x", "later", "Atropos"),
+    ("--openai.base_url x", "refused", "Atropos"),
     ("--http-proxy x", "refused", "read by nobody"),
 ]
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_CONTACT = 10.0  # seconds in which an API that has not answered yet must do so
 ASK_SECONDS = 30.0  # for an answer that is no batch
+TELL_AFTER = 10.0  # seconds of waiting after which it is told what is waited for
 LONGEST_PAUSE = 1.0  # between two questions for a batch, as in Atropos' trainer
 _START = "start it (`instep env-api`, or Atropos' `run-api`), or name its address with --atropos-url"
 
@@ -69,7 +70,7 @@ class ApiClient:
             EngineError: the API does not answer within `timeout` seconds (the first time: in 10), or is none.
             RolloutError: no batch came within `timeout` seconds, or one of another size.
         """
-        begun, pause = time.monotonic(), 0.05
+        begun, pause, told = time.monotonic(), 0.05, False
         while True:
             try:
                 if not self._registered:
@@ -82,8 +83,14 @@ class ApiClient:
                     return self._checked(batch["batch"], registration)
             except _Down as problem:
                 self._is_down(problem, timeout)
-            if time.monotonic() - begun > timeout:
+            waited = time.monotonic() - begun
+            if waited > timeout:
                 await self._no_batch(registration, timeout)
+            elif waited > TELL_AFTER and not told and self._down_since is None:
+                told = True
+                what = "no batch of %d sequences has come for %.0f s from the Atropos API at %s: %s; %.0f s are left"
+                situation = (await self._situation())[1]
+                logger.warning(what, registration.batch_size, waited, self.url, situation, timeout - waited)
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
@@ -92,13 +99,19 @@ class ApiClient:
         if groups:
             await self._ask("POST", "/scored_data_list", groups)
 
-    async def queue_size(self) -> int | None:
-        """How many groups wait in the API; None where it does not say so."""
-        try:
-            size = (await self._ask("GET", "/status")).get("queue_size")
-        except _Down:
-            return None
-        return size if isinstance(size, int) else None
+    async def _situation(self) -> tuple[int, str]:
+        """How many groups wait in the API, and who feeds it, in words."""
+        found: list[dict[str, Any]] = []
+        for path in ("/status", "/environments"):  # the latter is instep's alone
+            try:
+                found.append(await self._ask("GET", path))
+            except (_Down, EngineError):
+                found.append({})
+        size, envs = found[0].get("queue_size") or 0, found[1].get("environments")
+        words = [f"{size} groups wait in the API" if size else "no environment has sent a group that waits"]
+        for env in envs or []:
+            words.append(f"environment {env['env_id']} ({env['name']}) was heard of {env['seconds_since_heard']} s ago")
+        return size, "; ".join(words + (["no environment has registered"] if envs == [] else []))
 
     # ---- one question ----------------------------------------------------------------------------------------------
 
@@ -183,7 +196,7 @@ class ApiClient:
         return groups
 
     async def _no_batch(self, registration: Registration, timeout: float) -> None:
-        size = await self.queue_size()
+        size, situation = await self._situation()
         remedy = f"start an environment with --env.rollout_server_url {self.url}, or see the log of the one that runs; "
         if size:
             remedy = (
@@ -191,8 +204,7 @@ class ApiClient:
                 "with a min_batch_allocation must have its share there; "
             )
         raise RolloutError(
-            f"no batch of {registration.batch_size} sequences came within {timeout:.0f} s: "
-            + (f"{size} groups wait in the API" if size else "no environment has sent a group that waits"),
+            f"no batch of {registration.batch_size} sequences came within {timeout:.0f} s: {situation}",
             where=self.url,
             remedy=remedy + "--atropos-timeout is the bound",
         )

@@ -59,7 +59,7 @@ class EnvApi:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY)
-        gets = ("batch", "info", "latest_example", "reset_data", "status", "wandb_info")
+        gets = ("batch", "environments", "info", "latest_example", "reset_data", "status", "wandb_info")
         app.router.add_get("/", self.root)
         app.router.add_get("/status-env", self.status_env)
         for name in gets:
@@ -127,6 +127,9 @@ class EnvApi:
 
     async def status(self, request: web.Request) -> web.Response:
         return web.json_response({"current_step": self.state.step, "queue_size": len(self.state.queue)})
+
+    async def environments(self, request: web.Request) -> web.Response:
+        return web.json_response({"environments": self.state.environments()})
 
     async def latest_example(self, request: web.Request) -> web.Response:
         data = self.state.latest or json.dumps(_NO_EXAMPLE).encode()

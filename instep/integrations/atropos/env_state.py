@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from instep.integrations.atropos.batches import Queued, cut, indices_with_sum
 
 MIN_ENV_WEIGHT = 0.01
+MAX_ENVS = 10_000
 
 
 class BadRequest(Exception):
@@ -26,6 +28,7 @@ class Env:
 
     Attributes:
         group_size: as it said; it grows to that of the largest of its groups seen in the queue. 0: not known yet.
+        heard: when it asked or sent last, by `time.monotonic`.
     """
 
     max_context_len: int
@@ -34,6 +37,7 @@ class Env:
     group_size: int
     share: float | None = None
     connected: bool = True
+    heard: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -70,8 +74,8 @@ class State:
         """Queue or buffer a group, and return the answer to the environment."""
         self.num_bytes += len(group.data)
         env = None if group.env_id is None else self.envs.get(group.env_id)
-        if env is not None and not env.group_size:
-            env.group_size = group.size
+        if env is not None:
+            env.group_size, env.heard = env.group_size or group.size, time.monotonic()
         if group.env_id is None or env is None or group.size == env.group_size:
             self._enqueue([group])
             return {"status": "received"}
@@ -116,6 +120,7 @@ class State:
     def register_env(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.registration is None or not self.started:
             return {"status": "wait for trainer to start"}
+        self._check_number(len(self.envs))
         number, desired = max(self.envs, default=-1) + 1, str(body.get("desired_name"))
         name = f"{desired}_{sum(env.name == desired for env in self.envs.values())}"
         share = body.get("min_batch_allocation")
@@ -140,12 +145,13 @@ class State:
         """What an environment plans its work by; one that an earlier server knew is taken for one of weight 1."""
         sizes = [g.size for g in self.queue if g.env_id == number]
         if number not in self.envs:
+            self._check_number(number)
             length = (self.registration or {}).get("max_token_len", 1)
             self.envs[number] = Env(max(1, length), 1.0, "unknown", 0)
             print(f"environment {number} registered with an earlier server, and goes on", flush=True)
         env, connected = self.envs[number], [e for e in self.envs.values() if e.connected]
         total = sum(e.max_context_len * max(0.0, e.weight) for e in connected)
-        env.group_size = max([env.group_size, *sizes])
+        env.group_size, env.heard = max([env.group_size, *sizes]), time.monotonic()
         largest = max([1, *(g.size for g in self.queue)])
         own, size = sum(sizes), env.group_size or 1
         return {
@@ -156,6 +162,25 @@ class State:
             "max_group_size": largest,
             "env_weight": max(MIN_ENV_WEIGHT, env.max_context_len * env.weight / total if total else 0.0),
         }
+
+    def environments(self) -> list[dict[str, Any]]:
+        """Who feeds the queue, for people; Atropos' server has no such route."""
+        now = time.monotonic()
+        return [
+            {
+                "env_id": number,
+                "name": env.name,
+                "connected": env.connected,
+                "seconds_since_heard": round(now - env.heard, 1),
+                "sequences_waiting": sum(g.size for g in self.queue if g.env_id == number),
+            }
+            for number, env in self.envs.items()
+        ]
+
+    @staticmethod
+    def _check_number(number: int) -> None:
+        if not 0 <= number < MAX_ENVS:
+            raise BadRequest(f"{number} is no number of an environment: 0 to {MAX_ENVS - 1}")
 
     def _beyond_shares(self, number: int, largest: int) -> int:
         """The sequences of other environments, in whole packs, that are more than these are sure of in a batch."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGES = "instep.integrations.atropos.advantages"
+SCORES, ADVANTAGES = "instep.integrations.atropos.normalized_scores", "instep.integrations.atropos.advantages"
 NO_LIMIT = -1  # as max_token_len: environments leave nothing out for its length
 _CLIENT = "atropos_client"  # the attribute of the run's data source that keeps it from round to round
 
@@ -60,6 +60,9 @@ def generate_rollout(
     for number, group in enumerate(given, first):
         groups.append(samples_of(group, number, index, temperature=args.rollout_temperature))
         index += size_of(group)
+    if not {args.custom_reward_post_process_path, args.custom_advantage_function_path} & {SCORES, ADVANTAGES}:
+        for sample in (s for group in groups for s in group):  # counts in the comparison, and is not trained on
+            sample.remove_sample = sample.extra[EXTRA]["zero"]
     add_texts(tokenizer_of(args), groups)
     _tell_of_unused(client, groups)
     return RolloutFnTrainOutput(groups, _metrics(groups, num_refused))

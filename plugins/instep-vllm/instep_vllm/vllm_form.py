@@ -58,7 +58,10 @@ class Asked:
         if "prompt" in body:
             prompt, params = body["prompt"], {name: value for name, value in body.items() if name != "prompt"}
         else:
-            prompt, params = body.get("text", body.get("input_ids")), json.loads(header or "{}")[_KEY]
+            prompt, rest = body.get("text", body.get("input_ids")), json.loads(header or "{}")
+            params = rest.get(_KEY) if isinstance(rest, dict) else None
+            if not isinstance(params, dict):
+                raise ValueError(f"the header has no {_KEY}, an object of sampling parameters")
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
             prompt = prompt["prompt_token_ids"]
         elif not isinstance(prompt, (str, list)):
