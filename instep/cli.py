@@ -47,8 +47,8 @@ usage: instep COMMAND ...
   dpo         direct preference optimization of pairs of responses, through the same trainer
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
   env-api     the API through which Atropos' environments feed a run
-  atropos-train, atropos-serve
-              the trainer and the server of Atropos' example trainer, with its command lines
+  atropos-train  Atropos' example trainer, with its command line, as a run
+  atropos-serve  the vLLM server of Atropos' example trainer, with its command line
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html

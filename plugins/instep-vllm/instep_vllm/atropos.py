@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 
 from instep_vllm import LORA_VARIABLE, SINGLE_COPY
 from instep_vllm.kv_params import App, Message, Receive, Send, body_of
+from instep_vllm.loaded import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
 MODES = ("keep", "wait", "abort")
@@ -31,13 +32,6 @@ class Refused(Exception):
     def __init__(self, status: int, detail: str):
         super().__init__(detail)
         self.status, self.detail = status, detail
-
-
-class Loaded:
-    """The adapter of the last `/lora/load` in this server; `request` is vLLM's, None without one."""
-
-    request: Any = None
-    count = 0
 
 
 class Middleware:
