@@ -36,8 +36,8 @@ usage: instep COMMAND ...
   serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
   vllm-serve  the same behind the routes of TRL's clients, whose trainers send it weights
   env-api     the API through which Atropos' environments feed a run
-  atropos-train  a run, with the command line of Atropos' example trainer
-  atropos-serve  one engine, with the command line and the routes of its server
+  atropos-train  Atropos' example trainer, with its command line, as a run
+  atropos-serve  the vLLM server of Atropos' example trainer, with its command line
   plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
   profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
   report      RUN_DIR: write the run's report.html

@@ -1,5 +1,7 @@
-"""The model and the data of the guide, in `models/policy` and `data/train.jsonl` of the current folder: the quickstart's
-task, and its tiny model after supervised fine-tuning (two minutes on two cores)."""
+"""The model and the data of the guide, in `models/policy` and `data/train.jsonl` of the current folder.
+
+They are the quickstart's task, and its tiny model after supervised fine-tuning (two minutes on two cores).
+"""
 
 import shutil
 import subprocess

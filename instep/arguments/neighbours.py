@@ -2,7 +2,7 @@
 
 from instep.arguments.flag import SECONDS, WAYS_HERE, Flag, FlagGroup, http_address, refused
 
-ATROPOS = "a flag of Atropos' example trainer"
+ATROPOS = "a flag of Atropos' example trainer, which `instep atropos-train` takes"
 SERVER = "a flag of a generation server, which `instep serve` is"
 
 NEIGHBOURS = FlagGroup(

@@ -75,7 +75,7 @@ class JoinedProcess:
     """The worker of another rank's command, as rank 0 sees it (`processes.Process`)."""
 
     def __init__(self, rank: int, pid: int, log_path: Path):
-        self.name, self.pid, self.log_path = f"actor rank {rank}, started by hand", pid, log_path
+        self.name, self.pid, self.log_path = f"actor rank {rank} (started by hand)", pid, log_path
         self._fd = os.pidfd_open(pid)
 
     def alive(self) -> bool:
@@ -154,7 +154,7 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
             except TimeoutError:
                 missing = sorted(set(range(1, flags.world_size)) - found.keys())
                 what = f"trainer ranks {missing} were not started within {MEET_SECONDS:.0f} s"
-                remedy = "start each with the same flags but --trainer-rank, in the same folder"
+                remedy = "start each with the same flags but `--trainer-rank`, in the same folder"
                 raise ConfigError(what, where=where, remedy=remedy) from None
             if not _own_user(line):
                 line.close()
@@ -164,7 +164,7 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
             hello = _hear(connection, 10.0, "a trainer that joins")
             if fault := _fault(flags, hello, found):
                 _say(connection, fault=fault)
-                raise ConfigError(fault, where=where, remedy="start all ranks with the same flags but --trainer-rank")
+                raise ConfigError(fault, where=where, remedy="start all ranks with the same flags but `--trainer-rank`")
             found[hello["rank"]] = JoinedRank(hello["rank"], connection)
             gpus[hello["rank"]] = hello["gpus"]
     _see_all(gpus, where)
@@ -252,5 +252,5 @@ def _connected(flags: argparse.Namespace) -> Connection:
     raise ConfigError(
         f"no trainer of rank 0 is there within {MEET_SECONDS:.0f} s",
         where=f"{COMMAND} --trainer-rank {flags.trainer_rank} --save-path {flags.save_path}",
-        remedy="start rank 0 on this host, with the same --save-path",
+        remedy="start rank 0 on this host, with the same `--save-path`",
     )

@@ -44,7 +44,7 @@ _WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serv
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 _OURS = frozenset(
     "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --enable-lora --max-lora-rank "
-    "--gpu-memory-utilization --seed".split()
+    "--gpu-memory-utilization --seed --enable-sleep-mode".split()
 )
 
 
@@ -109,7 +109,7 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             rest += [_WORDS.get(name, name), *values]
     if not given.get("--model"):
-        raise ConfigError("names no model", where=WHERE, remedy="give --model FOLDER, a Hugging Face checkpoint")
+        raise ConfigError("names no model", where=WHERE, remedy="give `--model FOLDER`, a Hugging Face checkpoint")
     return given, rest
 
 
@@ -137,6 +137,11 @@ def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) ->
     if "--enable-lora" in given:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     words = kind.command(args, spec, at)[2:]
+    if "--enable-sleep-mode" in given:
+        if args.weight_sync == "single-copy":
+            what = "a server that shares its weights cannot sleep: the trainer computes with them"
+            raise ConfigError(what, where=f"{WHERE} --enable-sleep-mode", remedy="leave one of the two out")
+        words.append("--enable-sleep-mode")
     return ["-m", "vllm.entrypoints.cli.main", *words], env
 
 

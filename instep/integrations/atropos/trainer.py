@@ -199,6 +199,8 @@ def reports(flags: argparse.Namespace) -> list[str]:
         out.append(f"VLLM_ENABLE_SHARED_WEIGHTS=1 is for the server; --weight-bridge-mode is {mode}")
     if env.get("NUM_INFERENCE_NODES", "0") not in ("", "0", "-1"):
         out.append(f"NUM_INFERENCE_NODES={env['NUM_INFERENCE_NODES']} is not read: vLLM is on this host")
+    if flags.init_method != "env://":
+        out.append("--init-method is not read: ranks meet on this host, by --save-path")
     if flags.use_wandb and not flags.wandb_project:
         out.append("Warning: wandb_project not set, disabling wandb.")
     if flags.log_dir is not None:
@@ -224,7 +226,7 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
         raise EngineError(
             f"no vLLM answers on port {port}",
             where=f"{COMMAND} --weight-bridge-mode {mode} --vllm-port {port}",
-            remedy=f"start it first: {first}instep atropos-serve --model {flags.model_name} --port {port}{switch}",
+            remedy=f"start it first: `{first}instep atropos-serve --model {flags.model_name} --port {port}{switch}`",
         )
     if not _answers(f"{flags.atropos_url.rstrip('/')}/info", API_SECONDS):
         raise EngineError(

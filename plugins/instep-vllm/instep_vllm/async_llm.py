@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from instep_vllm.lease import Lease, NoLease
+from instep_vllm.loaded import Loaded
 
 logger = logging.getLogger("vllm.instep")
 GRACE = 10.0  # seconds from SIGTERM to the end

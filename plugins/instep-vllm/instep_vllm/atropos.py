@@ -20,6 +20,7 @@ from urllib.parse import parse_qs
 from instep_vllm import LORA_VARIABLE, SINGLE_COPY
 from instep_vllm.async_llm import Loaded
 from instep_vllm.kv_params import App, Message, Receive, Send, body_of
+from instep_vllm.loaded import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
 MODES = ("keep", "wait", "abort")

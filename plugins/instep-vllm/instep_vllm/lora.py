@@ -19,8 +19,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from instep_vllm import LORA_VARIABLE
-from instep_vllm.atropos import Loaded
 from instep_vllm.bucket import WeightMismatch
+from instep_vllm.loaded import Loaded
 
 REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

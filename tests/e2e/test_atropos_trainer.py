@@ -1,0 +1,150 @@
+"""`instep atropos-train` as a process, fed by an API that speaks Atropos' protocol (`atropos_feeder.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from instep.ports import free_port
+from tests.assets import make_checkpoint
+from tests.e2e.commands import ENVIRONMENT
+
+EMBEDDED = [sys.executable, "-m", "tests.e2e.atropos_embedded"]
+
+
+@contextlib.contextmanager
+def feeder(port: int, engine: str | None = None) -> Iterator[None]:
+    more = ["--engine", engine] if engine else []
+    process = subprocess.Popen([sys.executable, "-m", "tests.e2e.atropos_feeder", "--port", str(port), *more])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def words(model: Path, folder: Path, engine: int, api: int, *more: str) -> list[str]:
+    out = ["--model-name", model, "--vllm-port", engine, "--atropos-url", f"http://127.0.0.1:{api}", "--lr", "1e-2"]
+    out += ["--save-path", folder, "--dtype", "float32", "--device", "cpu", "--batch-size", 2]
+    return [*map(str, out), *more]
+
+
+def rows(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "train/loss" in row]
+
+
+@pytest.mark.parametrize("mode,last", [("none", "final_model"), ("lora_restart", "final_adapter")])
+def test_a_run_with_an_engine_of_its_own(tiny: Path, tmp_path: Path, mode: str, last: str) -> None:
+    """Two steps between two updates of the engine; then the same command goes on."""
+    engine, api = free_port(), free_port()
+    save = tmp_path / "out"
+    flags = ["--weight-bridge-mode", mode, "--gradient-accumulation-steps", "4", "--vllm-restart-interval", "2"]
+    flags += ["--benchmark", "--resume"]
+    with feeder(api, f"http://127.0.0.1:{engine}"):
+        command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, *flags)]
+        done = [
+            subprocess.run([*command, "--training-steps", str(n)], env=ENVIRONMENT, capture_output=True, text=True)
+            for n in (2, 4)
+        ]
+    assert [d.returncode for d in done] == [0, 0], done[-1].stderr[-2000:] + done[0].stderr[-2000:]
+    out = done[1].stdout
+    assert "Step 3/4" in out and "Step 4/4" in out and "Step 1/4" not in out, out[-3000:]
+    assert "Training finished." in out and "BENCHMARK SUMMARY" in out
+    prefix = "adapter_step" if last == "final_adapter" else "step"
+    assert sorted(p.name for p in save.glob(f"{prefix}_*")) == [f"{prefix}_2", f"{prefix}_4"]
+    name = "adapter_model.safetensors" if prefix == "adapter_step" else "model.safetensors"
+    before, after = (load_file(save / f"{prefix}_{n}" / name) for n in (2, 4))
+    assert before.keys() == after.keys() and any(not before[key].equal(after[key]) for key in before)
+    assert (save / last / name).read_bytes() == (save / f"{prefix}_4" / name).read_bytes()
+    assert [p.name for p in (save / "resume").glob("iter_*")] == ["iter_0000003"]  # the newest alone
+
+
+def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks on a batch make the steps that one rank makes on it; one that is killed ends the other by name."""
+    found = []
+    for size, accumulate in ((1, "4"), (2, "2")):
+        engine, api, save = free_port(), free_port(), tmp_path / f"of-{size}"
+        flags = ["--gradient-accumulation-steps", accumulate, "--training-steps", "2", "--vllm-restart-interval", "1"]
+        command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, "--weight-bridge-mode", "lora_restart", *flags)]
+        command += ["--world-size", str(size)]
+        with feeder(api):
+            others = [
+                subprocess.Popen([*command, "--trainer-rank", str(rank)], env=ENVIRONMENT, stdout=subprocess.PIPE)
+                for rank in range(1, size)
+            ]
+            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+            said = [(other.communicate(timeout=30)[0].decode(), other.returncode) for other in others]
+        assert done.returncode == 0, done.stderr[-2000:] + str(said)
+        assert all("has joined rank 0" in text and code == 0 for text, code in said), said
+        found.append(rows(save))
+    for alone, together in zip(*found, strict=True):
+        for name in ("train/loss", "train/grad_norm"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
+    assert found[0][0]["train/grad_norm"] > 0
+
+
+def test_the_death_of_a_rank_that_joined_is_named(tiny: Path, tmp_path: Path) -> None:
+    engine, api = free_port(), free_port()
+    flags = ["--weight-bridge-mode", "lora_restart", "--training-steps", "1000", "--world-size", "2"]
+    command = [*EMBEDDED, *words(tiny / "hf", tmp_path / "out", engine, api, *flags)]
+    command += ["--gradient-accumulation-steps", "2", "--vllm-restart-interval", "1"]
+    with feeder(api):
+        other = subprocess.Popen([*command, "--trainer-rank", "1"], env=ENVIRONMENT)
+        first = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "out/metrics.jsonl").exists() or not rows(tmp_path / "out"):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.1)
+        other.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        _, error = first.communicate(timeout=60)
+    assert first.returncode == 1 and "actor rank 1 (started by hand) has ended" in error, error
+    assert time.monotonic() - began < 20
+    other.wait()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str) -> None:
+    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory."""
+    engine, api = free_port(), free_port()
+    model, save = make_checkpoint(tmp_path / "hf", head_dim=32), tmp_path / "out"
+    env = {**ENVIRONMENT, "LOGDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shared = mode == "shared_vllm"
+    serve = [sys.executable, "-m", "instep.cli", "atropos-serve", "--model", str(model), "--port", str(engine)]
+    serve += [] if shared else ["--enable-lora", "--max-lora-rank", "16"]
+    log = tmp_path / "vllm.log"
+    with log.open("w") as file:
+        more = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"} if shared else {}
+        server = subprocess.Popen(serve, env={**env, **more}, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 200
+        while "Uvicorn running on" not in log.read_text():
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        with feeder(api, f"http://127.0.0.1:{engine}"):
+            flags = words(model, save, engine, api, "--weight-bridge-mode", mode, "--training-steps", "4")
+            flags[flags.index("--dtype") + 1] = "bfloat16"
+            train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags, "--gradient-accumulation-steps", "4"]
+            train += ["--vllm-restart-interval", "2"]
+            done = subprocess.run(train, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "Step 4/4" in done.stdout and (save / ("final_model" if shared else "final_adapter")).is_dir()
+        attached = "[Setup] ✓ Attached 24 tensors to vLLM's shared memory"
+        assert (attached in done.stdout) is shared and ("Exported 18 params" in log.read_text()) is shared
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(20)
+        server.kill()
