@@ -67,8 +67,8 @@ def flags(model: Path, run_dir: Path, *more: str, **taskset: Any) -> list[str]:
     own = {"taskset": taskset, "agent": {"runtime": {"type": "subprocess"}}}
     words = f"train --hf-checkpoint {model} --env vowels --env-python {PYTHON} --rollout-batch-size 4"
     words += " --n-samples-per-prompt 4 --rollout-max-response-len 12 --num-rollout 2 --lr 1e-3"
-    words += " --lr-decay-style constant --train-backend hf --actor-num-gpus-per-node 1 --num-threads 1 --device cpu --rollout-timeout 300"
-    words += " --rollout-function-path instep.integrations.verifiers.generate_rollout"
+    words += " --lr-decay-style constant --train-backend hf --actor-num-gpus-per-node 1 --num-threads 1 --device cpu"
+    words += " --rollout-timeout 60 --rollout-function-path instep.integrations.verifiers.generate_rollout"
     return [*words.split(), "--run-dir", str(run_dir), "--env-args", json.dumps(own), *more]
 
 
@@ -243,7 +243,8 @@ def test_an_episode_that_fails_is_named(model: Path, engine: Any, tmp_path: Path
         one_rollout(model, engine, tmp_path, fault="raise")
     assert "task 0" in caught.value.where
     kept = one_rollout(model, engine, tmp_path / "skip", "--skip-failed-groups", fault="raise")
-    assert {s.metadata["task"]["idx"] for s in kept} == {1, 2, 3, 4}
+    tasks = {s.metadata["task"]["idx"] for s in kept}
+    assert len(tasks) == 4 and 0 not in tasks
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ of kind `reply`; before that of a `run` come any number of kind `delta`, which c
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,14 @@ def require_packages() -> None:
     except ImportError as error:
         what = f"the protocol of env servers needs {error.name}"
         raise ConfigError(what, where="--env", remedy="pip install 'pyzmq>=27.1' 'msgpack>=1.1'") from None
+
+
+@functools.cache
+def _context() -> Any:
+    """ZeroMQ's threads and sockets, which are never ended: that would wait for any socket that is still open."""
+    import zmq.asyncio
+
+    return zmq.asyncio.Context()
 
 
 class Assembly:
@@ -72,11 +81,9 @@ class Client:
 
     def __init__(self, address: str):
         import zmq
-        import zmq.asyncio
 
         self.address, self.num_running = address, 0
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _context().socket(zmq.DEALER)
         options = {zmq.LINGER: 0, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HEARTBEAT_IVL: 1000 * HEARTBEAT_SECONDS}
         options |= {zmq.HEARTBEAT_TIMEOUT: 1000 * SILENT_SECONDS, zmq.RECONNECT_IVL: 100}
         for option, value in options.items():
@@ -119,7 +126,8 @@ class Client:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lose()
         self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        for socket in (self._monitor, self._socket):
+            socket.close(linger=0)
 
     async def _ask(self, method: str, payload: dict[str, Any], assembly: Assembly) -> dict[str, Any]:
         name, future = uuid.uuid4().hex.encode(), asyncio.get_running_loop().create_future()

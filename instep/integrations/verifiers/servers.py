@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import logging
+import shutil
 import sys
 import tempfile
 import threading
@@ -183,39 +184,49 @@ class Environment:
 
     async def _connect(self) -> Server:
         """A server that answers. Raises: EngineError, ConfigError."""
-        if self._args.env_address is not None and self._name == "env":
-            client = Client(self._args.env_address)
-            if await client.health(ANSWER_SECONDS):
-                return Server(client)
+        theirs, process = self._uses_theirs, None
+        if theirs is None:
+            first, self._first = self._first, None
+            process, address = first or self._launch()
+        client = Client(theirs or address)
+        try:
+            await self._wait_ready(client, process)
+        except BaseException:
             await client.close()
-            what = f"no env server of verifiers answers at {self._args.env_address} within {ANSWER_SECONDS:.0f} s"
-            raise EngineError(what, where="--env-address", remedy="start it (see docs/neighbours/verifiers.md)")
-        first, self._first = self._first, None
-        process, address = first or self._launch()
-        client = Client(address)
+            raise
+        return Server(client, process)
+
+    async def _wait_ready(self, client: Client, process: SupervisedProcess | None) -> None:
+        if process is None:
+            if not await client.health(ANSWER_SECONDS):
+                what = f"no env server of verifiers answers at {client.address} within {ANSWER_SECONDS:.0f} s"
+                remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
+                raise EngineError(what, where="--env-address", remedy=remedy)
+            return
         deadline = time.monotonic() + self._args.engine_start_timeout
         while not await client.health(0.5):
             fault = process.fault()
             if fault is not None or time.monotonic() > deadline:
-                await client.close()
                 raise self._no_start(f"its process {fault or 'does not answer'}", process)
-        return Server(client, process)
+
+    @property
+    def _uses_theirs(self) -> str | None:
+        """The address of somebody else's server, which serves what is trained on."""
+        return self._args.env_address if self._name == "env" else None
 
     def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:
         """Start a process; with --env-address it only writes tasks, and its own address is empty."""
         number = next(self._numbers)
-        serves = self._args.env_address is None or self._name != "env"
-        address = f"ipc://{self.folder}/{number}" if serves else ""
+        address = "" if self._uses_theirs else f"ipc://{self.folder}/{number}"
         config = {"env": self._block, "select": self._select, "tasks": tasks and str(tasks), "address": address}
         path = self.folder / f"{number}.json"
         path.write_text(json.dumps(config))
-        argv = [self._args.env_python or sys.executable, "-P", str(HOST), str(path)]
+        python = self._args.env_python or sys.executable
+        if shutil.which(python) is None:
+            raise ConfigError(f"{python} cannot be run", where="--env-python", remedy="give the path of a Python")
+        argv = [python, "-P", str(HOST), str(path)]
         env = {"PYTHONUNBUFFERED": "1"}
-        try:
-            process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
-        except OSError as error:
-            what, where = f"it cannot be run: {error.strerror}", f"--env-python {argv[0]}"
-            raise ConfigError(what, where=where, remedy="give the path of a Python") from None
+        process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
         self._owned.append(process)
         return process, address
 
