@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.errors import ConfigError, RolloutError
-
-if TYPE_CHECKING:
-    pass
 
 _LISTS = ("nodes", "calls", "errors")
 HEARTBEAT_SECONDS, SILENT_SECONDS = 2, 8  # of ZeroMQ itself, which a server answers however busy its Python is
@@ -134,7 +131,8 @@ class Client:
         self._waiting[name] = future, assembly
         try:
             await self._send(name, method, payload)
-            return dict(await asyncio.shield(future))
+            reply: dict[str, Any] = await asyncio.shield(future)
+            return reply
         except asyncio.CancelledError:
             if method == "run":
                 await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
@@ -161,10 +159,12 @@ class Client:
                 if len(frames) != 3 or frames[1] not in (b"delta", b"reply"):
                     raise ValueError(f"{len(frames)} frames; before 0.4, verifiers had another protocol")
                 data = msgpack.unpackb(frames[2], strict_map_key=False)
-                if frames[1] == b"reply":
+                if frames[1] == b"delta":
+                    assembly.apply(data)
+                elif isinstance(data, dict):
                     future.set_result(data)
                 else:
-                    assembly.apply(data)
+                    raise ValueError(f"a reply that is a {type(data).__name__}")
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # what the server has sent
                 what, remedy = f"an answer of another form: {error!r}", "use verifiers 0.4 on both sides"
                 future.set_exception(RolloutError(what, where=self.address, remedy=remedy))
