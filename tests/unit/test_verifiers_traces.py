@@ -142,6 +142,9 @@ def test_a_failed_episode_says_what_has_failed() -> None:
     error = {"type": "HarnessError", "message": "exit code 1\nmore"}
     with pytest.raises(RolloutError, match="HarnessError: exit code 1"):
         samples(trace(TURNS, errors=[error]), ok=False)
+    calls = [{"node": None, "error": {"type": "ProviderError", "message": "no answer"}}]
+    with pytest.raises(RolloutError, match="HarnessError: exit code 1; its last .* failed: ProviderError: no answer"):
+        samples(trace(TURNS, errors=[error], calls=calls), ok=False)
     with pytest.raises(RolloutError, match="TaskError: bad"):
         samples(trace(TURNS), ok=False, errors=[{"type": "TaskError", "message": "bad"}])
 
