@@ -254,6 +254,7 @@ def test_an_episode_that_fails_is_named(model: Path, engine: Any, tmp_path: Path
         (["--env-python", sys.executable], "has no verifiers"),
         (["--env-python", "/no/python"], "cannot be run"),
         (["--env-args", '{"taskset": {"num_tusks": 3}}'], "num_tusks"),
+        (["--env-args", '{"serve": {"pool": 3}}'], "only max_concurrent acts"),
         (["--env-address", "tcp://127.0.0.1:9"], "no env server of verifiers answers"),
     ],
 )

@@ -177,10 +177,11 @@ def test_a_missing_delta_is_noticed(size: dict[str, Any]) -> None:
 def test_the_settings_of_evaluations_lie_over_those_of_training() -> None:
     class Args:
         env = "gsm8k"
-        env_args = {"taskset": {"split": "train", "n": 1}, "select": {"limit": 9}}
+        env_args = {"taskset": {"split": "train", "n": 1}, "select": {"limit": 9}, "serve": {"max_concurrent": 4}}
         env_eval_args = {"taskset": {"split": "test"}, "select": {"limit": 2}}
 
-    train, select = settings_of(Args(), evaluation=False)  # type: ignore[arg-type]
+    train, select, serve = settings_of(Args(), evaluation=False)  # type: ignore[arg-type]
+    assert serve == {"max_concurrent": 4}
     assert (train, select) == ({"taskset": {"split": "train", "n": 1, "id": "gsm8k"}}, {"limit": 9})
-    held_out, select = settings_of(Args(), evaluation=True)  # type: ignore[arg-type]
+    held_out, select, _ = settings_of(Args(), evaluation=True)  # type: ignore[arg-type]
     assert (held_out, select) == ({"taskset": {"split": "test", "n": 1, "id": "gsm8k"}}, {"limit": 2})

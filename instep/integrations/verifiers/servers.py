@@ -49,12 +49,12 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
     Raises:
         ConfigError: the packages of the protocol are not there.
     """
-    block, select = settings_of(args, evaluation=evaluation)
-    key = json.dumps([block, select], sort_keys=True)
+    block, select, serve = settings_of(args, evaluation=evaluation)
+    key = json.dumps([block, select, serve], sort_keys=True)
     if key not in _environments:
         require_packages()
         name = "env-eval" if evaluation and _environments else "env"
-        _environments[key] = environment = Environment(args, name, block, select)
+        _environments[key] = environment = Environment(args, name, block, select, serve)
 
         async def close() -> None:
             _environments.pop(key, None)
@@ -64,11 +64,11 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
     return _environments[key]
 
 
-def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """verifiers' [env] and [select] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
+def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
     given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
-    select = given.pop("select", {})
-    return _merged(given, {"taskset": {"id": args.env}}), select
+    select, serve = given.pop("select", {}), given.pop("serve", {})
+    return _merged(given, {"taskset": {"id": args.env}}), select, serve
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -84,11 +84,14 @@ class Environment:
 
     Args:
         name: of its logs.
-        block, select: what verifiers calls [env] and [select].
+        block, select, serve: what verifiers calls [env], [select] and [serve]; of the last `max_concurrent` acts.
     """
 
-    def __init__(self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any]):
-        self._args, self._name, self._block, self._select = args, name, block, select
+    def __init__(
+        self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any], serve: dict[str, Any]
+    ):
+        self._args, self._name = args, name
+        self._settings = {"env": block, "select": select, "serve": serve}
         root = tempfile.gettempdir()
         self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
         self._numbers = itertools.count()
@@ -218,7 +221,7 @@ class Environment:
         """Start a process; with --env-address it only writes tasks, and its own address is empty."""
         number = next(self._numbers)
         address = "" if self._uses_theirs else f"ipc://{self.folder}/{number}"
-        config = {"env": self._block, "select": self._select, "tasks": tasks and str(tasks), "address": address}
+        config = {**self._settings, "tasks": tasks and str(tasks), "address": address}
         path = self.folder / f"{number}.json"
         path.write_text(json.dumps(config))
         python = self._args.env_python or sys.executable
