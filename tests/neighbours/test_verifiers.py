@@ -123,6 +123,18 @@ def test_on_vllm(qwen: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path, "rollout/env/num_turns") == [2.0, 2.0]
 
 
+def test_verifiers_own_chat_program(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness `null`: a program of verifiers in a process for each episode, whose packages `uv` installs."""
+    monkeypatch.setitem(ENVIRONMENT, "PATH", os.pathsep.join([str(PYTHON.parent), os.environ["PATH"]]))
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    more = ["--env-args", json.dumps({"agent": agent, "serve": {"max_concurrent": 2}}), "--num-rollout", "1"]
+    done = run(flags(model, tmp_path, *more, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path, "rollout/env/num_turns") == [1.0]
+    assert max(metrics(tmp_path, "train/log_prob_gap_max")) < 1e-4
+    assert "AsyncOpenAI" in (tmp_path / "logs" / "env-0.log").read_text()
+
+
 # ---- token by token --------------------------------------------------------------------------------------------------
 
 
