@@ -161,7 +161,9 @@ class VllmKind(EngineKind):
         if not args.no_fast_log_probs and group.role == "regular":
             own["scheduler_cls"] = ["--scheduler-cls", "instep_vllm.fast.scheduler.make"]
             own["middleware"] = ["--middleware", "instep_vllm.fast.api.Middleware", *own["middleware"]]
-        if release(version) < (0, 32) and group.role != "regular":  # its module says what it mends
+        if release(version) >= (0, 32):  # its module says what it mends; it is asked last
+            own["middleware"] = ["--middleware", "instep_vllm.token_names.Middleware", *own["middleware"]]
+        if release(version) < (0, 32) and group.role != "regular":  # as above
             own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware", *own["middleware"]]
         if args.device != "cpu" and args.colocate:  # vLLM would take 0.9, as if it were alone there
             alone = update_weights and args.offload_train and args.offload_rollout

@@ -7,13 +7,11 @@ of kind `reply`; before that of a `run` come any number of kind `delta`, which c
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.errors import ConfigError, RolloutError
-
-if TYPE_CHECKING:
-    pass
 
 _LISTS = ("nodes", "calls", "errors")
 HEARTBEAT_SECONDS, SILENT_SECONDS = 2, 8  # of ZeroMQ itself, which a server answers however busy its Python is
@@ -32,6 +30,14 @@ def require_packages() -> None:
     except ImportError as error:
         what = f"the protocol of env servers needs {error.name}"
         raise ConfigError(what, where="--env", remedy="pip install 'pyzmq>=27.1' 'msgpack>=1.1'") from None
+
+
+@functools.cache
+def _context() -> Any:
+    """ZeroMQ's threads and sockets, which are never ended: that would wait for any socket that is still open."""
+    import zmq.asyncio
+
+    return zmq.asyncio.Context()
 
 
 class Assembly:
@@ -72,11 +78,9 @@ class Client:
 
     def __init__(self, address: str):
         import zmq
-        import zmq.asyncio
 
         self.address, self.num_running = address, 0
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _context().socket(zmq.DEALER)
         options = {zmq.LINGER: 0, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HEARTBEAT_IVL: 1000 * HEARTBEAT_SECONDS}
         options |= {zmq.HEARTBEAT_TIMEOUT: 1000 * SILENT_SECONDS, zmq.RECONNECT_IVL: 100}
         for option, value in options.items():
@@ -119,14 +123,16 @@ class Client:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lose()
         self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        for socket in (self._monitor, self._socket):
+            socket.close(linger=0)
 
     async def _ask(self, method: str, payload: dict[str, Any], assembly: Assembly) -> dict[str, Any]:
         name, future = uuid.uuid4().hex.encode(), asyncio.get_running_loop().create_future()
         self._waiting[name] = future, assembly
         try:
             await self._send(name, method, payload)
-            return dict(await asyncio.shield(future))
+            reply: dict[str, Any] = await asyncio.shield(future)
+            return reply
         except asyncio.CancelledError:
             if method == "run":
                 await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
@@ -153,10 +159,12 @@ class Client:
                 if len(frames) != 3 or frames[1] not in (b"delta", b"reply"):
                     raise ValueError(f"{len(frames)} frames; before 0.4, verifiers had another protocol")
                 data = msgpack.unpackb(frames[2], strict_map_key=False)
-                if frames[1] == b"reply":
+                if frames[1] == b"delta":
+                    assembly.apply(data)
+                elif isinstance(data, dict):
                     future.set_result(data)
                 else:
-                    assembly.apply(data)
+                    raise ValueError(f"a reply that is a {type(data).__name__}")
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # what the server has sent
                 what, remedy = f"an answer of another form: {error!r}", "use verifiers 0.4 on both sides"
                 future.set_exception(RolloutError(what, where=self.address, remedy=remedy))

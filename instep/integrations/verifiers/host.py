@@ -1,7 +1,7 @@
 """The environment's process: `PYTHON -P host.py CONFIG`. It runs in the user's Python, and imports nothing of instep.
 
-CONFIG is a JSON file: `env` (what verifiers calls [env]), `select` (its [select]), `tasks` (the file to write the tasks
-into, a JSON object each line; or null) and `address` (where to serve; or null, then the process ends with the tasks).
+CONFIG is a JSON file: `env`, `select` and `serve` (what verifiers calls so), `tasks` (the file to write the tasks into,
+a JSON object each line; or null) and `address` (where to serve; or "", then the process ends with the tasks).
 It ends with the process that has started it, and so do the programs of its episodes.
 """
 
@@ -73,11 +73,15 @@ def main() -> None:
     except ImportError as error:
         fail(f"{sys.executable} has no verifiers from 0.4 on ({error}): pip install 'verifiers>=0.4', or --env-python")
     print(f"verifiers {verifiers.__version__}", flush=True)
+    if unknown := given["serve"].keys() - {"max_concurrent"}:
+        fail(
+            f"serve: {', '.join(sorted(unknown))}: of [serve] only max_concurrent acts (--env-num-servers is for more)"
+        )
     config = resolve_env_config(given["env"])
     if given["tasks"]:
         write_tasks(config, given["select"], given["tasks"])
     if given["address"]:
-        serve_env(max_workers=1, address=given["address"], config=config)
+        serve_env(max_workers=1, address=given["address"], config=config, **given["serve"])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import logging
+import shutil
 import sys
 import tempfile
 import threading
@@ -48,12 +49,12 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
     Raises:
         ConfigError: the packages of the protocol are not there.
     """
-    block, select = settings_of(args, evaluation=evaluation)
-    key = json.dumps([block, select], sort_keys=True)
+    block, select, serve = settings_of(args, evaluation=evaluation)
+    key = json.dumps([block, select, serve], sort_keys=True)
     if key not in _environments:
         require_packages()
         name = "env-eval" if evaluation and _environments else "env"
-        _environments[key] = environment = Environment(args, name, block, select)
+        _environments[key] = environment = Environment(args, name, block, select, serve)
 
         async def close() -> None:
             _environments.pop(key, None)
@@ -63,11 +64,11 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
     return _environments[key]
 
 
-def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """verifiers' [env] and [select] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
+def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
     given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
-    select = given.pop("select", {})
-    return _merged(given, {"taskset": {"id": args.env}}), select
+    select, serve = given.pop("select", {}), given.pop("serve", {})
+    return _merged(given, {"taskset": {"id": args.env}}), select, serve
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +84,14 @@ class Environment:
 
     Args:
         name: of its logs.
-        block, select: what verifiers calls [env] and [select].
+        block, select, serve: what verifiers calls [env], [select] and [serve]; of the last `max_concurrent` acts.
     """
 
-    def __init__(self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any]):
-        self._args, self._name, self._block, self._select = args, name, block, select
+    def __init__(
+        self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any], serve: dict[str, Any]
+    ):
+        self._args, self._name = args, name
+        self._settings = {"env": block, "select": select, "serve": serve}
         root = tempfile.gettempdir()
         self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
         self._numbers = itertools.count()
@@ -183,39 +187,49 @@ class Environment:
 
     async def _connect(self) -> Server:
         """A server that answers. Raises: EngineError, ConfigError."""
-        if self._args.env_address is not None and self._name == "env":
-            client = Client(self._args.env_address)
-            if await client.health(ANSWER_SECONDS):
-                return Server(client)
+        theirs, process = self._uses_theirs, None
+        if theirs is None:
+            first, self._first = self._first, None
+            process, address = first or self._launch()
+        client = Client(theirs or address)
+        try:
+            await self._wait_ready(client, process)
+        except BaseException:
             await client.close()
-            what = f"no env server of verifiers answers at {self._args.env_address} within {ANSWER_SECONDS:.0f} s"
-            raise EngineError(what, where="--env-address", remedy="start it (see docs/neighbours/verifiers.md)")
-        first, self._first = self._first, None
-        process, address = first or self._launch()
-        client = Client(address)
+            raise
+        return Server(client, process)
+
+    async def _wait_ready(self, client: Client, process: SupervisedProcess | None) -> None:
+        if process is None:
+            if not await client.health(ANSWER_SECONDS):
+                what = f"no env server of verifiers answers at {client.address} within {ANSWER_SECONDS:.0f} s"
+                remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
+                raise EngineError(what, where="--env-address", remedy=remedy)
+            return
         deadline = time.monotonic() + self._args.engine_start_timeout
         while not await client.health(0.5):
             fault = process.fault()
             if fault is not None or time.monotonic() > deadline:
-                await client.close()
                 raise self._no_start(f"its process {fault or 'does not answer'}", process)
-        return Server(client, process)
+
+    @property
+    def _uses_theirs(self) -> str | None:
+        """The address of somebody else's server, which serves what is trained on."""
+        return self._args.env_address if self._name == "env" else None
 
     def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:
         """Start a process; with --env-address it only writes tasks, and its own address is empty."""
         number = next(self._numbers)
-        serves = self._args.env_address is None or self._name != "env"
-        address = f"ipc://{self.folder}/{number}" if serves else ""
-        config = {"env": self._block, "select": self._select, "tasks": tasks and str(tasks), "address": address}
+        address = "" if self._uses_theirs else f"ipc://{self.folder}/{number}"
+        config = {**self._settings, "tasks": tasks and str(tasks), "address": address}
         path = self.folder / f"{number}.json"
         path.write_text(json.dumps(config))
-        argv = [self._args.env_python or sys.executable, "-P", str(HOST), str(path)]
+        python = self._args.env_python or sys.executable
+        if shutil.which(python) is None:
+            raise ConfigError(f"{python} cannot be run", where="--env-python", remedy="give the path of a Python")
+        argv = [python, "-P", str(HOST), str(path)]
         env = {"PYTHONUNBUFFERED": "1"}
-        try:
-            process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
-        except OSError as error:
-            what, where = f"it cannot be run: {error.strerror}", f"--env-python {argv[0]}"
-            raise ConfigError(what, where=where, remedy="give the path of a Python") from None
+        process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
         self._owned.append(process)
         return process, address
 

@@ -164,8 +164,17 @@ def _check_ended(episode: dict[str, Any], where: str) -> None:
         return
     errors = [*(episode.get("errors") or ()), *(error for trace in traces for error in trace["errors"])]
     last = errors[-1] if errors else {"type": "an error", "message": "which it does not name"}
-    lines = str(last.get("message", "")).strip().splitlines() or [""]
-    raise RolloutError(f"the episode has failed: {last['type']}: {lines[0]}", where=where, remedy=REMEDY)
+    what = f"the episode has failed: {_said(last)}"
+    asked = [call["error"] for trace in traces for call in trace["calls"] if call.get("error")]
+    if asked and asked[-1].get("message") != last.get("message"):
+        what += f"; its last request to the model that failed: {_said(asked[-1])}"
+    raise RolloutError(what, where=where, remedy=REMEDY)
+
+
+def _said(error: dict[str, Any]) -> str:
+    """The type of an error, and its first line."""
+    lines = str(error.get("message", "")).strip().splitlines() or [""]
+    return f"{error['type']}: {lines[0]}"
 
 
 def _task_index(sample: Sample) -> Any:
