@@ -3,7 +3,7 @@
 from instep.arguments.flag import SECONDS, WAYS_HERE, Flag, FlagGroup, http_address, refused
 
 ATROPOS = "a flag of Atropos' example trainer, which `instep atropos-train` takes"
-SERVER = "a flag of a generation server, which `instep serve` is"
+SERVER = "a flag of a generation server; `instep vllm-serve` takes those of TRL's as they are"
 
 NEIGHBOURS = FlagGroup(
     "Neighbours",

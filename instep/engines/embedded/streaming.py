@@ -23,14 +23,17 @@ def log_probs(
     scores = [max(-9999.0, p) for p in scores]  # in this order also for NaN, which JSON lacks
     if kind == "cmpl":
         return {"tokens": texts, "token_logprobs": scores}
-    # vLLM's name of a token without a text, by which clients check that a log-prob is that of their token
-    pairs = zip(tokens, scores, strict=True)
-    content: list[Body] = [{"token": f"token_id:{t}", "token_id": t, "logprob": p} for t, p in pairs]
+    content = [_named(token, p) for token, p in zip(tokens, scores, strict=True)]
     for entry, likely in zip(content, top, strict=False):
-        entry["top_logprobs"] = [{"token": f"token_id:{t}", "logprob": max(-9999.0, p)} for t, p in likely]
+        entry["top_logprobs"] = [_named(token, max(-9999.0, p)) for token, p in likely]
     for entry, text in zip(content, texts, strict=False):
         entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
     return {"content": content}
+
+
+def _named(token: int, log_prob: float) -> Body:
+    """With vLLM's name of a token without a text, by which clients check that a log-prob is that of their token."""
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob}
 
 
 def final_text(request: Request) -> str:

@@ -35,13 +35,6 @@ WRAPPED = {  # methods of AsyncLLM, with the parameters that are read here
 }
 
 
-class Loaded:
-    """The adapter of the last `/lora/load` in this server; `request` is vLLM's, None without one."""
-
-    request: Any = None
-    count = 0
-
-
 class Keeper:
     """The lease of one engine, and what its server knows of the weights in it.
 

@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from instep_vllm import LORA_VARIABLE, SINGLE_COPY
-from instep_vllm.async_llm import Loaded
 from instep_vllm.kv_params import App, Message, Receive, Send, body_of
 from instep_vllm.loaded import Loaded
 
