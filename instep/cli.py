@@ -21,8 +21,7 @@ from instep.private import private_files
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = ("train", "train-async", "sft", "dpo", "serve", "vllm-serve", "plan", "profile", "report", "samples")
-COMMANDS += ("convert", "doctor")
+COMMANDS = tuple("train train-async sft dpo serve vllm-serve plan profile report samples convert doctor".split())
 
 HELP = """\
 usage: instep COMMAND ...

@@ -99,7 +99,8 @@ class Fleet:
                 name = "gate" if len(specs) == 1 else f"gate-{spec.model}"
                 self.gates[spec.model] = start_gate(args, spec, self._inner_url(spec.model), log_dir, name)
         self._key_file: Path | None = None
-        if self.engines and with_gates and (key := keys.key_of(self._client_url(self._default))) and not args.no_api_key:
+        shown = self.engines and with_gates and not args.no_api_key
+        if shown and (key := keys.key_of(self._client_url(self._default))):
             self._key_file = keys.write(Path(args.run_dir), key)
 
     def of_model(self, model: str) -> list[Engine]:

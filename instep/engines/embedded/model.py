@@ -157,8 +157,8 @@ class Runner(Cache):
             own = log_probs.gather(1, at)
             ranks = (log_probs >= own).sum(1)
             best, which = log_probs.topk(min(k, log_probs.shape[1]))
-            rows = zip(at[:, 0].tolist(), own[:, 0].tolist(), ranks.tolist(), which.tolist(), best.tolist(), strict=True)
-            for token, score, rank, others, scores in rows:
+            columns = (column.tolist() for column in (at[:, 0], own[:, 0], ranks, which, best))
+            for token, score, rank, others, scores in zip(*columns, strict=True):
                 likely = [(t, p, i) for i, (t, p) in enumerate(zip(others, scores, strict=True), 1) if t != token]
                 out.append([(token, score, rank), *likely])
         return out

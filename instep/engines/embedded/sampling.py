@@ -49,5 +49,6 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Lim
     log_probs = distribution(logits, temperature, truncation)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
-    tokens = torch.where(temperature == 0, logits.argmax(-1), tokens).clamp_(max=logits.shape[1] - 1)  # acts on NaN logits only
+    tokens = torch.where(temperature == 0, logits.argmax(-1), tokens)
+    tokens.clamp_(max=logits.shape[1] - 1)  # acts on NaN logits only
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0]

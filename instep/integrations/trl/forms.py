@@ -29,7 +29,7 @@ SAMPLING = frozenset(
 )
 # Fields of OpenAI's routes that say how to answer.
 ANSWER = frozenset("model prompt messages return_token_ids return_tokens_as_token_ids stream echo user".split())
-CHAT = ANSWER | {"tools", "tool_choice", "chat_template", "chat_template_kwargs", "top_logprobs", "add_generation_prompt"}
+CHAT = ANSWER | set("tools tool_choice chat_template chat_template_kwargs top_logprobs".split())
 
 
 class BadRequest(Exception):
@@ -52,7 +52,8 @@ class Asked:
     def of(cls, given: Body) -> Asked:
         """Read sampling parameters under vLLM's names. Raises BadRequest."""
         if unknown := sorted(given.keys() - SAMPLING):
-            raise BadRequest(f"{', '.join(unknown)}: no such sampling parameter; there are {', '.join(sorted(SAMPLING))}")
+            known = ", ".join(sorted(SAMPLING))
+            raise BadRequest(f"{', '.join(unknown)}: no such sampling parameter; there are {known}")
         n, logprobs = given.get("n", 1), given.get("logprobs")
         if type(n) is not int or n < 1:
             raise BadRequest(f"n must be a whole number above 0, got {n!r}")
@@ -112,7 +113,7 @@ def number(value: float) -> float | None:
 
 
 def tokens_of(choice: Body, logprobs: int | None) -> list[list[tuple[int, float]]]:
-    """For each token of a choice (id, log-prob): its own and those of the `logprobs` likeliest, by descending log-prob."""
+    """For each token of a choice its own (id, log-prob) and those of the `logprobs` likeliest, the likeliest first."""
     content = (choice.get("logprobs") or {}).get("content") or []
     out = []
     for token, entry in zip(choice["token_ids"], content, strict=True):

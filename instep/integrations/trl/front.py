@@ -30,8 +30,10 @@ from instep.engines.http import checked_socket, message
 from instep.engines.wire import GENERATE
 from instep.errors import InstepError
 from instep.integrations.trl import forms
+from instep.integrations.trl.clients import Connection, Refused
 from instep.integrations.trl.forms import Asked, BadRequest, Body
-from instep.integrations.trl.updates import Connection, Refused, Updates
+from instep.integrations.trl.texts import IMAGES, Texts, template_options
+from instep.integrations.trl.updates import Updates
 from instep.rollout import admission
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2
 RETRY_SECONDS = 60.0  # a prompt whose engine has died goes to another one, or waits for it to come back
 OPEN = frozenset({"/health", "/health/"})
-IMAGES = "images are not taken here: this server is for models of text"
 Handler = Callable[[web.Request, Body], Awaitable[Any]]
 access = logging.getLogger("aiohttp.access")
 
@@ -60,7 +61,7 @@ class Front:
         self._args, self._url, self._model, self._key, self._host = args, url, model, key, host
         self._updates = updates
         self._guard = Guard(keys.run_key(), EVERYONE, [*(args.allowed_hosts or ()), "0.0.0.0", host])
-        self._tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        self._texts = Texts(load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code))
         self._loop = asyncio.new_event_loop()
         self._ready, self._fault = threading.Event(), ""
         self._stop = asyncio.Event()
@@ -173,8 +174,8 @@ class Front:
         raise Refused(f"{http.path} needs the server's key: {how}", 401)
 
     def _check_whole(self) -> None:
-        if self._updates.broken:
-            raise Refused(self._updates.broken, 503)
+        if self._updates.delivery.broken:
+            raise Refused(self._updates.delivery.broken, 503)
 
     async def _pass_on(self, http: web.Request) -> web.StreamResponse:
         url = self._url + http.path_qs
@@ -216,7 +217,7 @@ class Front:
                     raise Refused(f"no answer in {self._args.rollout_timeout:.0f} s (--rollout-timeout)", 504) from None
                 if status == 200:
                     return json.loads(text)  # type: ignore[no-any-return]
-                if status < 500 or (time.monotonic() > deadline and not self._updates.is_paused):
+                if status < 500 or (time.monotonic() > deadline and not self._updates.delivery.paused):
                     raise Refused(message(text), status)
                 await asyncio.sleep(LOOK_SECONDS)
 
@@ -230,14 +231,14 @@ class Front:
 
     async def _generate(self, http: web.Request, body: Body) -> Body:
         asked, prompts = forms.legacy_asked(body), forms.legacy_prompts(body)
-        return await self._legacy(await self._ids(prompts), asked)
+        return await self._legacy(await self._texts.ids(prompts), asked)
 
     async def _chat(self, http: web.Request, body: Body) -> Body:
         conversations = body.get("messages")
         if not isinstance(conversations, list):
             raise BadRequest("messages must be a list of conversations")
-        asked, options = forms.legacy_asked(body), _template_options(body)
-        return await self._legacy(await asyncio.to_thread(self._render_all, conversations, options), asked)
+        asked, options = forms.legacy_asked(body), template_options(body)
+        return await self._legacy(await asyncio.to_thread(self._texts.render, conversations, options), asked)
 
     async def _legacy(self, prompts: list[list[int]], asked: Asked) -> Body:
         answers = await self._ask([asked.payload(self._model, ids) for ids in prompts])
@@ -245,8 +246,8 @@ class Front:
 
     async def _sequence_logprobs(self, http: web.Request, body: Body) -> Body:
         scoring = forms.Scoring.of(body)
-        payloads = [{"model": self._model, "token_ids": s, "sampling_params": scoring.params} for s in scoring.sequences]
-        answers = await self._ask(payloads)
+        fixed = {"model": self._model, "sampling_params": scoring.params}
+        answers = await self._ask([fixed | {"token_ids": sequence} for sequence in scoring.sequences])
         return await asyncio.to_thread(scoring.answer, answers)
 
     async def _init_communicator(self, http: web.Request, body: Body) -> Body:
@@ -288,27 +289,27 @@ class Front:
         if not forms.is_translated(body):
             self._check_whole()
             return await self._pass_on(http)
-        asked, name = forms.completion_asked(body), self._namer(body)
-        prompts = await self._ids(forms.completion_prompts(body))
+        asked, name = forms.completion_asked(body), self._texts.namer(body)
+        prompts = await self._texts.ids(forms.completion_prompts(body))
         answers = await self._ask([asked.payload(self._model, ids) for ids in prompts])
         choices: list[Body] = []
         for prompt, answer in zip(prompts, answers, strict=True):
             for choice in answer["choices"]:
                 made = forms.completion_choice(len(choices), prompt, answer, choice, asked, name)
-                choices.append(made | {"text": self._text(choice, body)})
+                choices.append(made | {"text": self._texts.of(choice, body)})
         return self._openai("text_completion", "cmpl", choices, prompts)
 
     async def _chat_completions(self, http: web.Request, body: Body) -> Any:
         if not forms.is_translated(body):
             self._check_whole()
             return await self._pass_on(http)
-        asked, name = forms.chat_asked(body), self._namer(body)
-        options = _template_options(body)
-        (prompt,) = await asyncio.to_thread(self._render_all, [body.get("messages")], options)
+        asked, name = forms.chat_asked(body), self._texts.namer(body)
+        options = template_options(body)
+        (prompt,) = await asyncio.to_thread(self._texts.render, [body.get("messages")], options)
         (answer,) = await self._ask([asked.payload(self._model, prompt)])
         choices = []
         for i, choice in enumerate(answer["choices"]):
-            said = {"role": "assistant", "content": self._text(choice, body)}
+            said = {"role": "assistant", "content": self._texts.of(choice, body)}
             choices.append(forms.chat_choice(i, choice, asked, name) | {"message": said})
         return self._openai("chat.completion", "chatcmpl", choices, [prompt]) | {"prompt_token_ids": prompt}
 
@@ -353,53 +354,10 @@ class Front:
         return {"status": "resumed"}
 
     async def _is_paused(self, http: web.Request, body: Body) -> Body:
-        return {"is_paused": self._updates.is_paused}
+        return {"is_paused": self._updates.delivery.paused}
 
     async def _weight_info(self, http: web.Request, body: Body) -> Body:
-        return {"weight_version": str(self._updates.version)}
-
-    # ---- tokens ------------------------------------------------------------------------------------------------------
-
-    async def _ids(self, prompts: list[Any]) -> list[list[int]]:
-        """Token ids of prompts, of which some may be texts."""
-        return await asyncio.to_thread(lambda: [self._tokenizer.encode(p) if isinstance(p, str) else p for p in prompts])
-
-    def _render_all(self, conversations: list[Any], options: Body) -> list[list[int]]:
-        """The prompts of conversations by the model's own chat template. Raises BadRequest."""
-        out = []
-        for messages in conversations:
-            if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages) or not messages:
-                raise BadRequest("messages must be conversations: lists of objects with role and content")
-            parts = (p for m in messages if isinstance(m.get("content"), list) for p in m["content"])
-            if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-                raise BadRequest(IMAGES)
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    messages, **{"add_generation_prompt": True, **options}, tokenize=False
-                )
-            except Exception as error:  # no template, or whatever one raises on what it was given
-                raise BadRequest(f"the chat template failed: {error}") from error
-            out.append(self._tokenizer.encode(text, add_special_tokens=False))
-        return out
-
-    def _namer(self, body: Body) -> Callable[[int], str]:
-        if body.get("return_tokens_as_token_ids"):
-            return lambda token: f"{forms.TOKEN}{token}"
-        return lambda token: str(self._tokenizer.decode([token]))
-
-    def _text(self, choice: Body, body: Body) -> str:
-        skip = body.get("skip_special_tokens") is not False
-        return str(self._tokenizer.decode(choice["token_ids"], skip_special_tokens=skip))
-
-
-def _template_options(body: Body) -> Body:
-    """What a request sets for the chat template. Raises BadRequest."""
-    extra, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or None
-    if not isinstance(extra, dict) or (tools is not None and not isinstance(tools, list)):
-        raise BadRequest("chat_template_kwargs must be an object, tools a list")
-    if refused := sorted(extra.keys() & {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation"}):
-        raise BadRequest(f"chat_template_kwargs: {', '.join(refused)} cannot be set by a request")
-    return {**extra, **({"tools": tools} if tools else {})}
+        return {"weight_version": str(self._updates.delivery.version)}
 
 
 async def _body(http: web.Request) -> Body:

@@ -146,7 +146,7 @@ class Receiver:
 
 
 def cuts(what: Sequence[Announced], packed_bytes: int | None) -> list[list[Announced]]:
-    """The tensors of each broadcast, as vLLM's senders cut them: a buffer ends with the tensor that crosses the limit."""
+    """The tensors of each broadcast as vLLM senders cut them: a buffer ends with the tensor that crosses the limit."""
     if packed_bytes is None:
         return [[one] for one in what]
     out: list[list[Announced]] = []

@@ -83,7 +83,8 @@ class Port:
             self._front.start()
         except OSError as error:
             what = f"cannot listen at {self._serving.host}:{self._args.port}: {error}"
-            raise ConfigError(what, where="--host and --port", remedy="name an address of this host, and a free port")
+            remedy = "name an address of this host, and a free port"
+            raise ConfigError(what, where="--host and --port", remedy=remedy) from error
         table = Table(title=COMMAND, show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")

@@ -1,8 +1,8 @@
 """Whole weights from somebody else's trainer, in shared memory: where each tensor goes, and what has come.
 
-A version is staged before an engine sees any of it, so that a trainer that dies in the middle leaves the engines as they
-are. Two slots take turns: one holds the version that the engines have, the other the one that comes. A slot is a few
-files, each of them a bucket of the way `staged`.
+A version is staged before an engine sees any of it, so that a trainer that dies in the middle leaves the engines as
+they are. Two slots take turns: one holds the version that the engines have, the other the one that comes. A slot is a
+few files, each of them a bucket of the way `staged`.
 """
 
 from __future__ import annotations
@@ -160,12 +160,22 @@ class Incoming:
             p = what.place
             self.records[p.name] = TensorRecord(p.name, p.shape, p.dtype, p.offset, p.nbytes, digest)
 
-    def check_tied(self, known: dict[str, TensorRecord]) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether a weight has come, or is to come, that is not merely tied to another one."""
+        return not self.announced <= self.layout.tied.keys()
+
+    def forget_tied(self, known: dict[str, TensorRecord]) -> None:
+        """Forget tied weights that are what those of an earlier version are tied to."""
+        for name in [n for n, digest in self.tied.items() if known[self.layout.tied[n]].digest == digest]:
+            del self.tied[name]
+            self.announced.discard(name)
+
+    def check_tied(self) -> None:
         """Compare tied weights that were sent with what they are tied to. Raises SyncError where they differ."""
         for name, digest in self.tied.items():
             target = self.layout.tied[name]
-            record = self.records.get(target) or known.get(target)
-            if record is not None and record.digest != digest:
+            if self.records[target].digest != digest:
                 raise SyncError(
                     f"{name} is not {target}, to which the model that is served ties it",
                     where="the trainer",

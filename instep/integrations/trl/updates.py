@@ -8,113 +8,31 @@ ended, while a version is brought to the engines (`rollout/admission.py`); what 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from instep.arguments.rollout import context_of_model
 from instep.cluster.local import WorkerGroup
-from instep.controller.role import RoleTrainer
-from instep.controller.sync.proof import Proof, any_equal
-from instep.controller.sync.session import EngineGone, Session
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.gpus import visible_gpus
+from instep.integrations.trl.clients import Client, Connection, Refused
+from instep.integrations.trl.delivery import Delivery
 from instep.integrations.trl.receiver import PACKED_BYTES, Meeting
-from instep.integrations.trl.staging import Incoming, Layout, Slot, StagedWeights
+from instep.integrations.trl.staging import Incoming, Layout
 from instep.integrations.trl.tensors import Announced, WrongTensor
 from instep.rollout import admission
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.controller.fleet import Fleet
-    from instep.engines.engine import Engine
 
 T = TypeVar("T")
 JOIN_SECONDS = 300.0  # vLLM's own bound for the store
 ALIVE_SECONDS = 5.0
-GONE_SECONDS = 10.0  # without a connection of the trainer, while its tensors are waited for
 RECEIVER = "instep.integrations.trl.receiver"
-
-
-class Refused(Exception):
-    """A request that is answered with an HTTP error; the message says what happened and what to do."""
-
-    def __init__(self, message: str, status: int = 409):
-        super().__init__(message)
-        self.status = status
-
-
-class Connection:
-    """The TCP connection that a request came by. A client that has one open lives."""
-
-    def __init__(self, transport: asyncio.Transport | None):
-        self._transport = transport
-        peer = transport.get_extra_info("peername") if transport is not None else None
-        self.host = str(peer[0]) if peer else "?"
-        self.peer = f"{peer[0]}:{peer[1]}" if peer else "?"
-
-    @property
-    def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Connection) and self._transport is other._transport
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(eq=False)
-class Client:
-    """The trainer that has the weight group.
-
-    Attributes:
-        connections: by which its requests came.
-        failed: its update has failed, and the group with it; fault: why, until it was told.
-        given_up: nothing of it is waited for any more.
-        left: whether it has no connection open, and since when, as far as somebody looked.
-    """
-
-    legacy: bool
-    connections: list[Connection]
-    fault: str = ""
-    failed: bool = False
-    given_up: bool = False
-    left: float | None = None
-    packed_bytes: int | None = PACKED_BYTES
-    since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
-
-    @property
-    def peer(self) -> str:
-        return self.connections[0].peer
-
-    def has(self, connection: Connection) -> bool:
-        """Whether a request is this client's, as far as one can tell: by its connection, or its host."""
-        return connection in self.connections or connection.host == self.connections[0].host
-
-    @property
-    def connected(self) -> bool:
-        self.connections = [c for c in self.connections if c.open] or self.connections[:1]
-        return any(c.open for c in self.connections)
-
-    def seen(self, connection: Connection) -> None:
-        if connection not in self.connections:
-            self.connections.append(connection)
-
-    def check(self) -> None:
-        """Raise SyncError if it will send nothing any more. For calls again and again while it is waited for."""
-        now = time.monotonic()
-        self.left = None if self.connected else self.left or now
-        if self.given_up or (self.left is not None and now - self.left > GONE_SECONDS):
-            raise SyncError(
-                f"the trainer at {self.peer} has gone in the middle of an update",
-                where="the weight group",
-                remedy="the engines keep their weights; start the trainer again",
-            )
 
 
 class Updates:
@@ -131,21 +49,16 @@ class Updates:
     def __init__(
         self, args: Args, fleet: Fleet, layout: Layout, folder: Path, logs: Path, host: str, say: Callable[[str], None]
     ):
-        self._args, self._fleet, self._layout, self._folder, self._logs = args, fleet, layout, folder, logs
+        self._args, self._fleet, self._layout, self._logs = args, fleet, layout, logs
         self._host, self._say = host, say
+        self.delivery = Delivery(args, fleet, layout, folder)
         self._thread = ThreadPoolExecutor(1, "weights")
-        self._slots = [Slot(layout, folder, name) for name in ("a", "b")]
         self._group: WorkerGroup | None = None
         self._client: Client | None = None
         self._incoming: Incoming | None = None
         self._last: Client | None = None  # the one that had it last, if its update has failed
-        self._current: StagedWeights | None = None  # what the engines have; None: what they have loaded by themselves
-        self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
-        self._scores: dict[str, list[float]] = {}
-        self._paused: tuple[str, float] | None = None  # by a client: the mode, and since when
+        self._paused: float | None = None  # by a client: since when
         self._num_waiting = 0  # for the thread: jobs of clients
-        self.version = 0
-        self.broken = ""  # why nothing may be generated
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -206,7 +119,7 @@ class Updates:
         """Whether it still has the group: it lives, and (TRL >= 1.11) has not closed the store that it masters."""
         if not client.connected:
             return False
-        if client.legacy or self._incoming is not None or self._num_waiting:
+        if client.legacy or self._num_waiting or (self._incoming is not None and self._incoming.begun):
             return True
         return await asyncio.wrap_future(self._thread.submit(self._is_joined))
 
@@ -254,8 +167,7 @@ class Updates:
         except WrongTensor as error:
             self._incoming = None
             raise Refused(f"{error}; this update is dropped, and the engines keep their weights") from error
-        # A tied weight alone comes after the update that it belongs to: a state dict has it at its end.
-        self._incoming = None if what.place is None and len(incoming.announced) == 1 and self.version else incoming
+        self._incoming = incoming
         self._begin(client, lambda: self._receive(client, incoming, [what], None))
         if not incoming.missing:
             self._incoming = None
@@ -300,7 +212,7 @@ class Updates:
         client = self._client
         if client is not None and client.legacy and client.has(connection):
             await self._settled()
-            if self._client is client and self._incoming is not None:
+            if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
                 _check_whole(incoming)
         self._tell_fault(connection)
@@ -310,35 +222,28 @@ class Updates:
             raise Refused(_told(error), 503) from error
 
     def _reset_caches(self) -> bool:
-        seconds = self._args.sync_timeout
-        return all([e.kind.reset_cache(e, timeout=seconds) is not False for e in self._fleet.available()])
+        kept: list[bool] = []
+        self.delivery.each(lambda e: kept.append(e.kind.reset_cache(e, timeout=self._args.sync_timeout) is False))
+        return not any(kept)
 
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
         """Let the engines generate nothing until `resume`, for `--sync-timeout` at most."""
-        await self._run(lambda: self._each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
-        self._paused = mode, time.monotonic()
+        self._paused, self.delivery.paused = time.monotonic(), True
+        await self._run(lambda: self.delivery.each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
 
     async def resume(self) -> None:
-        self._paused = None
-        await self._run(lambda: self._each(lambda e: e.resume(timeout=self._args.sync_timeout)))
-
-    def _each(self, call: Callable[[Engine], None]) -> None:
-        for engine in self._fleet.available():
-            call(engine)
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused is not None
+        await self._run(lambda: self.delivery.each(lambda e: e.resume(timeout=self._args.sync_timeout)))
+        self._paused, self.delivery.paused = None, False
 
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
-        if self._paused is not None and time.monotonic() - self._paused[1] > self._args.sync_timeout:
+        if self._paused is not None and time.monotonic() - self._paused > self._args.sync_timeout:
             self._say(f"nobody has resumed the engines for {self._args.sync_timeout:.0f} s: they go on")
             await self.resume()
         for engine in self._fleet.waiting():
-            await self._run(lambda engine=engine: self._rejoin(engine))  # type: ignore[misc]
+            await self._run(partial(self.delivery.rejoin, engine))
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -389,10 +294,6 @@ class Updates:
         except WorkerError:
             return False
 
-    def _free_slot(self) -> Slot:
-        used = None if self._current is None else self._current.slot
-        return next(slot for slot in self._slots if slot is not used)
-
     def _end_group(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
@@ -407,14 +308,12 @@ class Updates:
 
     def _receive(self, client: Client, incoming: Incoming, what: list[Announced], packed_bytes: int | None) -> None:
         if incoming.slot is None:
-            incoming.slot = self._free_slot()
-            incoming.slot.allocate()
+            incoming.slot = self.delivery.free_slot()
         what = [incoming.slot.placed(one) for one in what]
         found = self._call(client, "receive", what, packed_bytes, client.legacy, seconds=self._args.sync_timeout)
         for one, (digest, finite) in zip(what, found, strict=True):
             incoming.take(one, digest, finite)
-        if not incoming.records:  # only a tied weight, after the update that it belonged to
-            incoming.check_tied({} if self._current is None else self._current.records)
+        self.delivery.forget_tied(incoming)
 
     def _call(self, client: Client, method: str, *given: Any, seconds: float) -> Any:
         if self._group is None:
@@ -434,87 +333,7 @@ class Updates:
             raise SyncError(f"{what}: {error.what[:500]}", where=error.where[:500], remedy=remedy) from error
 
     def _bring(self, client: Client, incoming: Incoming) -> None:
-        """Bring a whole version to all engines."""
-        incoming.check_tied({})
-        assert incoming.slot is not None and incoming.records.keys() == self._layout.places.keys()
-        weights, began = StagedWeights(incoming.slot, incoming.records), time.monotonic()
-        before = self._current.records if self._current is not None else {}
-        moved = [n for n, r in weights.records.items() if n in before and before[n].digest != r.digest]
-        admission.close()
-        try:
-            engines = self._fleet.available()
-            session = self._session(engines, self.version + 1, weights, "keep" if self._paused else "wait")
-            session.drain()
-            if not self._scores and not self._paused:
-                self._scores = self._probe(session)
-            try:
-                session.transfer("staged")
-                scores = self._prove(session, weights, bool(moved))
-            except SyncError:
-                self._go_back(engines)
-                raise
-            self._fleet.synced(engines, session.engines)
-            self._current, self.version, self._scores, self.broken = weights, self.version + 1, scores, ""
-        except EngineGone as error:
-            raise SyncError(error.what, where=error.where, remedy=error.remedy) from error
-        finally:
-            admission.open_again()
-        size = sum(r.nbytes for r in weights.records.values()) / 1e9
-        note = ""
-        if before and not moved:
-            note = "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
-        self._say(
-            f"version {self.version} from {client.peer}: {len(weights.records)} tensors, {size:.2f} GB, at "
-            f"{len(session.engines)} engines in {time.monotonic() - began:.1f} s{note}"
-        )
-
-    def _session(self, engines: Sequence[Engine], version: int, weights: StagedWeights, mode: str) -> Session:
-        args = self._args.replace(pause_mode=mode)
-        return Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
-
-    def _probe(self, session: Session) -> dict[str, list[float]]:
-        return session.each(lambda engine: self._proof.engine_scores(engine, session))
-
-    def _prove(self, session: Session, weights: StagedWeights, moved: bool) -> dict[str, list[float]]:
-        """Show what can be shown without the trainer's own log-probs; returns the engines' scores of the probe.
-
-        Raises:
-            SyncError: an engine holds other bytes, computes no numbers, or scores as under the weights before.
-        """
-        for engine in session.engines:
-            if engine.capabilities.digests:
-                held = engine.weight_digests(timeout=session.seconds_left())
-                wrong = [n for n, r in weights.records.items() if held.get(n) != r.digest]
-                if wrong:
-                    raise _unproven(engine, f"holds other bytes of {', '.join(wrong[:3])} than were received")
-        scores = self._probe(session)
-        for engine in session.engines:
-            own = scores[engine.url]
-            if not all(map(math.isfinite, own)):
-                raise _unproven(engine, "computes NaN with these weights")
-            if moved and any_equal(own, self._scores.get(engine.url, []), len(own) // max(1, engine.num_replicas)):
-                raise _unproven(engine, "still scores as under the weights before, which differ")
-        return scores
-
-    def _go_back(self, engines: Sequence[Engine]) -> None:
-        """Bring the engines the version before once more, after one that failed in the middle."""
-        self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
-        if self._current is None:
-            return
-        with contextlib.suppress(InstepError):
-            self._session(engines, self.version, self._current, "keep").transfer("staged")
-            self.broken = ""
-
-    def _rejoin(self, engine: Engine) -> None:
-        """Bring the current version to an engine that was started anew, and has what it has loaded by itself."""
-        if self._current is not None:
-            try:
-                session = self._session([engine], self.version, self._current, "keep")
-                session.transfer("staged")
-                self._prove(session, self._current, False)
-            except EngineGone:
-                return  # the fleet sees it, too
-        self._fleet.admit([engine])
+        self._say(f"weights from {client.peer}: {self.delivery.bring(incoming)}")
 
 
 def _packed_bytes(info: dict[str, Any]) -> int | None:
@@ -557,9 +376,5 @@ def _check_whole(incoming: Incoming) -> None:
 def _told(error: Exception) -> str:
     if not isinstance(error, InstepError):
         return str(error)
-    return "".join([error.what, f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""])
-
-
-def _unproven(engine: Engine, how: str) -> SyncError:
-    return SyncError(f"{engine.name} {how}", where=engine.url, remedy="see its log; start the server anew")
-
+    where, remedy = f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""
+    return f"{error.what}{where}{remedy}"

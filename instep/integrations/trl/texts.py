@@ -1,0 +1,64 @@
+"""Texts and conversations of requests as token ids of the served model, and the other way round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from instep.integrations.trl.forms import TOKEN, BadRequest, Body
+
+IMAGES = "images are not taken here: this server is for models of text"
+_OURS = frozenset("tokenize return_tensors return_dict chat_template conversation padding truncation".split())
+
+
+class Texts:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    async def ids(self, prompts: list[Any]) -> list[list[int]]:
+        """The token ids of prompts, of which some may be texts."""
+        if all(isinstance(prompt, list) for prompt in prompts):
+            return prompts
+        encode = self._tokenizer.encode
+        return await asyncio.to_thread(lambda: [encode(p) if isinstance(p, str) else p for p in prompts])
+
+    def render(self, conversations: list[Any], options: Body) -> list[list[int]]:
+        """The prompts of conversations by the model's own chat template. Raises BadRequest."""
+        return [self._render(messages, options) for messages in conversations]
+
+    def _render(self, messages: Any, options: Body) -> list[int]:
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages) or not messages:
+            raise BadRequest("messages must be a conversation: a list of objects with role and content")
+        parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            raise BadRequest(IMAGES)
+        given = {"add_generation_prompt": True, **options}
+        try:
+            text = self._tokenizer.apply_chat_template(messages, **given, tokenize=False)
+        except Exception as error:  # no template, or whatever one raises on what it was given
+            raise BadRequest(f"the chat template failed: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def namer(self, body: Body) -> Callable[[int], str]:
+        """How a request wants to have tokens named."""
+        if body.get("return_tokens_as_token_ids"):
+            return lambda token: f"{TOKEN}{token}"
+        return lambda token: str(self._tokenizer.decode([token]))
+
+    def of(self, choice: Body, body: Body) -> str:
+        """The text of a choice."""
+        skip = body.get("skip_special_tokens") is not False
+        return str(self._tokenizer.decode(choice["token_ids"], skip_special_tokens=skip))
+
+
+def template_options(body: Body) -> Body:
+    """What a request sets for the chat template. Raises BadRequest."""
+    extra, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or None
+    if not isinstance(extra, dict) or (tools is not None and not isinstance(tools, list)):
+        raise BadRequest("chat_template_kwargs must be an object, tools a list")
+    if refused := sorted(extra.keys() & _OURS):
+        raise BadRequest(f"chat_template_kwargs: {', '.join(refused)} cannot be set by a request")
+    return {**extra, **({"tools": tools} if tools else {})}

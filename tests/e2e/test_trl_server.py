@@ -1,0 +1,302 @@
+"""`instep vllm-serve`: TRL's routes of both generations as plain HTTP, and weights from a trainer that is not ours."""
+
+import base64
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from instep.ports import free_port
+from tests.assets import make_checkpoint
+from tests.e2e import trl_sender
+from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.trl_sender import Http, Refusal, Sender, weights_of
+
+SEQUENCES = [[5, 6, 7, 8, 9], [10, 11, 12], [1, 42, 40, 26, 39, 52]]
+BOTH = pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "new"])
+
+
+class Server:
+    """A running `instep vllm-serve`."""
+
+    def __init__(self, root, *more):
+        self.root, self.port, self.run_dir = root, free_port(), root / f"run-{free_port()}"
+        self.url, self.output = f"http://127.0.0.1:{self.port}", root / f"{self.run_dir.name}.out"
+        command = [sys.executable, "-m", "instep.cli", "vllm-serve", "--model", str(root / "m0")]
+        command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--device", "cpu", "--num-threads", "1"]
+        with open(self.output, "w") as out:
+            self.process = subprocess.Popen([*command, *more], env=ENVIRONMENT, stdout=out, stderr=out)
+
+    def wait_for(self, text, seconds=120.0):
+        deadline = time.monotonic() + seconds
+        while text not in (said := self.output.read_text()):
+            assert self.process.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.05)
+        return self
+
+    def scores(self):
+        """The log-probs of SEQUENCES, from their second token on."""
+        body = {"sequences": SEQUENCES, "prompt_lengths": [1] * 3, "top_logprobs": 1, "response_format": "binary"}
+        answer = Http(self.url)("/get_sequence_logprobs/", body)
+        actual = np.frombuffer(base64.b64decode(answer["actual_logprobs_b64"]), np.float32).reshape(3, -1)
+        return [row[:n].tolist() for row, n in zip(actual, answer["completion_lengths"], strict=True)]
+
+    def version(self):
+        return int(Http(self.url)("/weight_info", method="GET")["weight_version"])
+
+    def sender(self, legacy):
+        sender = Sender(self.url, free_port(), legacy)
+        sender.join()
+        return sender
+
+    def __enter__(self):
+        return self.wait_for("Ctrl-C ends it")
+
+    def __exit__(self, *_):
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        self.process.wait(30)
+        assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trl")
+    for i in range(3):
+        make_checkpoint(root / f"m{i}", seed=i, head_dim=32)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with Server(root, "--rollout-backend", "embedded") as server:
+        yield server
+
+
+@torch.no_grad()
+def expected(root, name):
+    """The scores of a checkpoint by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
+    out = []
+    for tokens in SEQUENCES:
+        ids = torch.tensor([tokens])
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        out.append(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return out
+
+
+def agree(scores, others):
+    return all(np.allclose(a, b, atol=2e-5) for a, b in zip(scores, others, strict=True))
+
+
+def refusal(call, *given):
+    with pytest.raises(Refusal) as raised:
+        call(*given)
+    return raised.value
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_generate_answers_prompt_by_prompt(server):
+    body = {"prompts": SEQUENCES, "n": 2, "max_tokens": 4, "logprobs": 2, "generation_kwargs": {"seed": 5}}
+    answer = Http(server.url)("/generate/", body)
+    assert answer["prompt_ids"] == SEQUENCES and len(answer["completion_ids"]) == 6
+    for ids, scores, tokens in zip(*(answer[k] for k in ("completion_ids", "logprobs", "logprob_token_ids"))):
+        assert len(ids) == len(scores) == len(tokens)
+        for own, ranked, which in zip(ids, scores, tokens):
+            assert own in which and 2 <= len(which) <= 3 and ranked == sorted(ranked, reverse=True)
+    texts = Http(server.url)("/generate/", {"prompts": ["12+", "7"], "max_tokens": 2, "logprobs": None})
+    assert texts["logprobs"] is None and [len(p) for p in texts["prompt_ids"]] == [3, 1]
+
+
+def test_both_generations_give_the_same_tokens(server):
+    """Of one engine with one seed; the newer one in the form of OpenAI's routes."""
+    http, sampling = Http(server.url), {"n": 2, "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 11}
+    old = http("/generate/", {"prompts": SEQUENCES, "generation_kwargs": sampling})
+    asks = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0, **sampling}
+    new = http("/v1/completions", {"prompt": SEQUENCES, **asks})["choices"]
+    assert [c["token_ids"] for c in new] == old["completion_ids"] and [c["index"] for c in new] == list(range(6))
+    assert [c["prompt_token_ids"] for c in new[::2]] == SEQUENCES
+    scores = [c["logprobs"]["token_logprobs"] for c in new]
+    assert agree(scores, [[place[0] for place in row] for row in old["logprobs"]])
+    assert new[0]["logprobs"]["tokens"] == [f"token_id:{i}" for i in new[0]["token_ids"]]
+    talk = [{"role": "user", "content": "12+30=?"}]
+    chat = http("/chat/", {"messages": [talk], "max_tokens": 4, "generation_kwargs": {"seed": 2}})
+    body = {"messages": talk, "max_tokens": 4, "seed": 2, "logprobs": True, "return_token_ids": True}
+    said = http("/v1/chat/completions", body)
+    assert said["prompt_token_ids"] == chat["prompt_ids"][0]
+    assert said["choices"][0]["token_ids"] == chat["completion_ids"][0]
+    plain = http("/v1/chat/completions", {"messages": talk, "max_tokens": 4})  # OpenAI's, which an engine answers
+    assert plain["choices"][0]["message"]["content"] is not None
+
+
+def test_sequences_are_scored_as_transformers_does(server, root):
+    assert agree(server.scores(), expected(root, "m0"))
+    body = {"sequences": SEQUENCES, "prompt_lengths": [2, 1, 6], "top_logprobs": 3}
+    answer = Http(server.url)("/get_sequence_logprobs/", body)
+    assert [len(row) for row in answer["logprobs"]] == [3, 2, 0]
+    assert all(len(place) in (3, 4) for row in answer["logprob_token_ids"] for place in row)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/generate/", {"prompts": "12"}, "prompts must be"),
+        ("/generate/", {"prompts": ["1"], "images": [["aa"]]}, "images are not taken"),
+        ("/generate/", {"prompts": ["1"], "n": 0}, "n must be"),
+        ("/generate/", {"prompts": ["1"], "min_p": 0.1}, "min_p=0.1 is not supported"),
+        ("/generate/", {"prompts": [[10**6]]}, "outside the vocabulary"),
+        ("/chat/", {"messages": [[]]}, "must be a conversation"),
+        ("/get_sequence_logprobs/", {"sequences": [[1]], "prompt_lengths": [2]}, "the sequence has 1 tokens"),
+        ("/v1/chat/completions", {"messages": [], "return_token_ids": True, "chat_template": "x"}, "chat_template"),
+        ("/update_named_param/", {"name": "x", "dtype": "float32", "shape": [1]}, "no weight group with you"),
+        ("/update_weights", {"update_info": {}}, "no weight group with you"),
+        ("/init_communicator/", {"port": 1, "world_size": 5}, "it is 2"),
+        ("/nothing", {}, "there is no POST /nothing"),
+    ],
+)
+def test_wrong_requests_are_refused_at_once(server, path, body, says):
+    began = time.monotonic()
+    found = refusal(Http(server.url), path, body)
+    assert found.status in (400, 404, 409) and says in str(found) and time.monotonic() - began < 10
+
+
+def test_a_request_of_a_foreign_name_is_refused(server):
+    assert refusal(lambda: Http(server.url)("/generate/", {}, Host="evil.example")).status == 403
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_weights_reach_the_engine(server, root, legacy):
+    sender, before = server.sender(legacy), server.version()
+    for i, name in enumerate(("m1", "m2", "m0"), 1):
+        tensors = weights_of(root / name)
+        if name == "m2":  # as a trainer in bfloat16 has them; and a tied weight comes, too
+            tensors = {n: t.bfloat16() for n, t in tensors.items()}
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        sender.send(tensors)
+        sender.end()
+        assert server.version() == before + i
+        assert agree(server.scores(), expected(root, name)) == (name != "m2")
+    sender.close()
+
+
+@BOTH
+def test_a_partial_update_is_refused_and_the_next_one_works(server, root, legacy):
+    sender, before, version = server.sender(legacy), server.scores(), server.version()
+    tensors = weights_of(root / "m1")
+    part = {n: t for n, t in tensors.items() if n != "model.norm.weight"}
+
+    def send():
+        sender.send(part)
+        sender.end()
+
+    found = refusal(send)
+    assert found.status == 409 and "model.norm.weight" in str(found), found
+    assert server.scores() == before and server.version() == version
+    sender.send(tensors)
+    sender.end()
+    assert agree(server.scores(), expected(root, "m1"))
+    sender.close()
+
+
+@BOTH
+@pytest.mark.parametrize("fault", ["name", "shape", "nan"])
+def test_wrong_tensors_are_refused(server, root, legacy, fault):
+    sender, before = server.sender(legacy), server.scores()
+    tensors = weights_of(root / "m2")
+    norm = tensors.pop("model.norm.weight")
+    wrong = {"name": ("model.norm.weights", norm), "shape": ("model.norm.weight", norm[1:].clone())}
+    name, tensor = wrong.get(fault, ("model.norm.weight", norm * torch.nan))
+
+    def send():
+        sender.send(tensors | {name: tensor})
+        sender.end()
+
+    found = refusal(send)
+    assert found.status == 409 and name in str(found), found
+    assert server.scores() == before
+    sender.http.close()
+
+
+@BOTH
+def test_a_second_trainer_waits_for_the_first_to_leave(server, root, legacy):
+    first, second = server.sender(legacy), Sender(server.url, free_port(), legacy)
+    found = refusal(second.join)
+    assert found.status == 409 and "has the weight group since" in str(found)
+    first.send(weights_of(root / "m2"))
+    first.close()
+    second.join()
+    second.send(weights_of(root / "m0"))
+    second.end()
+    assert agree(server.scores(), expected(root, "m0"))
+    second.close()
+
+
+@BOTH
+def test_a_trainer_that_dies_in_an_update_leaves_the_engine_as_it_is(server, root, legacy):
+    before, version = server.scores(), server.version()
+    words = [server.url, str(free_port()), "legacy" if legacy else "new", str(root / "m1")]
+    command = [sys.executable, str(Path(trl_sender.__file__)), *words]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout.readline() == "half is sent\n"
+        dying.kill()
+    began = time.monotonic()
+    assert server.scores() == before and server.version() == version
+    sender = server.sender(legacy)  # the group is free again
+    sender.send(weights_of(root / "m2"))
+    sender.end()
+    assert agree(server.scores(), expected(root, "m2")) and time.monotonic() - began < 30
+    sender.close()
+
+
+def test_an_engine_that_dies_comes_back_with_the_weights_that_were_sent(server, root):
+    sender = server.sender(legacy=False)
+    sender.send(weights_of(root / "m1"))
+    engines = [p for p in psutil.Process(server.process.pid).children() if "embedded" in " ".join(p.cmdline())]
+    (engine,) = engines
+    engine.kill()
+    assert agree(server.scores(), expected(root, "m1"))  # it waits for the engine
+    server.wait_for("serves again")
+    sender.close()
+
+
+def test_a_pause_lets_requests_wait(server):
+    http = Http(server.url)
+    assert http("/pause?mode=keep")["status"] == "paused"
+    assert http("/is_paused", method="GET")["is_paused"]
+    asked = trl_sender.ThreadPoolExecutor(1).submit(Http(server.url), "/generate/", {"prompts": [[5, 6]]})
+    time.sleep(1.0)
+    assert not asked.done()
+    http("/resume")
+    assert asked.result(30)["completion_ids"] and not http("/is_paused", method="GET")["is_paused"]
+
+
+@pytest.mark.router
+def test_two_engines_and_a_key(root, tmp_path):
+    """Texts are divided among the engines, and weights reach both; without the key nothing is answered but /health/."""
+    key = tmp_path / "key"
+    key.write_text("a-key\n")
+    key.chmod(0o600)
+    more = ["--rollout-backend", "embedded", "--data_parallel_size", "2", "--api-key-file", str(key)]
+    with Server(root, *more) as server:
+        http = Http(server.url)
+        assert http("/health/", method="GET") == {"status": "ok"}
+        assert refusal(http, "/generate/", {"prompts": ["1"]}).status == 401
+        server.url = f"http://user:a-key@127.0.0.1:{server.port}"  # as requests, and so TRL's clients, send a key
+        answer = Http(server.url)("/generate/", {"prompts": ["1"] * 8, "max_tokens": 2})
+        assert len(answer["completion_ids"]) == 8
+        sender = server.sender(legacy=True)
+        sender.send(weights_of(root / "m1"))
+        sender.end()
+        assert "at 2 engines" in server.output.read_text()
+        assert all(agree(server.scores(), expected(root, "m1")) for _ in range(4))
