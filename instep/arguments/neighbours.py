@@ -3,7 +3,7 @@
 from instep.arguments.flag import WAYS_HERE, FlagGroup, refused
 
 ATROPOS = "a flag of Atropos' example trainer"
-SERVER = "a flag of a generation server, which `instep serve` is"
+SERVER = "a flag of a generation server; `instep vllm-serve` takes those of TRL's as they are"
 
 NEIGHBOURS = FlagGroup(
     "Neighbours",
@@ -27,7 +27,7 @@ NEIGHBOURS = FlagGroup(
         *refused(ATROPOS, "A", "--save-path", instead="--save and --save-hf"),
         *refused(ATROPOS, "A", "--trainer-rank", "--world-size", instead="--actor-num-gpus-per-node"),
         *refused(SERVER, "AT", "--model", instead="--hf-checkpoint"),
-        *refused(SERVER, "T", "--host", instead="leave it out: everything binds to loopback"),
+        *refused(SERVER, "T", "--host", instead="leave it out: everything binds to loopback (`instep vllm-serve` takes it)"),
         *refused(SERVER, "AT", "--dtype", instead="--precision bf16 or --precision fp32"),
         *refused(
             "of an engine; the trainer's is --tensor-model-parallel-size",

@@ -108,9 +108,9 @@ def test_generate_answers_prompt_by_prompt(server):
     body = {"prompts": SEQUENCES, "n": 2, "max_tokens": 4, "logprobs": 2, "generation_kwargs": {"seed": 5}}
     answer = Http(server.url)("/generate/", body)
     assert answer["prompt_ids"] == SEQUENCES and len(answer["completion_ids"]) == 6
-    for ids, scores, tokens in zip(*(answer[k] for k in ("completion_ids", "logprobs", "logprob_token_ids"))):
-        assert len(ids) == len(scores) == len(tokens)
-        for own, ranked, which in zip(ids, scores, tokens):
+    columns = (answer[k] for k in ("completion_ids", "logprobs", "logprob_token_ids"))
+    for ids, scores, tokens in zip(*columns, strict=True):
+        for own, ranked, which in zip(ids, scores, tokens, strict=True):
             assert own in which and 2 <= len(which) <= 3 and ranked == sorted(ranked, reverse=True)
     texts = Http(server.url)("/generate/", {"prompts": ["12+", "7"], "max_tokens": 2, "logprobs": None})
     assert texts["logprobs"] is None and [len(p) for p in texts["prompt_ids"]] == [3, 1]
@@ -300,3 +300,26 @@ def test_two_engines_and_a_key(root, tmp_path):
         sender.end()
         assert "at 2 engines" in server.output.read_text()
         assert all(agree(server.scores(), expected(root, "m1")) for _ in range(4))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_answers_and_takes_weights_likewise(root):
+    words = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20), "--enforce_eager"]
+    with Server(root, *words, "--max_model_len", "64") as server:
+        http = Http(server.url)
+        body = {"prompts": SEQUENCES, "n": 2, "max_tokens": 4, "logprobs": 2, "generation_kwargs": {"seed": 5}}
+        answer = http("/generate/", body)
+        assert len(answer["completion_ids"]) == 6
+        for ids, rows in zip(answer["completion_ids"], answer["logprob_token_ids"], strict=True):
+            assert all(own in which and 2 <= len(which) <= 3 for own, which in zip(ids, rows, strict=True))
+        asks = {"prompt": SEQUENCES, "n": 2, "max_tokens": 4, "seed": 5, "logprobs": 0, "return_token_ids": True}
+        choices = http("/v1/completions", asks)["choices"]
+        assert [c["token_ids"] for c in choices] == answer["completion_ids"]
+        assert agree(server.scores(), expected(root, "m0"))
+        for legacy, name in ((True, "m1"), (False, "m2")):
+            sender = server.sender(legacy)
+            sender.send(weights_of(root / name))
+            sender.end()
+            assert agree(server.scores(), expected(root, name))
+            sender.close()

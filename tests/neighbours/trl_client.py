@@ -9,11 +9,6 @@ PYTHONPATH. Nothing of instep is imported here.
 import json
 import sys
 
-import cpu_as_cuda  # noqa: F401
-import torch
-from transformers import AutoModelForCausalLM
-from trl.generation.vllm_client import VLLMClient
-
 PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8, 9, 10, 11]]
 CHAT = [[{"role": "user", "content": "12+30=?"}], [{"role": "user", "content": "7"}]]
 SAMPLING = {"n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "max_tokens": 6, "generation_kwargs": {"seed": 3}}
@@ -25,6 +20,11 @@ def scores(client, sequences):
 
 
 def main() -> None:
+    import cpu_as_cuda  # noqa: F401
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl.generation.vllm_client import VLLMClient
+
     url, port, model, other, out = sys.argv[1:]
     client = VLLMClient(base_url=url, group_port=int(port), connection_timeout=60.0)
     found = {

@@ -25,8 +25,7 @@ def log_probs(
         return {"tokens": texts, "token_logprobs": scores}
     content: list[Body] = [{"token_id": t, "logprob": p} for t, p in zip(tokens, scores, strict=True)]
     for entry, likely in zip(content, top, strict=False):
-        entry["token"] = f"token_id:{entry['token_id']}"
-        entry["top_logprobs"] = [{"token": f"token_id:{t}", "logprob": max(-9999.0, p)} for t, p in likely]
+        entry["top_logprobs"] = [{"token_id": t, "logprob": max(-9999.0, p)} for t, p in likely]
     for entry, text in zip(content, texts, strict=False):
         entry |= {"token": text, "bytes": list(text.encode()), "top_logprobs": []}
     return {"content": content}

@@ -117,12 +117,17 @@ def tokens_of(choice: Body, logprobs: int | None) -> list[list[tuple[int, float]
     content = (choice.get("logprobs") or {}).get("content") or []
     out = []
     for token, entry in zip(choice["token_ids"], content, strict=True):
-        top = [(int(t["token"].removeprefix(TOKEN)), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
+        top = [(_id(t), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
         top.sort(key=lambda item: -item[1])
         best = dict(top[: logprobs or 0])
         best[token] = float(entry["logprob"])
         out.append(sorted(best.items(), key=lambda item: -item[1]))
     return out
+
+
+def _id(entry: Body) -> int:
+    """The token of an entry, as vLLM 0.32 and the embedded engine have it, or as vLLM 0.26 has it."""
+    return int(entry["token_id"] if "token_id" in entry else entry["token"].removeprefix(TOKEN))
 
 
 # ---- scoring of whole sequences --------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""TRL's own `VLLMClient`, of both generations and unmodified, against `instep vllm-serve` on the embedded engine."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instep.ports import free_port
+from tests.assets import make_checkpoint
+from tests.e2e.test_trl_server import Server
+from tests.e2e.trl_sender import Http
+from tests.neighbours import trl_client
+
+HERE, TOP = Path(__file__).parent, Path(__file__).parents[2]
+
+
+def client_environment():
+    """Of a client's process: the stand-in for vLLM first, and nothing of instep."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTEP_")}
+    path = os.pathsep.join([str(HERE / "stub_vllm"), str(HERE)])
+    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trl")
+    for i in range(2):
+        make_checkpoint(root / f"m{i}", seed=i, head_dim=32)
+    with Server(root, "--rollout-backend", "embedded") as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["1.10", "1.16"])
+def found(request, server, tmp_path_factory):
+    """What the client of this version got from the server."""
+    out = tmp_path_factory.mktemp("client") / "found.json"
+    words = [server.url, str(free_port()), str(server.root / "m0"), str(server.root / "m1"), str(out)]
+    python = TOP / f".venv-trl-{request.param}" / "bin" / "python"
+    command = [str(python), str(HERE / "trl_client.py"), *words]
+    done = subprocess.run(command, env=client_environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:] + server.output.read_text()
+    return json.loads(out.read_text())
+
+
+def alike(a, b):
+    """Equal, with numbers as equal as they are in batches of other sizes."""
+    if isinstance(a, list):
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+    return a == b or bool(np.isclose(a, b, atol=1e-5))
+
+
+def of_engine(server, ids, **sampling):
+    """The log-probs of sampled tokens as an engine's own OpenAI route has them, to which this request is passed on."""
+    choices = Http(server.url)("/v1/completions", {"prompt": ids, "logprobs": 0, **sampling})["choices"]
+    return [c["logprobs"]["token_logprobs"] for c in choices]
+
+
+def test_generate(server, found):
+    got, wanted = found["tokens"], trl_client.SAMPLING
+    assert got["prompt_ids"] == trl_client.PROMPTS
+    assert got["logprob_token_ids"] == [[[i] for i in ids] for ids in got["completion_ids"]]
+    sampling = {k: v for k, v in wanted.items() if k != "generation_kwargs"} | wanted["generation_kwargs"]
+    for i, prompt in enumerate(trl_client.PROMPTS):
+        scores = of_engine(server, prompt, **sampling)
+        assert alike([[p[0] for p in row] for row in got["logprobs"][2 * i : 2 * i + 2]], scores)
+
+
+def test_log_probs_are_as_many_as_asked_for(found):
+    assert found["plain"]["logprobs"] is None and found["plain"]["logprob_token_ids"] is None
+    top = found["top"]
+    assert top["completion_ids"] == found["plain"]["completion_ids"]
+    for ids, which, scores in zip(top["completion_ids"], top["logprob_token_ids"], top["logprobs"], strict=True):
+        for token, tokens, ranked in zip(ids, which, scores, strict=True):
+            assert token in tokens and len(tokens) in (2, 3) and ranked == sorted(ranked, reverse=True)
+
+
+def test_texts_and_chats_are_those_of_the_tokenizer(server, found):
+    assert [len(ids) for ids in found["texts"]["prompt_ids"]] == [3, 1]
+    for i, messages in enumerate(trl_client.CHAT):
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        assert found["chat"]["prompt_ids"][i] == Http(server.url)("/v1/chat/completions", body)["prompt_token_ids"]
+    assert len(found["chat"]["completion_ids"]) == 4
+
+
+def test_sequences_are_scored_with_the_weights_that_were_sent(server, found):
+    first, other, again = (found[key] for key in ("before", "after 0", "after 1"))
+    assert alike(first["actual_logprobs"], again["actual_logprobs"])
+    assert not alike(first["actual_logprobs"], other["actual_logprobs"])
+    assert [[p[0] for p in row] for row in other["actual_token_ids"]] == [p[1:] for p in trl_client.PROMPTS]
+    assert all(alike(found["tokens"][key], found["tokens again"][key]) for key in found["tokens"])
+
+
+def test_a_refusal_says_what_is_wrong(found):
+    assert "no_such_thing: no such sampling parameter" in found["refusal"] and "400" in found["refusal"]

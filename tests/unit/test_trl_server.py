@@ -1,0 +1,236 @@
+"""The parts of `instep vllm-serve` by themselves: its command line, the forms of texts, and what may be sent."""
+
+import base64
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from instep.arguments import parse
+from instep.errors import ConfigError, SyncError
+from instep.integrations.trl import forms
+from instep.integrations.trl.command_line import _FLAGS, HELP, read
+from instep.integrations.trl.forms import Asked, BadRequest, Scoring
+from instep.integrations.trl.front import _sends
+from instep.integrations.trl.receiver import cuts
+from instep.integrations.trl.staging import Incoming, Layout, Slot
+from instep.integrations.trl.tensors import Announced, WrongTensor
+from tests.assets import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    return Layout(make_checkpoint(tmp_path_factory.mktemp("m") / "hf"), torch.float32, 30_000)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+SEED = """--model MODEL --tensor_parallel_size 2 --data-parallel-size 2 --host 127.0.0.1 --port 8001 --dtype bfloat16
+--gpu_memory_utilization 0.8 --max_model_len 512 --enable_prefix_caching False --enforce_eager True --log_level warning
+--kv_cache_dtype auto --trust_remote_code False --vllm_model_impl transformers --distributed_executor_backend mp
+--speculative_config {"method":"ngram"}"""
+
+
+@pytest.mark.parametrize("dashes", [False, True])
+def test_every_flag_of_the_seed_is_read(dashes, tmp_path):
+    words = SEED.replace("MODEL", str(tmp_path)).split()
+    words = [w.replace("_", "-") if dashes and w.startswith("--") else w for w in words]
+    serving = read([*words, "--rollout-backend", "vllm"])
+    args = parse(serving.words, "serve")
+    assert (args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.port, args.precision) == (4, 2, 8001, "bf16")
+    assert (serving.host, serving.log_level) == ("127.0.0.1", "warning")
+    assert args.vllm_max_model_len == 512 and args.hf_checkpoint == str(tmp_path)
+    given = {name: words[-1] for name, words in args.vllm_overrides.items()}
+    assert given["gpu_memory_utilization"] == "0.8" and given["model_impl"] == "transformers"
+    assert given["enable_prefix_caching"] == "--no-enable-prefix-caching" and "enforce_eager" in given
+    assert not {"kv_cache_dtype", "trust_remote_code"} & given.keys() and given["distributed_executor_backend"] == "mp"
+
+
+def test_flags_of_serve_and_equals_signs_are_taken():
+    words = read(["--model=m", "--run-dir", "r", "--no-api-key", "--data_parallel_size=3"]).words
+    assert words == [
+        *["--run-dir", "r", "--no-api-key", "--hf-checkpoint", "m"],
+        *["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--revision main", "name the folder of that revision"),
+        ("--config file.yaml", "as flags"),
+        ("--dtype float16", "'float16' is not served"),
+        ("--tensor_parallel_size 0", "no whole number above 0"),
+        ("--enforce_eager maybe", "neither true nor false"),
+        ("--host 0.0.0.0", "give --api-key-file FILE"),
+        ("--host", "needs one value"),
+        ("--distributed_executor_backend ray", "one host"),
+        ("--speculative_config {", "is no JSON"),
+        ("--log_level loud", "none of critical"),
+        ("--sync-timeout never", "number of seconds"),
+    ],
+)
+def test_wrong_flags_say_what_to_do(words, says):
+    with pytest.raises(ConfigError, match=says):
+        read(["--model", "m", *words.split()])
+
+
+def test_another_host_is_open_only_when_that_is_said():
+    assert read("--host 0.0.0.0 --no-api-key".split()).host == "0.0.0.0"
+    assert not read("--host 10.0.0.7 --api-key-file f".split()).on_loopback
+    assert read("--host localhost".split()).on_loopback and read("--host ::1".split()).on_loopback
+
+
+def test_the_help_has_every_flag():
+    text = HELP.replace("-", "_")
+    assert all(f"__{name} " in text for name in _FLAGS), HELP
+
+
+def test_a_key_comes_as_a_bearers_or_as_a_password():
+    basic = base64.b64encode(b"user:secret").decode()
+    assert _sends("Bearer secret", "secret") and _sends(f"Basic {basic}", "secret")
+    wrong = ["", "secret", "Bearer other", "Basic secret", "Basic !", f"Basic {base64.b64encode(b'secret').decode()}"]
+    assert not any(_sends(header, "secret") for header in wrong)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def choice(ids, tops):
+    """A choice as vLLM 0.32 answers it: at each token (id, log-prob) of itself, then of the likeliest."""
+    content = [
+        {"token_id": i, "logprob": top[0][1], "top_logprobs": [{"token_id": t, "logprob": p} for t, p in top]}
+        for i, top in zip(ids, tops, strict=True)
+    ]
+    return {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length", "stop_reason": None}
+
+
+def test_one_more_log_prob_is_asked_for_than_the_client_wants():
+    """As vLLM counts the sampled token among them, and TRL does not."""
+    assert Asked.of({"logprobs": 0}).params["logprobs"] == 0
+    assert Asked.of({"logprobs": 3}).params["logprobs"] == 4
+    assert "logprobs" not in Asked.of({"logprobs": None}).params
+
+
+def test_entries_are_the_token_itself_and_the_likeliest_in_order():
+    inside = choice([7], [[(7, -1.0), (5, -0.5), (9, -2.0)]])
+    outside = choice([7], [[(7, -9.0), (5, -0.5), (9, -1.0)]])
+    assert forms.tokens_of(inside, 2) == [[(5, -0.5), (7, -1.0)]]
+    assert forms.tokens_of(outside, 2) == [[(5, -0.5), (9, -1.0), (7, -9.0)]]
+    assert forms.tokens_of(outside, 0) == [[(7, -9.0)]]
+    older = choice([7], [[(7, -1.0)]])
+    older["logprobs"]["content"][0]["top_logprobs"] = [{"token": "token_id:8", "logprob": -0.1}]
+    assert forms.tokens_of(older, 1) == [[(8, -0.1), (7, -1.0)]]
+
+
+def test_what_is_not_a_number_is_null():
+    answer = forms.legacy_answer([[1]], [{"choices": [choice([7], [[(7, math.nan)]])]}], Asked.of({"logprobs": 0}))
+    assert answer["logprobs"] == [[[None]]] and answer["logprob_token_ids"] == [[[7]]]
+    assert forms.legacy_answer([[1]], [{"choices": [choice([7], [[(7, -1.0)]])]}], Asked.of({}))["logprobs"] is None
+
+
+def test_generation_kwargs_win_and_unknown_ones_are_refused():
+    asked = forms.legacy_asked({"n": 2, "generation_kwargs": {"n": 3, "seed": 1}, "structured_outputs_regex": "a+"})
+    assert asked.n == 3 and asked.params["seed"] == 1 and asked.params["structured_outputs"] == {"regex": "a+"}
+    with pytest.raises(BadRequest, match="tempreature"):
+        forms.legacy_asked({"generation_kwargs": {"tempreature": 1}})
+
+
+def test_sequences_are_scored_in_padded_arrays():
+    place = {"3": {"logprob": -2.0, "rank": 5}, "8": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -1.0, "rank": 2}}
+    other = {"8": {"logprob": math.nan, "rank": 1}}
+    scoring = Scoring.of(
+        {"sequences": [[1, 2, 3], [4, 8]], "prompt_lengths": [2, 1], "top_logprobs": 2, "response_format": "binary"}
+    )
+    answer = scoring.answer([{"prompt_logprobs": [None, {}, place]}, {"prompt_logprobs": [None, other]}])
+    arrays = {
+        name: np.frombuffer(base64.b64decode(answer[f"{name}_b64"]), kind).tolist()
+        for name, kind in (("logprobs", np.float32), ("token_ids", np.int32), ("actual_logprobs", np.float32))
+    }
+    assert answer["shape"] == [2, 1, 2] and answer["completion_lengths"] == [1, 1]
+    assert arrays["logprobs"] == [-0.5, -1.0, -math.inf, -math.inf] and arrays["token_ids"] == [8, 9, 8, 0]
+    assert arrays["actual_logprobs"] == [-2.0, -math.inf]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"sequences": [[1]], "prompt_lengths": []},
+        {"sequences": [[1]], "prompt_lengths": [2]},
+        {"sequences": "x", "prompt_lengths": [1]},
+        {"sequences": [[1]], "prompt_lengths": [1], "top_logprobs": 0},
+        {"sequences": [[1]], "prompt_lengths": [1], "response_format": "yaml"},
+    ],
+)
+def test_wrong_sequences_are_refused(body):
+    with pytest.raises(BadRequest):
+        Scoring.of(body)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def tensors(*sizes):
+    return [Announced(str(i), "bfloat16", (size,), "float32") for i, size in enumerate(sizes)]
+
+
+def test_packed_buffers_end_with_the_tensor_that_crosses_the_limit():
+    """vLLM's senders flush when the sum exceeds the limit, so that a buffer may be just the limit and go on."""
+    parts = [[int(one.name) for one in part] for part in cuts(tensors(10, 40, 1, 60, 2, 3), 100)]
+    assert parts == [[0, 1, 2], [3], [4, 5]]
+    assert [len(part) for part in cuts(tensors(1, 2, 3), None)] == [1, 1, 1] and cuts([], 100) == []
+
+
+def test_names_of_the_checkpoint_are_taken_once_with_their_shape(layout):
+    incoming = Incoming(layout)
+    name, place = next(iter(layout.places.items()))
+    assert incoming.announce(name, "torch.bfloat16", place.shape).served == "float32"
+    wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "no weight of this model")]
+    wrong += [("model.norm.weight", "float32", (3,), r"has shape \[3\], the model's has \[64\]")]
+    wrong += [("model.norm.weight", "int8", (64,), "is of int8"), ("model.norm.weight", "word", (64,), "no dtype")]
+    for name, dtype, shape, says in wrong:
+        with pytest.raises(WrongTensor, match=says):
+            incoming.announce(name, dtype, shape)
+    assert len(incoming.missing) == len(layout.places) - 1 and incoming.begun
+
+
+def test_a_tied_weight_may_come_and_must_be_what_it_is_tied_to(layout):
+    incoming = Incoming(layout)
+    embed, place = "model.embed_tokens.weight", layout.places["model.embed_tokens.weight"]
+    assert layout.tied == {"lm_head.weight": embed}
+    tied = incoming.announce("lm_head.weight", "float32", place.shape)
+    assert tied.place is None and not incoming.begun
+    incoming.take(tied, "digest", True)
+    incoming.take(incoming.announce(embed, "float32", place.shape), "another", True)
+    with pytest.raises(SyncError, match="lm_head.weight is not model.embed_tokens.weight"):
+        incoming.check_tied()
+    later = Incoming(layout)  # a state dict has it at the end, after the update that it belongs to
+    later.take(later.announce("lm_head.weight", "float32", place.shape), "another", True)
+    later.forget_tied(incoming.records)
+    assert not later.announced and not later.tied
+
+
+def test_weights_that_are_not_finite_are_refused(layout):
+    incoming = Incoming(layout)
+    norm = incoming.announce("model.norm.weight", "float32", (64,))
+    with pytest.raises(SyncError, match="model.norm.weight is not finite"):
+        incoming.take(norm, "digest", False)
+
+
+def test_a_slot_has_room_for_every_weight_and_no_two_at_one_place(layout, tmp_path):
+    slot = Slot(layout, tmp_path, "a")
+    slot.allocate()
+    assert [path.stat().st_size for path in slot.paths] == layout.sizes and len(layout.sizes) > 2
+    ends = dict.fromkeys(range(len(layout.sizes)), 0)
+    for place in layout.places.values():
+        assert place.offset >= ends[place.number] and place.offset % 64 == 0
+        ends[place.number] = place.offset + place.nbytes
+    assert all(ends[i] <= size for i, size in enumerate(layout.sizes))
+
+
+def test_fused_experts_are_refused_by_name(layout):
+    layout = Layout.__new__(Layout)
+    layout.names, layout.tied, layout.places, layout.fused = {}, {}, {}, {"experts.gate_up_proj"}
+    with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
+        Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))
