@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "docs/neighbours/trl_config.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # Documents that name flags which do not act, or those of vLLM and its router as they are there.

@@ -27,6 +27,7 @@ from scripts.docs.grpo_config import markdown
 from tests.assets import make_checkpoint
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
+TIS = "vllm_importance_sampling_"
 ROWS = [{"prompt": f"{n} + 1", "answer": str(n + 1), "level": n} for n in range(64)]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}], "label": row["answer"]} for row in ROWS]
 
@@ -201,6 +202,57 @@ def test_a_config_counts_where_it_differs_from_its_own_defaults() -> None:
 def test_a_flag_of_instep_wins_over_a_default() -> None:
     flags = flags_of(lr=1e-5, use_dynamic_batch_size=True, max_tokens_per_gpu=8192, num_epoch=2, weight_decay=0.1)
     assert flags["lr"] == 1e-5 and flags["weight_decay"] == 0.1 and not {"micro_batch_size", "num_rollout"} & {*flags}
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({}, {"calculate_per_token_loss": True}),
+        ({"loss_type": "grpo", "epsilon_high": 0.28}, {"eps_clip": 0.2, "eps_clip_high": 0.28}),
+        ({"loss_type": "dr_grpo", "max_completion_length": 99}, {"constant_loss_length": 99}),
+        (
+            {"loss_type": "luspo", **SEQUENCE},
+            {
+                "constant_loss_length": 1,
+                "advantage_estimator": "gspo",
+                "gspo_gradient": "sequence",
+                "eps_clip": 0.2,
+                "eps_clip_high": 0.2,
+            },
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {
+                "advantage_estimator": "cispo",
+                "calculate_per_token_loss": True,
+                "eps_clip": 1,
+                "eps_clip_high": 4.0,
+            },
+        ),
+        (
+            {"loss_type": "grpo", "beta": 0.1},
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
+        ),
+        (
+            {"loss_type": "grpo", "use_vllm": True},
+            {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_clip": 3.0},
+        ),
+        (
+            {"loss_type": "grpo", "use_vllm": True, **{f"{TIS}mode": "token_truncate", f"{TIS}clip_max": 2.0}},
+            {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_clip": 2.0},
+        ),
+        (
+            {"loss_type": "grpo", "use_vllm": True, **{f"{TIS}clip_min": 0.5, f"{TIS}clip_max": None}},
+            {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_clip": 1e6, "tis_clip_low": 0.5},
+        ),
+        ({"loss_type": "grpo", "scale_rewards": False}, {"disable_grpo_std_normalization": True}),
+    ],
+)
+def test_the_flags_of_a_loss(call: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What they compute is compared with TRL's own loss by tests/oracles/test_oracle_trl_config.py."""
+    names = "loss eps_ kl tis rs_ opsm estimator gspo sapo normalization entropy custom_reward_post"
+    found = {name: value for name, value in flags_of(**call).items() if any(part in name for part in names.split())}
+    assert found == expected
 
 
 def test_the_schedule_and_the_intervals() -> None:
