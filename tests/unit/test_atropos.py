@@ -255,7 +255,7 @@ def test_a_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
     samples = [s for g in output.samples for s in g]
     assert [s.index for s in samples] == list(range(24, 32)) and samples[0].response == "[7, 8]"
     assert [s.remove_sample for s in samples] == [path is None and i == 4 for i in range(8)]
-    assert output.metrics["rollout/atropos/env_1_share"] == 0.5 and output.metrics["rollout/atropos/env_0_score"] == 1.5
+    assert output.metrics["atropos/env_1_share"] == 0.5 and output.metrics["atropos/env_0_score"] == 1.5
     assert "send odd" in caplog.text and "--pause-mode keep" in caplog.text
 
 
