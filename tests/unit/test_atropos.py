@@ -118,8 +118,10 @@ def test_what_this_run_cannot_train_on_is_named() -> None:
     def refusal(takes_advantages: bool = False, limits: Limits = Limits(), **more: Any) -> str:  # noqa: B008
         return refused_in({**TURNS, **more}, limits, takes_advantages=takes_advantages)
 
-    assert "distill" in refusal(distill_token_ids=[[[1]]])
-    assert "images" in refusal(images=["x"]) and refusal(images=[]) == "" and refusal(images=[None]) == ""
+    assert "distill" in refusal(distill_token_ids=[[[1]]]) and refusal(distill_logprobs=[[]]) == ""
+    assert (
+        "images" in refusal(images=["x"]) and refusal(images=3) and refusal(images=[]) == refusal(images=[None]) == ""
+    )
     assert "--custom-advantage-function-path" in refusal(advantages=[[1.0] * 7])
     assert refusal(True, advantages=[[1.0] * 7]) == ""
     assert "more than the 6" in refusal(limits=Limits(num_tokens=6))
