@@ -59,9 +59,9 @@ class Asked:
             prompt, params = body["prompt"], {name: value for name, value in body.items() if name != "prompt"}
         else:
             prompt, rest = body.get("text", body.get("input_ids")), json.loads(header or "{}")
-            params = rest.get(_KEY) if isinstance(rest, dict) else None
-            if not isinstance(params, dict):
+            if not isinstance(rest, dict) or not isinstance(rest.get(_KEY), dict):
                 raise ValueError(f"the header has no {_KEY}, an object of sampling parameters")
+            params = rest[_KEY]
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
             prompt = prompt["prompt_token_ids"]
         elif not isinstance(prompt, (str, list)):

@@ -13,6 +13,7 @@ from typing import Any
 
 from instep.ports import free_port
 from tests.atropos import Client
+from tests.documented import undocumented
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, start
 
 GROUP, GROUPS = 4, 4  # of a batch
@@ -85,7 +86,7 @@ def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
     assert run.returncode == 0, output[1]
     assert api.wait(10) == 0 and "0 groups had not been asked for" in (tmp_path / "api.log").read_text()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["rollout/reward_mean"] for row in rows] == [0.375, 0.25]
+    assert [row["rollout/reward_mean"] for row in rows] == [0.375, 0.25] and undocumented(set(rows[0])) == set()
     assert abs(rows[0]["train/ppo_kl"]) < 1e-5  # tokens, log-probs and temperature fit: the weights were the same
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     kept = [sample for sample in samples if sample["rollout_id"] == 0]

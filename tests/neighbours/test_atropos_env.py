@@ -83,7 +83,7 @@ def test_batches_and_answers_are_those_of_atropos_own_server(tmp_path: Path) -> 
     with program(words, tmp_path / "api.log", environment) as process:
         theirs = Client(f"http://127.0.0.1:{port}")
         until(lambda: theirs.get("/"), process)
-        for _ in range(25):
+        for _ in range(60):
             with serving(max_bytes=1 << 26) as ours:
                 theirs.get("/reset_data")
                 num_batches += same_answers(rng, ours, theirs)
@@ -110,7 +110,7 @@ def same_answers(rng: random.Random, ours: Client, theirs: Client) -> int:
         both("POST", "/register-env", {**body, "group_size": size, "min_batch_allocation": share})
     for _ in range(rng.randrange(10, 60)):
         env, first = rng.randrange(3), first + 3
-        if (what := rng.randrange(12)) < 8:
+        if (what := rng.randrange(13)) < 8:
             size = sizes[env] if rng.random() < 0.7 else rng.choice([1, 2, 3, 4, 8])
             both("POST", "/scored_data", group(size, rng.choice([env, env, env, None]), first))
         elif what == 8:
@@ -234,6 +234,28 @@ def test_several_environments_with_weights_and_turns(tmp_path: Path, quickstart:
         parts = zip(sample["tokens"]["texts"], sample["tokens"]["loss_mask"], strict=True)
         stretches = "".join(text if mask else "\0" for text, mask in parts).split("\0")
         assert "sure" not in "".join(stretches) and len([part for part in stretches if part]) == 2
+
+
+def test_a_run_resumes_while_its_environment_goes_on(tmp_path: Path, quickstart: Path) -> None:
+    """Four rollouts of `instep train-async`, and four more of a second process: no number of a group twice."""
+    api_port, engine_port, run_dir = free_port(), free_port(), tmp_path / "run"
+    folder = [tmp_path / "checkpoints"]
+    with ExitStack() as stack:
+        api = stack.enter_context(program(api_server("instep", api_port)[0], tmp_path / "api.log", OURS))
+        until(lambda: Client(f"http://localhost:{api_port}").get("/"), api)
+        words = env_words(quickstart, api_port, f"http://localhost:{engine_port}", "none", "vllm")
+        env = stack.enter_context(program([*words, "--env.total_steps", "1000"], tmp_path / "env.log", THEIRS))
+        for steps in (4, 8):
+            words = train_words(quickstart, run_dir, api_port, engine_port, steps)
+            words[words.index("train")] = "train-async"
+            words += ["--no-api-key", "--save", *folder, "--load", *folder, "--save-interval", 2]
+            run = stack.enter_context(program(words, tmp_path / f"run{steps}.log", OURS))
+            assert run.wait(240) == 0, (tmp_path / f"run{steps}.log").read_text()[-3000:]
+        assert env.poll() is None
+    assert [row["step"] for row in rows_of(run_dir)] == list(range(8))
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    rounds = {s["group_index"]: s["rollout_id"] for s in samples}
+    assert all(16 * r <= g < 16 * (r + 1) for g, r in rounds.items()) and set(rounds.values()) == set(range(8))
 
 
 def test_an_environment_asks_instep_serve_and_feeds_a_trainer_elsewhere(tmp_path: Path, quickstart: Path) -> None:

@@ -21,6 +21,7 @@ from instep.integrations.atropos.groups import Limits, fault_of_group, refused_i
 from instep.integrations.atropos.rollout import _batch, registration_of
 from instep.integrations.atropos.scores import advantages
 from instep.ports import free_port
+from instep.rollout import runtime
 from instep.types import Sample
 from tests.atropos import REGISTRATION, group, serving
 
@@ -249,6 +250,7 @@ def test_a_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
         api.post("/scored_data_list", [group(4, 0), group(2, 1, **zero), group(2, 1)])
         output = rollout.generate_rollout(args, 3, data)
         assert api.get("/status")["current_step"] == 4
+    runtime.shutdown()
     assert [[s.group_index for s in g] for g in output.samples] == [[12] * 4, [13] * 2, [14] * 2]
     samples = [s for g in output.samples for s in g]
     assert [s.index for s in samples] == list(range(24, 32)) and samples[0].response == "[7, 8]"
