@@ -237,8 +237,8 @@ class Environment:
         return Path(self._args.run_dir) / "logs" / f"{self._name}-{number}.log"
 
     def _no_start(self, why: str, process: SupervisedProcess) -> ConfigError:
-        remedy = "correct --env, --env-args or --env-python; the environment's module must be installed there, or be "
-        remedy += "on PYTHONPATH"
+        remedy = "correct --env, --env-args or --env-python (the environment's module must be installed there, or be "
+        remedy += "on PYTHONPATH); or raise --engine-start-timeout, if it only takes longer"
         return ConfigError(
             f"the environment {self._args.env} does not start: {why}", where=process.describe(), remedy=remedy
         )
