@@ -118,8 +118,10 @@ def test_what_this_run_cannot_train_on_is_named() -> None:
     def refusal(takes_advantages: bool = False, limits: Limits = Limits(), **more: Any) -> str:  # noqa: B008
         return refused_in({**TURNS, **more}, limits, takes_advantages=takes_advantages)
 
-    assert "distill" in refusal(distill_token_ids=[[[1]]])
-    assert "images" in refusal(images=["x"]) and refusal(images=[]) == "" and refusal(images=[None]) == ""
+    assert "distill" in refusal(distill_token_ids=[[[1]]]) and refusal(distill_logprobs=[[]]) == ""
+    assert (
+        "images" in refusal(images=["x"]) and refusal(images=3) and refusal(images=[]) == refusal(images=[None]) == ""
+    )
     assert "--custom-advantage-function-path" in refusal(advantages=[[1.0] * 7])
     assert refusal(True, advantages=[[1.0] * 7]) == ""
     assert "more than the 6" in refusal(limits=Limits(num_tokens=6))
@@ -255,7 +257,7 @@ def test_a_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
     samples = [s for g in output.samples for s in g]
     assert [s.index for s in samples] == list(range(24, 32)) and samples[0].response == "[7, 8]"
     assert [s.remove_sample for s in samples] == [path is None and i == 4 for i in range(8)]
-    assert output.metrics["rollout/atropos/env_1_share"] == 0.5 and output.metrics["rollout/atropos/env_0_score"] == 1.5
+    assert output.metrics["atropos/env_1_share"] == 0.5 and output.metrics["atropos/env_0_score"] == 1.5
     assert "send odd" in caplog.text and "--pause-mode keep" in caplog.text
 
 

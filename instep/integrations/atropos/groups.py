@@ -88,6 +88,11 @@ def _fault_of_column(name: str, rows: Any, tokens: list[list[int]]) -> str:
     return ""
 
 
+def _holds(value: Any) -> bool:
+    """Whether there is something in a field: environments send lists without entries, too."""
+    return any(map(_holds, value)) if isinstance(value, list) else value is not None
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -98,11 +103,11 @@ def refused_in(group: dict[str, Any], limits: Limits, *, takes_advantages: bool)
     Args:
         takes_advantages: the run's advantages are those that groups bring (`scores.py`).
     """
-    if any(group.get(name) for name in ("distill_token_ids", "distill_logprobs")):
+    if _holds(group.get("distill_token_ids")) or _holds(group.get("distill_logprobs")):
         return "distill_token_ids and distill_logprobs: distillation from an environment's teacher is not done here"
-    if any(group.get("images") or []):
+    if _holds(group.get("images")):
         return "images: training on images comes later"
-    if any(group.get("advantages") or []) and not takes_advantages:
+    if _holds(group.get("advantages")) and not takes_advantages:
         flag = "--custom-advantage-function-path instep.integrations.atropos.advantages"
         return f"advantages of tokens, which {flag} would train with"
     for i, ids in enumerate(group["tokens"]):
@@ -216,6 +221,6 @@ def _unused(group: dict[str, Any]) -> dict[str, Any]:
     """The overrides that nothing here acts on, by name."""
     given = {name for one in group.get("overrides") or [] for name in one} - _OVERRIDES
     given |= (group.get("group_overrides") or {}).keys() - _GROUP_OVERRIDES
-    if any(group.get("ref_logprobs") or []):
+    if _holds(group.get("ref_logprobs")):
         given.add("ref_logprobs")
     return {"unused": sorted(given)} if given else {}

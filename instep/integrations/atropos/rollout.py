@@ -135,11 +135,11 @@ def _metrics(groups: list[Group], num_refused: int) -> dict[str, float]:
     """How many groups were left out, and each environment's share of the sequences, with their mean score."""
     scores: dict[str, list[float]] = {}
     for sample in (s for group in groups for s in group):
-        scores.setdefault(f"rollout/atropos/env_{sample.extra[EXTRA]['env_id']}", []).append(reward_of(sample))
+        scores.setdefault(f"atropos/env_{sample.extra[EXTRA]['env_id']}", []).append(reward_of(sample))
     total = sum(map(len, scores.values()))
     out = {f"{name}_share": len(values) / total for name, values in scores.items()}
     out |= {f"{name}_score": sum(values) / len(values) for name, values in scores.items()}
-    return {**out, "rollout/atropos/num_groups": float(len(groups)), "rollout/atropos/num_refused": float(num_refused)}
+    return {**out, "atropos/num_groups": float(len(groups)), "atropos/num_refused": float(num_refused)}
 
 
 def _tell_of_unused(client: ApiClient, groups: list[Group]) -> None:
