@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from safetensors.torch import load_file
@@ -120,6 +123,46 @@ def test_the_death_of_a_rank_that_joined_is_named(tiny: Path, tmp_path: Path) ->
     other.wait()
 
 
+def asked(url: str, key: str = "", **body: object) -> dict:
+    """The answer to a POST with `body`, or to a GET without one."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or b"{}")
+
+
+def check_adapters(url: str, file: Path, save: Path) -> None:
+    """After a run of two syncs: `/lora/load` puts another adapter into the place of the trainer's, until it leaves."""
+    key, prompt = file.read_text().strip(), {"prompt_token_ids": [5, 9, 30, 12, 41]}
+
+    def scores() -> list[float]:
+        found = asked(f"{url}/generate", prompt=prompt, prompt_logprobs=1, max_tokens=1, temperature=0)
+        rows = (
+            found["prompt_logprobs"][0] if isinstance(found["prompt_logprobs"][0], list) else found["prompt_logprobs"]
+        )
+        return [row[str(i)] for row, i in zip(rows[1:], prompt["prompt_token_ids"][1:], strict=True)]
+
+    assert asked(f"{url}/bridge/info")["update_count"] >= 2
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        asked(f"{url}/lora/load", adapter_path=str(save / "adapter_step_2"))
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        asked(f"{url}/lora/load", key, adapter_path=str(save / "nowhere"))
+    of_trainer = scores()
+    loaded = asked(f"{url}/lora/load", key, adapter_path=str(save / "adapter_step_2"), adapter_name="two")
+    assert (loaded["status"], loaded["adapter_name"], loaded["adapter_config"]["r"]) == ("ok", "two", 16)
+    of_two = scores()
+    asked(f"{url}/lora/load", key, adapter_path=str(save / "final_adapter"))
+    assert scores() == pytest.approx(of_trainer, abs=0.02)
+    assert of_two != pytest.approx(of_trainer, abs=0.02)
+    assert asked(f"{url}/lora/status")["load_count"] == 2
+    asked(f"{url}/lora/unload", key, now=True)
+    assert scores() == of_trainer and asked(f"{url}/lora/status")["active_adapter_path"] is None
+    asked(f"{url}/bridge/pause", key, mode="keep")
+    assert asked(f"{url}/bridge/is_paused") == {"paused": True}
+    asked(f"{url}/bridge/resume", key, now=True)
+    asked(f"{url}/health_generate")
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
@@ -148,6 +191,10 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
             done = subprocess.run(train, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Step 4/4" in done.stdout and (save / ("final_model" if shared else "final_adapter")).is_dir()
+        if not shared:
+            check_adapters(
+                f"http://127.0.0.1:{engine}", tmp_path / f"cache/instep/servers/{gethostname()}-{engine}.key", save
+            )
         attached = "[Setup] ✓ Attached 24 tensors to vLLM's shared memory"
         assert (attached in done.stdout) is shared and ("Exported 18 params" in log.read_text()) is shared
     finally:

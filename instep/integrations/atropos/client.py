@@ -197,7 +197,9 @@ class ApiClient:
 
     async def _no_batch(self, registration: Registration, timeout: float) -> None:
         size, situation = await self._situation()
-        remedy = f"start an environment with --env.rollout_server_url {self.url}, or see the log of the one that runs; "
+        remedy = (
+            f"start an environment with `--env.rollout_server_url {self.url}`, or see the log of the one that runs; "
+        )
         if size:
             remedy = (
                 "groups are packed to the size of the largest one, which must divide the batch, and an environment "

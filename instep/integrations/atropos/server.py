@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"port {port} is taken", where=f"{WHERE} --port", remedy="name a free one, or end its server")
     argv, env = command(given, rest, host, port)
     folder = key_file(port).parent
-    key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_urlsafe(32)
+    key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_hex(32)
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key_file(port).unlink(missing_ok=True)
