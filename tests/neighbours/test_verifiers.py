@@ -230,13 +230,14 @@ def one_rollout(model: Path, engine: Any, run_dir: Path, *more: str, **taskset: 
     return rollout(flags(model, run_dir, *more, **taskset), int(engine.url.rpartition(":")[2]), engine)
 
 
-def test_a_server_that_dies_is_started_again(
-    model: Path, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["kill once", "stop once"])
+def test_a_server_that_dies_or_stands_still_is_started_again(
+    fault: str, model: Path, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its episodes are begun anew: nothing is lost."""
     monkeypatch.chdir(tmp_path)
-    samples = one_rollout(model, engine, tmp_path / "run", fault="kill once")
-    assert (tmp_path / "killed").exists()
+    samples = one_rollout(model, engine, tmp_path / "run", fault=fault)
+    assert (tmp_path / "done").exists()
     assert len({s.execution_id for s in samples}) == 16
     assert (tmp_path / "run" / "logs" / "env-1.log").exists()
 

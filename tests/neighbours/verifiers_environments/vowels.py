@@ -67,9 +67,10 @@ class VowelsHarness(vf.Harness[vf.HarnessConfig]):
     ) -> vf.ProgramResult:
         if data.fault == "raise":
             raise RuntimeError("the harness of vowels was asked to raise")
-        if data.fault == "kill" or (data.fault == "kill once" and not os.path.exists("killed")):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        fault, _, once = data.fault.partition(" ")
+        if fault in ("kill", "stop") and not (once and os.path.exists("done")):
+            open("done", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         if data.fault == "hang":
             await asyncio.sleep(1000)
         messages: list[dict] = []
