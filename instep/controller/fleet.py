@@ -183,6 +183,10 @@ class Fleet:
         """Return the engines that take part in the next sync: all that are healthy and get weights."""
         return [e for e in self.engines if e.update_weights and self._states[e.url] in ("serving", "ready")]
 
+    def serves(self) -> bool:
+        """Whether an engine of the policy serves. One that stands behind no router answers before it should, too."""
+        return any(self._states[engine.url] == "serving" for engine in self.of_model(self._default))
+
     def waiting(self) -> list[Engine]:
         """Return the engines that are ready, but do not hold the current weights yet."""
         return [e for e in self.engines if self._states[e.url] == "ready"]

@@ -9,7 +9,7 @@ import json
 import pickle
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -55,7 +55,8 @@ class Sender:
         self.http, self.port, self.legacy, self.rank = Http(url), port, legacy, int(legacy)
         self._threads, self._barriers = ThreadPoolExecutor(1), 0
 
-    def join(self):
+    def join(self, patience=0.2):
+        """Join the group; a refusal is waited for as long. Raises Refusal."""
         if self.legacy:
             size = self.http("/get_world_size/", method="GET")["world_size"] + 1
             body = {"host": "0.0.0.0", "port": self.port, "world_size": size, "client_device_uuid": "none"}
@@ -66,8 +67,7 @@ class Sender:
         else:
             info = {"master_address": "127.0.0.1", "master_port": self.port, "rank_offset": 1, "world_size": 2}
             joined = self._threads.submit(self.http, "/init_weight_transfer_engine", {"init_info": info})
-            time.sleep(0.2)
-            if joined.done():
+            if wait([joined], patience).done:
                 joined.result()
             self.store = dist.TCPStore("127.0.0.1", self.port, 2, True, SECONDS, wait_for_workers=False)
             self.store.set("broadcast_from/0/0", pickle.dumps(b"gloo"))

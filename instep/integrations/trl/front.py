@@ -55,10 +55,13 @@ class Front:
         model: its name there.
         key: what a client must send; "": nothing.
         updates: made before this thread runs.
+        serves: whether an engine has the weights that it should; no other one is asked.
     """
 
-    def __init__(self, args: Args, url: str, model: str, key: str, host: str, updates: Updates):
-        self._args, self._url, self._model, self._key, self._host = args, url, model, key, host
+    def __init__(
+        self, args: Args, url: str, model: str, key: str, host: str, updates: Updates, serves: Callable[[], bool]
+    ):
+        self._serves, self._args, self._url, self._model, self._key, self._host = serves, args, url, model, key, host
         self._updates = updates
         self._guard = Guard(keys.run_key(), EVERYONE, [*(args.allowed_hosts or ()), "0.0.0.0", host])
         self._texts = Texts(load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code))
@@ -84,6 +87,7 @@ class Front:
             "POST /v1/completions": self._completions,
             "POST /v1/chat/completions": self._chat_completions,
             "POST /v1/chat/completions/render": self._render,
+            "POST /v1/load_lora_adapter": self._adapters,
             "POST /init_weight_transfer_engine": self._init,
             "POST /start_weight_update": self._start,
             "POST /update_weights": self._update,
@@ -150,7 +154,7 @@ class Front:
             self._check(http)
             handler = self.routes.get(f"{http.method} {http.path}")
             if handler is None and http.path in GENERATION_ROUTES:
-                self._check_whole()
+                self._check_whole(now=True)
                 return await self._pass_on(http)
             if handler is None:
                 raise Refused(f"there is no {http.method} {http.path} here", 404)
@@ -173,9 +177,12 @@ class Front:
         how = "send 'Authorization: Bearer KEY', or name the server http://user:KEY@HOST:PORT (vllm_server_base_url)"
         raise Refused(f"{http.path} needs the server's key: {how}", 401)
 
-    def _check_whole(self) -> None:
+    def _check_whole(self, now: bool = False) -> None:
+        """Raise Refused if nothing can be generated, or (`now`) not without waiting for an engine."""
         if self._updates.delivery.broken:
             raise Refused(self._updates.delivery.broken, 503)
+        if now and not self._serves():
+            raise Refused("no engine serves: one is started anew", 503)
 
     async def _pass_on(self, http: web.Request) -> web.StreamResponse:
         url = self._url + http.path_qs
@@ -207,6 +214,8 @@ class Front:
         async with admission.admitted(url):
             while True:
                 try:
+                    if not self._serves():
+                        raise ConnectionError("none has the current weights")
                     headers = keys.headers_for(url)
                     async with self._http.post(url, json=payload, headers=headers) as answer:
                         text = await answer.text()
@@ -287,7 +296,7 @@ class Front:
 
     async def _completions(self, http: web.Request, body: Body) -> Any:
         if not forms.is_translated(body):
-            self._check_whole()
+            self._check_whole(now=True)
             return await self._pass_on(http)
         asked, name = forms.completion_asked(body), self._texts.namer(body)
         prompts = await self._texts.ids(forms.completion_prompts(body))
@@ -301,7 +310,7 @@ class Front:
 
     async def _chat_completions(self, http: web.Request, body: Body) -> Any:
         if not forms.is_translated(body):
-            self._check_whole()
+            self._check_whole(now=True)
             return await self._pass_on(http)
         asked, name = forms.chat_asked(body), self._texts.namer(body)
         options = template_options(body)
@@ -315,6 +324,9 @@ class Front:
 
     async def _render(self, http: web.Request, body: Body) -> Body:
         raise BadRequest(IMAGES)
+
+    async def _adapters(self, http: web.Request, body: Body) -> Body:
+        raise BadRequest("adapters by name are not served here: let the trainer merge them, and send whole weights")
 
     def _openai(self, kind: str, name: str, choices: list[Body], prompts: list[list[int]]) -> Body:
         read, made = sum(map(len, prompts)), sum(len(choice["token_ids"]) for choice in choices)

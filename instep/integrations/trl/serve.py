@@ -74,7 +74,8 @@ class Port:
         self._key = "" if args.no_api_key else keys.given_key(args)
         host, port = (fleet.hook_attributes()[name] for name in ("vllm_router_ip", "vllm_router_port"))
         model = model_path(args, policy_model(served_models(args)))
-        self._front = Front(args, f"http://{host}:{port}", model, self._key, serving.host, self._updates)
+        url = f"http://{host}:{port}"
+        self._front = Front(args, url, model, self._key, serving.host, self._updates, fleet.serves)
         self._num_engines = len(fleet.engines)
         _log_requests(logs / "front.log", serving.log_level)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JOIN_SECONDS = 300.0  # vLLM's own bound for the store
 ALIVE_SECONDS = 5.0
+CLOSING_SECONDS = 0.2
 RECEIVER = "instep.integrations.trl.receiver"
 
 
@@ -104,10 +105,12 @@ class Updates:
     async def _admit(self, connection: Connection, legacy: bool) -> Client:
         holder = self._client
         if holder is not None and connection not in holder.connections and await self._holds(holder):
-            raise Refused(
+            told = (
                 f"the trainer at {holder.peer} has the weight group since {holder.since}; one trainer at a time sends "
                 "weights: end it (or let it close its communicator), and try again"
             )
+            self._say(f"the trainer at {connection.peer} was refused: {told}")
+            raise Refused(told)
         if holder is not None and self._client is holder:
             self._drop(holder)
         if self._client is not None:
@@ -116,10 +119,12 @@ class Updates:
         return self._client
 
     async def _holds(self, client: Client) -> bool:
-        """Whether it still has the group: it lives, and (TRL >= 1.11) has not closed the store that it masters."""
-        if not client.connected:
-            return False
-        if client.legacy or self._num_waiting or (self._incoming is not None and self._incoming.begun):
+        """Whether it still has the group: a connection of it is open or, where it masters the store, that answers."""
+        if client.connected and not client.given_up:
+            await asyncio.sleep(CLOSING_SECONDS)  # it may have closed its connection just now
+        if client.legacy or client.given_up:
+            return client.connected and not client.given_up
+        if self._num_waiting:
             return True
         return await asyncio.wrap_future(self._thread.submit(self._is_joined))
 
