@@ -27,9 +27,7 @@ NEIGHBOURS = FlagGroup(
         *refused(ATROPOS, "A", "--save-path", instead="--save and --save-hf"),
         *refused(ATROPOS, "A", "--trainer-rank", "--world-size", instead="--actor-num-gpus-per-node"),
         *refused(SERVER, "AT", "--model", instead="--hf-checkpoint"),
-        *refused(
-            SERVER, "T", "--host", instead="leave it out: everything binds to loopback (`instep vllm-serve` takes it)"
-        ),
+        *refused(SERVER, "T", "--host", instead="leave it out: everything binds to loopback"),
         *refused(SERVER, "AT", "--dtype", instead="--precision bf16 or --precision fp32"),
         *refused(
             "of an engine; the trainer's is --tensor-model-parallel-size",

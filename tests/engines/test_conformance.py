@@ -62,6 +62,29 @@ def test_truncated_sampling_is_renormalised(engine: Engine, limits: dict[str, fl
         assert got == pytest.approx(math.log(kept[tokens[i]] / sum(kept.values())), abs=1e-4)
 
 
+def test_the_likeliest_tokens_come_after_the_sampled_one(engine: Engine) -> None:
+    """So many entries in all, from the distribution that was sampled from, each token once."""
+    choice = engine.generate(PROMPT, max_tokens=20, temperature=0.8, logprobs=4, ignore_eos=True, seed=3)
+    want = (oracle(engine, PROMPT + choice["token_ids"]) / 0.8).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    for token, entry, scores in zip(choice["token_ids"], choice["logprobs"]["content"], want, strict=True):
+        top = [(e["token_id"] if "token_id" in e else int(e["token"][9:]), e["logprob"]) for e in entry["top_logprobs"]]
+        likely = [i for i in scores.topk(4).indices.tolist() if i != token]
+        assert [i for i, _ in top] == [token, *likely][:4]
+        assert all(abs(p - float(scores[i])) < TOLERANCE for i, p in top)
+
+
+def test_the_likeliest_tokens_of_a_prompt_come_with_ranks(engine: Engine) -> None:
+    params = {"max_tokens": 1, "prompt_logprobs": 3}
+    status, reply = engine.call("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})
+    assert status == 200 and reply["prompt_logprobs"][0] is None
+    want = oracle(engine, PROMPT).log_softmax(-1)
+    for token, scores, place in zip(PROMPT[1:], want, reply["prompt_logprobs"][1:], strict=False):
+        rank = int((scores >= scores[token]).sum())
+        ranks = {**{i: n for n, i in enumerate(scores.topk(3).indices.tolist(), 1)}, token: rank}
+        assert {int(i): e["rank"] for i, e in place.items()} == ranks
+        assert all(abs(e["logprob"] - float(scores[int(i)])) < TOLERANCE for i, e in place.items())
+
+
 def test_tokens_follow_the_distribution(engine: Engine) -> None:
     """First tokens of 1024 seeds against the model's probabilities: chi-squared over the likely tokens."""
     probs = oracle(engine, PROMPT)[-1].softmax(-1)

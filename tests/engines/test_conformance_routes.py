@@ -64,7 +64,7 @@ def test_bad_requests_get_a_named_400(engine: Engine, body: Any, words: str) -> 
         ({"token_ids": [5], "stream": True}, "stream"),
         ({"token_ids": [5], "sampling_params": {"max_token": 3}}, "max_tokens"),
         ({"token_ids": [5], "sampling_params": {"max_tokens": "3"}}, "max_tokens"),
-        ({"token_ids": [5], "sampling_params": {"logprobs": 2}}, "logprobs"),
+        ({"token_ids": [5], "sampling_params": {"logprobs": -2}}, "logprobs"),
         ({"token_ids": [5], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"token_ids": [5], "sampling_params": {"stop_token_ids": [9999]}}, "stop_token_ids"),  # vLLM 0.32 as well
     ],

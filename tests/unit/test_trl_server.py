@@ -20,27 +20,32 @@ from tests.assets import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def layout(tmp_path_factory):
-    return Layout(make_checkpoint(tmp_path_factory.mktemp("m") / "hf"), torch.float32, 30_000)
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("m") / "hf")
+
+
+@pytest.fixture(scope="module")
+def layout(checkpoint):
+    return Layout(checkpoint, torch.float32, 30_000)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 SEED = """--model MODEL --tensor_parallel_size 2 --data-parallel-size 2 --host 127.0.0.1 --port 8001 --dtype bfloat16
---gpu_memory_utilization 0.8 --max_model_len 512 --enable_prefix_caching False --enforce_eager True --log_level warning
+--gpu_memory_utilization 0.8 --max_model_len 64 --enable_prefix_caching False --enforce_eager True --log_level warning
 --kv_cache_dtype auto --trust_remote_code False --vllm_model_impl transformers --distributed_executor_backend mp
 --speculative_config {"method":"ngram"}"""
 
 
 @pytest.mark.parametrize("dashes", [False, True])
-def test_every_flag_of_the_seed_is_read(dashes, tmp_path):
-    words = SEED.replace("MODEL", str(tmp_path)).split()
+def test_every_flag_of_the_seed_is_read(dashes, checkpoint):
+    words = SEED.replace("MODEL", str(checkpoint)).split()
     words = [w.replace("_", "-") if dashes and w.startswith("--") else w for w in words]
     serving = read([*words, "--rollout-backend", "vllm"])
     args = parse(serving.words, "serve")
     assert (args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.port, args.precision) == (4, 2, 8001, "bf16")
     assert (serving.host, serving.log_level) == ("127.0.0.1", "warning")
-    assert args.vllm_max_model_len == 512 and args.hf_checkpoint == str(tmp_path)
+    assert args.vllm_max_model_len == 64 and args.hf_checkpoint == str(checkpoint)
     given = {name: words[-1] for name, words in args.vllm_overrides.items()}
     assert given["gpu_memory_utilization"] == "0.8" and given["model_impl"] == "transformers"
     assert given["enable_prefix_caching"] == "--no-enable-prefix-caching" and "enforce_eager" in given

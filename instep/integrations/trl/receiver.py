@@ -223,7 +223,8 @@ class _NcclGroup:
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError as error:
             remedy = "pip install vllm, or serve on the CPU"
-            raise SyncError(f"weights come by NCCL, which needs vLLM here: {error}", remedy=remedy) from error
+            what = f"weights come by NCCL, which needs vLLM here: {error}"
+            raise SyncError(what, where="the weight group", remedy=remedy) from error
 
         class Careful(StatelessProcessGroup):
             """What the store holds comes from whoever reaches it: only an id, or a name, is unpickled."""
@@ -240,7 +241,8 @@ class _NcclGroup:
         self._store = Careful(rank=meeting.rank, world_size=2, store=store)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
-            raise SyncError("vLLM's communicator found no NCCL", remedy="see this process' log")
+            remedy = "see this process' log (receiver-rank0.log)"
+            raise SyncError("vLLM's communicator found no NCCL", where="the weight group", remedy=remedy)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._comm.broadcast(buffer, src=self._meeting.trainer)

@@ -317,7 +317,7 @@ class Updates:
 
     def _call(self, client: Client, method: str, *given: Any, seconds: float) -> Any:
         if self._group is None:
-            raise SyncError("the weight group has ended", remedy="init it again")
+            raise SyncError("it has ended", where="the weight group", remedy="init it again")
         group = self._group
 
         def watch() -> None:
