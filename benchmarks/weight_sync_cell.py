@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -21,6 +22,8 @@ from instep.controller.role import RoleTrainer
 from instep.engines.capabilities import Capabilities
 from instep.engines.engine import Engine
 from instep.errors import InstepError
+from instep.rollout import runtime
+from instep.rollout.client import complete
 
 FLAGS = "--input-key prompt --rm-type random --train-backend hf --rollout-backend vllm --num-rollout 1 "
 FLAGS += "--actor-num-gpus-per-node 1 --rollout-batch-size 1 --n-samples-per-prompt 8 --vllm-max-model-len 512 "
@@ -165,17 +168,20 @@ def generate(engine: Engine, model: str, length: int, seed: int) -> None:
 
 
 def throughput(engine: Engine, model: str) -> float:
-    """Tokens per second of REQUESTS responses at once; the second of two such loads."""
+    """Tokens per second of REQUESTS responses at once, asked for as a rollout does; the second of two such loads."""
+    url, seconds = engine.url + engine.kind.wire.generate_route, 0.0
+
+    async def everyone(seed: int) -> None:
+        rng = random.Random(seed)
+        params = {"max_tokens": RESPONSE, "temperature": 1.0, "ignore_eos": True}
+        prompts = [[rng.randrange(3, 500) for _ in range(PROMPT)] for _ in range(REQUESTS)]
+        await asyncio.gather(*(complete(url, model, prompt, params) for prompt in prompts))
+
     for seed in range(2):
         began = time.monotonic()
-        threads = [
-            threading.Thread(target=generate, args=(engine, model, RESPONSE, 1000 * seed + n)) for n in range(REQUESTS)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return REQUESTS * RESPONSE / (time.monotonic() - began)
+        runtime.run(everyone(seed), timeout=120)
+        seconds = time.monotonic() - began
+    return REQUESTS * RESPONSE / seconds
 
 
 @contextmanager

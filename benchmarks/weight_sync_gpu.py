@@ -1,17 +1,18 @@
 """The weight syncs of one GPU, or of two: `weight_sync.py --device cuda` runs this.
 
-    python benchmarks/weight_sync_gpu.py [--size 0.6b 4b] [--only WAY ...] [--num-syncs 20] [--at-once 4] [--limit 540]
+    python benchmarks/weight_sync_gpu.py [--size 0.6b 4b] [--only WAY SIZE:WAY ...] [--num-syncs 20] [--limit 540]
 
 Each way has a trainer (hf, float32 masters) and a vLLM of its own, in a process that starts them (a cell). Cells start
-side by side, as many as the memory takes, and are measured one after another while the others do nothing: syncs with
-64 requests in flight that stay in the engine (`--pause-mode keep`), syncs with none, tokens per second. The trainer
-loads another checkpoint before every fifth sync. Results go into `results/weight-sync-<device>.json`, where they
+side by side, in order as many as the memory takes, and are measured one after another while the others do nothing:
+syncs with 64 requests in flight that stay in the engine (`--pause-mode keep`), syncs with none, tokens per second. The
+trainer loads another checkpoint before every fifth sync. Results go into `results/weight-sync-<device>.json`, where they
 replace those of the same ways and sizes. `--device cpu --size tiny` tries all of it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -48,7 +49,7 @@ TWO_GPUS = {
 }
 WAYS = ONE_GPU | TWO_GPUS
 ALSO = {"ipc": ["shm"]}  # ways that the engine of another takes, too: one start less
-GB_PER_CELL = {"tiny": 1, "0.5b": 15, "0.6b": 17, "4b": 70, "8b": 125}  # trainer and engine
+GB_PER_CELL = {"tiny": 1, "0.5b": 16, "0.6b": 16, "1.7b": 32, "4b": 70, "8b": 125}  # trainer and engine
 LARGE = ("4b", "8b")
 START_SECONDS = 240.0
 MEASURE_SECONDS = 90.0
@@ -58,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["0.6b"])
-    parser.add_argument("--only", nargs="+", choices=WAYS, help="these ways; default: those of one GPU, or of two")
+    parser.add_argument("--only", nargs="+", help=f"of {', '.join(WAYS)}; default: those of one GPU, or of two")
     parser.add_argument("--num-syncs", type=int, default=20)
     parser.add_argument("--at-once", type=int, help="cells; default: as many as the memory of the GPU takes")
     parser.add_argument("--flags", default="", help="more flags, such as '--vllm-enforce-eager'")
@@ -74,19 +75,24 @@ def main(words: Sequence[str] | None = None) -> int:
     ways = options.only or list(TWO_GPUS if machine["num_gpus"] > 1 else ONE_GPU)
     name = re.sub(r"[^a-z0-9]+", "-", f"{machine['num_gpus']}x {machine['device']}".lower())
     out = options.out or RESULTS / f"weight-sync-{name}.json"
-    rows: list[dict[str, Any]] = []
-    for size in options.size:
+    pairs = [(size, way) for size in options.size for way in ways if ":" not in way]
+    pairs += [(size, way) for size, _, way in (word.partition(":") for word in ways) if way]
+    if unknown := [pair for pair in pairs if pair[0] not in SIZES or pair[1] not in WAYS]:
+        parser.error(f"--only: no such size or way: {unknown}")
+    for size in dict.fromkeys(size for size, _ in pairs):
         for seed in range(1 if size in LARGE else 2):
             make = [sys.executable, "benchmarks/random_model.py", size, str(options.models / f"{size}-{seed}")]
             subprocess.run([*make, "--device", options.device, "--seed", str(seed)], cwd=ROOT, check=True)
-        (options.models / "train.jsonl").write_text('{"prompt": "w5"}\n')
-        at_once = options.at_once or max(1, int(machine["memory_gb"] // GB_PER_CELL[size]))
-        for begin in range(0, len(ways), at_once):
-            rows += wave(options, size, ways[begin : begin + at_once], deadline)
-        num_parameters = (options.models / f"{size}-0" / "model.safetensors").stat().st_size // 2
-        for row in rows:
-            if row["size"] == size:
-                row |= floors(row["way"], num_parameters, machine)
+    (options.models / "train.jsonl").write_text('{"prompt": "w5"}\n')
+    rows: list[dict[str, Any]] = []
+    while pairs:
+        needed = itertools.accumulate(GB_PER_CELL[size] for size, _ in pairs)
+        at_once = options.at_once or max(1, sum(gb <= machine["memory_gb"] for gb in needed))
+        rows += wave(options, pairs[:at_once], deadline)
+        pairs = pairs[at_once:]
+    for row in rows:
+        num_parameters = (options.models / f"{row['size']}-0" / "model.safetensors").stat().st_size // 2
+        row |= floors(row["way"], num_parameters, machine)
     write(out, machine, rows, options.num_syncs)
     return 0 if all("error" not in row for row in rows) else 1
 
@@ -137,7 +143,7 @@ class Cell:
     """The process of one way, which answers with JSON lines."""
 
     def __init__(self, options: argparse.Namespace, size: str, way: str):
-        self.way = way
+        self.size, self.way = size, way
         name = f"{size}-{way}"
         order = {"size": size, "device": options.device, "num_syncs": options.num_syncs, "seconds": MEASURE_SECONDS}
         order |= {"models": str(options.models), "run_dir": str(options.logs / name)}
@@ -182,28 +188,32 @@ class Cell:
         end([self._process])
 
 
-def wave(options: argparse.Namespace, size: str, ways: list[str], deadline: float) -> list[dict[str, Any]]:
-    """Start the cells of some ways at once, and measure one after another; those that fail give a row with an error."""
+def wave(options: argparse.Namespace, pairs: list[tuple[str, str]], deadline: float) -> list[dict[str, Any]]:
+    """Start the cells of some sizes and ways at once, and measure one after another; one that fails gives an error."""
 
     def left(most: float) -> float:
         return min(most, deadline - time.monotonic())
 
-    shared = {other for way in ways for other in ALSO.get(way, ())}
-    cells = [Cell(options, size, way) for way in ways if way not in shared]
+    also = {
+        (size, way): [(size, other) for other in ALSO.get(way, ()) if (size, other) in pairs] for size, way in pairs
+    }
+    shared = {pair for others in also.values() for pair in others}
+    cells = [Cell(options, *pair) for pair in pairs if pair not in shared]
     rows: list[dict[str, Any]] = []
     try:
         until = time.monotonic() + START_SECONDS
         ready = [cell.answer(left(until - time.monotonic())) for cell in cells]
         for cell, answer in zip(cells, ready, strict=True):
-            for way in [cell.way, *(other for other in ALSO.get(cell.way, ()) if other in ways)]:
+            of_cell = []
+            for size, way in [(cell.size, cell.way), *also[cell.size, cell.way]]:
                 found = answer if "error" in answer else cell.measure(way, left(2 * MEASURE_SECONDS))
-                rows.append({"size": size, "way": way, **found})
-                print(json.dumps({name: value for name, value in rows[-1].items() if name != "raw"}), flush=True)
+                of_cell.append({"size": size, "way": way, **found})
+                print(json.dumps({name: value for name, value in of_cell[-1].items() if name != "raw"}), flush=True)
+            rows += of_cell
             before = used_gb()
             cell.stop()
-            if before is not None and (after := used_gb()) is not None:
-                of_way = next(row for row in rows if row["way"] == cell.way)
-                of_way["gpu_gb"] = round(before - after, 2)  # of its processes, with what their allocators keep
+            if before is not None and (after := settled_gb()) is not None:
+                of_cell[0]["gpu_gb"] = round(before - after, 2)  # of its processes, with what their allocators keep
     finally:
         for cell in cells:
             cell.stop()
@@ -232,6 +242,16 @@ def used_gb() -> float | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return sum(map(float, done.stdout.split())) * 2**20 / 1e9
+
+
+def settled_gb() -> float | None:
+    """What is used when the memory of a process that has ended is free again: two readings alike, 20 s at most."""
+    until, last = time.monotonic() + 20, None
+    time.sleep(3)  # the engine ends after its owner
+    while (now := used_gb()) != last and time.monotonic() < until:
+        last = now
+        time.sleep(1)
+    return last
 
 
 def write(out: Path, machine: dict[str, Any], rows: list[dict[str, Any]], num_syncs: int) -> None:

@@ -68,7 +68,7 @@ def sync(stack, tmp_path):
 
 
 def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
-    _, actor, engine = stack
+    args, actor, engine = stack
     begun = sync.run([engine])
     assert begun.num_tensors == 2 * 7 * 2 and begun.num_bytes < 100_000  # A and B of 7 layers in 2 blocks
     scores = [sync.engine_scores()]
@@ -78,6 +78,9 @@ def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
         scores.append(sync.engine_scores())
         assert result.probe_max_abs_diff <= 1e-5 * max(1.0, *map(abs, scores[-1])), result
     assert scores[0] != scores[1] != scores[2]
+    if args.rollout_backend == "vllm":
+        log = Path(args.hf_checkpoint).parent / "logs" / "engine-0.log"
+        assert "adapters of this shape are written where" in log.read_text()
     sync.run([engine], "lora_disk")  # the golden way: the same adapter as a folder, by the engine's own loader
     assert sync.engine_scores() == scores[2]
 

@@ -21,7 +21,10 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
+from instep.engines.wire import GENERATE
 from instep.errors import EngineError
+from instep.rollout import runtime
+from instep.rollout.client import Completion, complete
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
@@ -61,6 +64,12 @@ class Stack:
         columns = {"temperature": torch.ones(1)}
         batch = TokenBatch(torch.tensor(tokens), lengths, lengths - 1, sample_columns=columns)
         return self.actor.probe_log_probs(batch, 60.0)[-num:]
+
+    def rolled_out(self, arrays: bool) -> Completion:
+        """A response as a rollout asks for it, in arrays or in JSON."""
+        params = {"max_tokens": 24, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+        url = self.engine.url + GENERATE
+        return runtime.run(complete(url, "", list(range(5, 21)), params, arrays=arrays), timeout=60)
 
 
 def make_model(folder: Path) -> Path:
@@ -155,6 +164,23 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
     num_bytes = result.num_bytes / 1e6
     print(f"an adapter of {num_bytes:.1f} MB in {result.num_tensors} tensors: {1e3 * statistics.median(swaps):.1f} ms")
     assert statistics.median(swaps[1:]) <= 0.05
+
+
+def test_arrays_are_of_the_adapter_as_json_is(stack: Stack, sync: WeightSync) -> None:
+    """The fast ways take adapters: their log-probs are the trainer's, and those of vLLM's own route."""
+    train_once(stack.actor.workers, 1e-3)
+    sync.run([stack.engine])
+    runtime.take_array_share()
+    fast, share = stack.rolled_out(True), runtime.take_array_share()
+    stock = stack.rolled_out(False)
+    prompt, found = list(range(5, 21)), list(fast.log_probs or [])
+    ours = stack.trained(prompt + list(fast.token_ids), len(found))
+    assert share == {"perf/answers_in_arrays": 1.0}
+    assert list(fast.token_ids) == list(stock.token_ids)
+    assert max(abs(a - b) for a, b in zip(found, stock.log_probs or [], strict=True)) <= 1e-3
+    assert max(abs(a - b) for a, b in zip(found, ours, strict=True)) <= NOISE
+    log = (stack.folder / "logs" / "engine-0.log").read_text()
+    assert "short loops for steps that decode only" in log and "written where vLLM keeps this one" in log
 
 
 def test_what_is_not_finite_is_named(stack: Stack, sync: WeightSync, monkeypatch: Any) -> None:

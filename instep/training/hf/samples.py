@@ -22,9 +22,10 @@ class Sampler:
 
     def __init__(self, memory: EngineMemory, masters: Mapping[str, Tensor]):
         self._opened = list(memory.slices)
-        self._pieces: list[tuple[Tensor, Tensor, torch.dtype]] = []  # master, flat elements here, dtype of the weight
         self._found: list[tuple[str, str, slice]] = []  # nonce, name, and the bytes of the sample among those of all
-        self._size, own = 0, []  # the bytes of all, and which of them are of the pieces
+        pieces: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        own: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+        self._size = 0  # the bytes of all
         for name, master in masters.items():
             dtype: torch.dtype = getattr(torch, memory.dtypes[name])
             known: dict[bytes, slice] = {}  # engines that cut the weight alike have one sample
@@ -32,26 +33,48 @@ class Sampler:
                 key = places.numpy().tobytes()
                 if key not in known:
                     at, which = _here(master, places)
-                    self._pieces.append((master, at.to(master.device), dtype))
-                    own.append((self._size + which[:, None] * dtype.itemsize + torch.arange(dtype.itemsize)).flatten())
+                    pieces.setdefault((master.dtype, dtype), []).append((master, at.to(master.device)))
+                    bytes_at = self._size + which[:, None] * dtype.itemsize + torch.arange(dtype.itemsize)
+                    own.setdefault((master.dtype, dtype), []).append(bytes_at.flatten())
                     known[key] = slice(self._size, self._size + len(places) * dtype.itemsize)
                     self._size = known[key].stop
                 if nonce in self._opened:
                     self._found.append((nonce, name, known[key]))
-        self._own = torch.cat(own).to(self._pieces[0][0].device)
+        self._groups = [_Group(dtype, pieces[held, dtype], torch.cat(own[held, dtype])) for held, dtype in pieces]
 
     @torch.no_grad()
     def samples(self) -> Samples:
         """The bytes of the samples of the opened workers, in the dtypes of the weights (collective)."""
-        mine = [local(master).take(at).to(dtype).view(torch.uint8) for master, at, dtype in self._pieces]
-        data = torch.zeros(self._size, dtype=torch.uint8, device=self._own.device)
-        data[self._own] = torch.cat(mine)
+        data = torch.zeros(self._size, dtype=torch.uint8, device=self._groups[0].own.device)
+        for group in self._groups:
+            data[group.own] = group.bytes()
         if dist.get_world_size() > 1:
             dist.all_reduce(data, dist.ReduceOp.MAX)  # a rank has zeros for what it does not hold
         samples: Samples = {nonce: {} for nonce in self._opened}
         for nonce, name, where in self._found:
             samples[nonce][name] = data[where]
         return samples
+
+
+class _Group:
+    """Masters of one dtype whose weights have one dtype, too: so many kernels as there are masters take their elements.
+
+    Args:
+        pieces: masters, and flat elements here.
+        own: which bytes of all samples they are.
+    """
+
+    def __init__(self, dtype: torch.dtype, pieces: list[tuple[Tensor, Tensor]], own: Tensor):
+        self._dtype, self._pieces = dtype, pieces
+        self.own = own.to(pieces[0][1].device)
+
+    def bytes(self) -> Tensor:
+        sizes = [at.numel() for _, at in self._pieces]
+        master = self._pieces[0][0]
+        taken = torch.empty(sum(sizes), dtype=master.dtype, device=self.own.device)
+        for (master, at), out in zip(self._pieces, taken.split(sizes), strict=True):
+            torch.take(local(master), at, out=out)
+        return taken.to(self._dtype).view(torch.uint8)
 
 
 def _here(weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,24 +179,43 @@ class Recorder(TorchDispatchMode):
         self.unknown.append(tuple(target.shape))
 
 
+class Sample:
+    """About `LENGTH` elements of each slice, spread over it; they are gathered where the slices are, without copies of
+    their own, and come to the host at once."""
+
+    def __init__(self, slices: Mapping[str, Sequence[Slice]]):
+        few = [(name, _few(part.view)) for name, parts in slices.items() for part in parts]
+        self._places: dict[str, list[slice]] = {}  # of the bytes of a name
+        end = 0
+        for name, view in few:
+            end = -(-end // 8) * 8  # a tensor of any dtype may begin there
+            self._places.setdefault(name, []).append(slice(end, end := end + view.nbytes))
+        self._bytes = torch.zeros(end, dtype=torch.uint8, device=few[0][1].device)
+        places = [place for parts in self._places.values() for place in parts]
+        self._views = [view for _, view in few]
+        self._copies = [
+            self._bytes[place].view(view.dtype).view(view.shape)
+            for place, view in zip(places, self._views, strict=True)
+        ]
+
+    @torch.no_grad()
+    def digests(self) -> dict[str, str]:
+        torch._foreach_copy_(self._copies, self._views)
+        data, digests = memoryview(self._bytes.cpu().numpy()), {}
+        for name, places in self._places.items():
+            digests[name] = xxhash.xxh3_128_hexdigest(b"".join(data[place] for place in places))
+        return digests
+
+
 def sample_digests(slices: Mapping[str, Sequence[Slice]]) -> dict[str, str]:
-    """By name the digest of about `LENGTH` elements of each slice, spread over it; one copy to the host."""
-    lengths, parts = {}, []
-    for name, found in slices.items():
-        few = [_few(part.view) for part in found]
-        lengths[name] = sum(part.numel() for part in few)
-        parts += few
-    data, at, digests = memoryview(torch.cat(parts).cpu().numpy()), 0, {}
-    for name, length in lengths.items():
-        digests[name] = xxhash.xxh3_128_hexdigest(data[at : at + length])
-        at += length
-    return digests
+    """By name the digest of a sample of its slices."""
+    return Sample(slices).digests()
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements that are in the sample."""
     each = max(1, round(LENGTH ** (1 / max(1, tensor.ndim))))
-    few = tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
-    return few.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
 
 
 def write_manifest(

@@ -34,10 +34,10 @@ from instep_vllm.memory import (
     Memory,
     Ranges,
     Recorder,
+    Sample,
     Slice,
     cuda_memories,
     file_memory,
-    sample_digests,
     write_manifest,
 )
 from instep_vllm.place import check_memory_folder, process_mark
@@ -65,6 +65,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             memories = [self._move(folder)] if self.device.type == "cpu" else []
             self._slices, shapes = self._record()
             memories = memories or cuda_memories(self.model.parameters(), self.device)
+        self._sample = Sample(self._slices)
         for layer in self.model.modules():
             if "cpu_linear" in layer.__dict__:  # it multiplies with a packed copy of the weight
                 layer.cpu_linear = nn.functional.linear
@@ -230,7 +231,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise WeightMismatch("the trainer is attached to other memory than this engine's")
         if missing := sorted(self._slices.keys() - told.keys()):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
-        live, held = Ranges(self.model.parameters()), sample_digests(self._slices)
+        live, held = Ranges(self.model.parameters()), self._sample.digests()
         for name, parts in self._slices.items():
             if not all(part.view.data_ptr() in live for part in parts):
                 raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)

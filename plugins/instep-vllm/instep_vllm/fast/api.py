@@ -82,9 +82,6 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
             or not all(type(token) is int for token in prompt)
         ):
             return None
-        if state.engine_client.vllm_config.lora_config is not None:
-            logger.info_once("instep: vLLM's own answers, as there is LoRA")
-            return None
         n, seed = given.pop("n", 1), given.pop("seed", None)
         if type(n) is not int or not 1 <= n <= envs.VLLM_MAX_N_SEQUENCES:
             return None

@@ -264,7 +264,6 @@ def obstacles(scheduler: AsyncScheduler) -> list[str]:
         "pipeline parallelism": scheduler.use_pp,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
-        "LoRA": scheduler.lora_config is not None,
         "routed experts in answers": scheduler.enable_return_routed_experts,
         "cache events": scheduler.enable_kv_cache_events,
         "cache zeroing": scheduler.needs_kv_cache_zeroing,
