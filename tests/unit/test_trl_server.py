@@ -1,6 +1,5 @@
 """The parts of `instep vllm-serve` by themselves: its command line, the forms of texts, and what may be sent."""
 
-import asyncio
 import base64
 import math
 
@@ -10,10 +9,10 @@ import torch
 
 from instep.arguments import parse
 from instep.errors import ConfigError, SyncError
-from instep.integrations.trl import forms, front
+from instep.integrations.trl import forms
 from instep.integrations.trl.command_line import _FLAGS, HELP, read
 from instep.integrations.trl.forms import Asked, BadRequest, Scoring
-from instep.integrations.trl.front import Front, _sends
+from instep.integrations.trl.front import _sends
 from instep.integrations.trl.receiver import cuts
 from instep.integrations.trl.staging import Incoming, Layout, Slot
 from instep.integrations.trl.tensors import Announced, WrongTensor
@@ -28,20 +27,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def layout(checkpoint):
     return Layout(checkpoint, torch.float32, 30_000)
-
-
-# ---- the port --------------------------------------------------------------------------------------------------------
-
-
-def test_a_port_that_never_listens_is_not_waited_for(checkpoint, monkeypatch):
-    """A host's name that no server of names answers, say."""
-    args = parse(["--hf-checkpoint", str(checkpoint), "--run-dir", str(checkpoint / "run")], "serve")
-    server = Front(args, "http://127.0.0.1:1", "m", "", "127.0.0.1", None, lambda: True)
-    monkeypatch.setattr(front, "START_SECONDS", 0.05)
-    monkeypatch.setattr(server, "_serve", lambda: asyncio.sleep(0.3))
-    with pytest.raises(OSError, match="does not listen after"):
-        server.start()
-    server.close()
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

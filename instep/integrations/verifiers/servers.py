@@ -194,7 +194,7 @@ class Environment:
         client = Client(theirs or address)
         try:
             await self._wait_ready(client, process)
-        except BaseException:  # also a cancellation
+        except BaseException:
             await client.close()
             raise
         return Server(client, process)
