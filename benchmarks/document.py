@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def result(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    """A file of `results/`, and by the key `file` its path."""
+    file = f"benchmarks/results/{name}.json"
+    return {"file": file, **json.loads((ROOT / file).read_text())}
 
 
 def table(*rows: list[str]) -> str:
@@ -24,7 +26,7 @@ def table(*rows: list[str]) -> str:
 def measured(found: dict[str, Any], more: str = "") -> str:
     v = found["versions"]
     where = f"{found['device']}{more}; Python {v['python']}, torch {v['torch']}, transformers {v['transformers']}"
-    return f"Measured on {found['date']}: {where}."
+    return f"Measured on {found['date']} (`{found['file']}`): {where}."
 
 
 def cpu_grpo() -> str:
@@ -102,7 +104,7 @@ def bf16_gap() -> str:
                 f"{h['gap_ratio']:.4f}",
             ]
         )
-    return table(*rows)
+    return f"From `benchmarks/results/bf16-gap-cuda.json` and `bf16-gap-cpu.json`.\n\n{table(*rows)}"
 
 
 def controller_share() -> str:
@@ -174,7 +176,8 @@ def gpu_main() -> str:
             names = [f"turns/{n}_seconds" for n in ("sleep", "wake", "offload", "onload")]
             turns = ", ".join(f"{m[n]:.2f}" for n in names) if names[0] in m else ""
             rows.append([f"`{r['job']}`", f"{run['device']}; {run['beside']}", str(r["steps"]), *sync, *step, turns])
-    text = f"Measured on {found['date']}: vLLM {found['versions']['vllm']}, torch {found['versions']['torch']}. "
+    v = found["versions"]
+    text = f"Measured on {found['date']} (`{found['file']}`): vLLM {v['vllm']}, torch {v['torch']}. "
     text += "Seconds are medians over the steps but the first, whose seconds are in brackets."
     s = found["nccl_stream"]
     seconds, gb = median(s["syncs_s"]), s["bytes"] / 1e9

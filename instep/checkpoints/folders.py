@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,20 +191,18 @@ def begin_checkpoint(
 @contextmanager
 def _whole_or_nothing(root: Path, iteration: int, partial: Path) -> Iterator[None]:
     """Remove the hidden folder of a checkpoint if the block fails, and say in the error what is left."""
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        named = CheckpointError(
-            f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
-            f"{getattr(error, 'what', error)}",
-            where=str(root),
-            remedy=f"free space or fix permissions; {_left(root)}",
-        )
-        shutil.rmtree(partial, ignore_errors=True)
-        raise named from error
-    except BaseException:  # also Ctrl-C
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with ExitStack() as unless_whole:  # also after Ctrl-C
+        unless_whole.callback(shutil.rmtree, partial, ignore_errors=True)
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
+                f"{getattr(error, 'what', error)}",
+                where=str(root),
+                remedy=f"free space or fix permissions; {_left(root)}",
+            ) from error
+        unless_whole.pop_all()
 
 
 def _aside(root: Path) -> Path:

@@ -36,7 +36,7 @@ def answer(make: Callable[[Callable[[Any], None]], Any]) -> int:
             return 0
         try:
             result = getattr(worker, method)(*args)
-        except BaseException as error:  # noqa: BLE001 - the process border: it becomes a WorkerError at the controller
+        except BaseException as error:  # noqa: BLE001 - the border, also for a hook's sys.exit(): the controller raises it
             channel.error(error, traceback.format_exc())
         else:
             channel.result(result)

@@ -78,13 +78,12 @@ class Controller:
         self.run_dir = Path(args.run_dir)
         self._garbage = Garbage()
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
-        try:
+        with ExitStack() as unless_made:
+            for lock in self._locks:  # in a notebook the traceback would keep them
+                unless_made.callback(lock.release)
+            unless_made.callback(runtime.shutdown)
             self._prepare(args, title, with_engines)
-        except BaseException:  # in a notebook the traceback would keep the locks
-            runtime.shutdown()
-            for lock in self._locks:
-                lock.release()
-            raise
+            unless_made.pop_all()
 
     def _prepare(self, args: Args, title: str, with_engines: bool) -> None:
         """Read and check all that a run needs before a process is started."""
@@ -158,14 +157,13 @@ class Controller:
         self._on_signal.__enter__()
         self.log.__enter__()
         self._standstill.__enter__()
-        try:
+        with ExitStack() as unless_started:
+            unless_started.push(self)
             with self.log.phase("start"):
                 self._start()
             self._garbage.start()
             self._idle = IdleClock()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+            unless_started.pop_all()
         return self
 
     def __exit__(

@@ -357,16 +357,14 @@ class Fleet:
         assert self._restart is not None
         try:
             engine.stop()  # at once: one that hangs holds its GPU, and those who wait for its answers
-            with self._room_to_start(self._closed):
+            with self._room_to_start(self._closed), contextlib.ExitStack() as unless_ready:
                 if self._closed.is_set():
                     return
-                try:
-                    self._restart(self.engines.index(engine))
-                    engine.begin_anew()
-                    engine.wait_ready(self._args.engine_start_timeout)
-                except BaseException:
-                    engine.stop()  # before somebody else gets the GPU
-                    raise
+                unless_ready.callback(engine.stop)  # before somebody else gets the GPU
+                self._restart(self.engines.index(engine))
+                engine.begin_anew()
+                engine.wait_ready(self._args.engine_start_timeout)
+                unless_ready.pop_all()
                 with self._lock:  # who gets the GPU next counts it among the available
                     self._states[engine.url] = "ready"
                     if not engine.update_weights and not self._closed.is_set():

@@ -97,7 +97,7 @@ class Saves:
             self._seconds = time.monotonic() - began
         except InstepError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001 - the border of this thread: `check` raises it
+        except Exception as error:  # the border of this thread: `check` raises it
             logger.exception("%s", self._in_flight)
             self._error = CheckpointError(
                 f"{self._in_flight} was not written: {type(error).__name__}: {error}",

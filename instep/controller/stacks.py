@@ -61,7 +61,7 @@ class DumpOnSignal:
                 if signal.SIGUSR1 in signals:
                     try:
                         self._dump()
-                    except Exception:  # the border of a diagnosis: a full disk, say, must not end it for good
+                    except Exception:  # noqa: BLE001 - the border of a diagnosis: a full disk, say, must not end it for good
                         traceback.print_exc()
 
 
@@ -141,7 +141,7 @@ def _awaits(awaitable: Any) -> Iterator[str]:
 def _section(title: str, lines: Iterable[str]) -> list[str]:
     try:
         return [f"==== {title}", *lines]
-    except Exception:  # a dump says what it can: a thing that changes while it is looked at must not end it
+    except Exception:  # noqa: BLE001 - a dump says what it can: what changes while it is looked at must not end it
         return [f"==== {title}", "could not be looked at:", traceback.format_exc()]
 
 

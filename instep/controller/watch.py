@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import TypeVar
 
 import psutil
 
 from instep.errors import NoAnswerError, RolloutError
 from instep.kernel import name_of, state_of, stopped
-from instep.processes import Process
+from instep.processes import Process, in_thread
 from instep.rollout import runtime
 
 T = TypeVar("T")
@@ -54,21 +55,11 @@ class Watch:
             EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.
             RolloutError: `timeout` seconds have passed, or the memory of this process grows without end.
         """
-        outcome: list[T] = []
-        failure: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                outcome.append(work())
-            except BaseException as error:  # noqa: BLE001 - handed over to the watching thread, which raises it
-                failure.append(error)
-
-        thread = threading.Thread(target=target, name=what, daemon=True)
-        thread.start()
+        outcome = in_thread(work, what)
         deadline = time.monotonic() + timeout
         try:
-            while thread.is_alive():
-                thread.join(0.1)
+            while not outcome.done():
+                wait([outcome], 0.1)
                 self._check()
                 self._check_memory(what)
                 if time.monotonic() > deadline:
@@ -78,19 +69,17 @@ class Watch:
                         remedy="look at the engines' logs and at your hooks (an async function must not block); "
                         "raise the bound if the work is larger",
                     )
-        except BaseException:
+        except BaseException:  # also Ctrl-C
             runtime.cancel_all()
-            thread.join(2.0)
+            wait([outcome], 2.0)
             raise
-        if failure:
-            dying = self._dying_seconds if isinstance(failure[0], NoAnswerError) else 0.0
-            deadline = time.monotonic() + dying
-            while True:
-                self._check()  # a dead engine is the cause of what its clients say
-                if time.monotonic() >= deadline:
-                    raise failure[0]
+        if (failure := outcome.exception()) is not None:
+            deadline = time.monotonic() + (self._dying_seconds if isinstance(failure, NoAnswerError) else 0.0)
+            while time.monotonic() < deadline:
+                self._check()
                 time.sleep(0.1)
-        return outcome[0]
+            self._check()  # a dead engine is the cause of what its clients say
+        return outcome.result()
 
     def _check_memory(self, what: str) -> None:
         rss = self._process.memory_info().rss

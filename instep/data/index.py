@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -31,6 +31,8 @@ LARGE = {".jsonl": 64 << 20, ".parquet": 16 << 20}  # bytes; the rows of smaller
 FORMAT = 2  # of the cache, and of what counts as a usable row
 INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
+LOOK_SECONDS = 0.2
+SILENT_SECONDS = 600.0  # of another process that builds an index; a chunk of rows takes seconds
 _PLACE = struct.Struct("<qq")  # where a row begins, and its number
 Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
 
@@ -96,6 +98,7 @@ class Index:
 
         Raises:
             OutputError: the cache cannot be written.
+            DataError: another process began to build it, and stands still.
             ConfigError, DataError: as `chunks`.
         """
         path, _ = parse_path(path_spec)
@@ -142,6 +145,7 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
                 places.write(_PLACE.pack(rows.tell() if raw.offset is None else raw.offset, raw.number))
                 if raw.offset is None:
                     rows.write(line + b"\n")
+            os.utime(places.fileno())  # a sign of life, also where no row of many is used
             if chunk and time.monotonic() > told + TELL_SECONDS:
                 told = time.monotonic()
                 print(f"{place(path, chunk[-1][0].number)} ...", file=sys.stderr, flush=True)
@@ -202,12 +206,34 @@ def _changed(path: Path) -> DataError:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds this index."""
+    """Wait until no other process builds this index. Raises DataError if one does, and shows no sign of life."""
     folder.mkdir(0o700, parents=True, exist_ok=True)  # rows of a file that others may not read
     with open(folder / ".lock", "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(lock):
             print(f"{folder}: another process builds this index; waiting for it ...", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            sign, heard = _sign(folder), time.monotonic()
+            while not _taken(lock):
+                if (now := _sign(folder)) != sign:
+                    sign, heard = now, time.monotonic()
+                elif time.monotonic() > heard + SILENT_SECONDS:
+                    what = f"the process that builds the index has done nothing for {SILENT_SECONDS:.0f} s"
+                    raise DataError(what, where=str(folder), remedy=f"end it (`fuser {folder / '.lock'}` names it)")
+                time.sleep(LOOK_SECONDS)
         yield
+
+
+def _taken(lock: IO[bytes]) -> bool:
+    """Take the lock if it is free; it ends with this process at the latest."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(folder: Path) -> int:
+    """What changes while an index is built in `folder`."""
+    try:
+        return (folder / PLACES).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

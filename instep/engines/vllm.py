@@ -24,11 +24,11 @@ from instep.engines.capabilities import Capabilities
 from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, installed_version, merge, release
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, RunningEngine, engine_dtype, profile_folder
-from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
+from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
+from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
+from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
 from instep.errors import ConfigError, EngineError
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 
@@ -52,7 +52,6 @@ CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
-PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more are some hundred MB, and take minutes to write
 TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 
 
@@ -203,7 +202,7 @@ class VllmKind(EngineKind):
 
     def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         profiles = args.profile and "profiler_config" not in spec.words
-        profiler = ["--profiler-config", json.dumps(_profiler(args, spec))] if profiles else []
+        profiler = ["--profiler-config", json.dumps(profiler_config(args, spec))] if profiles else []
         return ["-m", "instep.engines.vllm_main", "serve", *serve_arguments(spec, at, node_rank), *profiler]
 
     def environment(
@@ -312,70 +311,6 @@ class VllmKind(EngineKind):
 
 
 KIND = VllmKind()
-
-
-def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-    """The arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
-    num_nodes = len(spec.nodes)
-    words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
-    words += ["--served-model-name", spec.served_name] if spec.served_name else []
-    if num_nodes > 1:
-        words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
-        words += ["--master-addr", at.master_host, "--master-port", str(at.master_port)]
-        if spec.parallel.data > 1:
-            words += ["--data-parallel-rpc-port", str(at.rpc_port)]
-    if node_rank:
-        return [*words, "--headless"]
-    if spec.parallel.data > 1:  # vLLM's default is a server per replica, and an abort would reach one of them only
-        words += ["--api-server-count", "1"]
-    return [*words, "--host", at.host, "--port", str(at.port)]
-
-
-def _profiler(args: Settings, spec: EngineSpec) -> dict[str, Any]:
-    """The configuration of vLLM's profiler, which records nothing until it is asked to."""
-    folder = os.path.abspath(os.path.join(args.run_dir, "profile", profile_folder(spec.name)))
-    limits = {"max_iterations": PROFILED_ITERATIONS, "ignore_frontend": True}
-    less = {"torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False}
-    return {"profiler": "torch", "torch_profiler_dir": folder, **limits, **less}
-
-
-def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[str, str]:
-    """The environment variables that depend on the addresses of the engine and of the process on `node_host`."""
-    env = {"VLLM_HOST_IP": node_host} if len(spec.nodes) > 1 else {}
-    if spec.num_side_channel_ports:
-        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = node_host
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(at.side_channel_port)
-    return env
-
-
-def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
-    """The environment variables of every process of vLLM."""
-    env = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the control routes
-        "VLLM_NO_USAGE_STATS": "1",
-        "INSTEP_DIE_WITH_PARENT": "1",  # read by the plugin, in vLLM's own child processes
-        # A constant, because it is in the key of what vLLM has compiled.
-        "VLLM_ENGINE_READY_TIMEOUT_S": os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(LONGEST_START)),
-    }
-    if not args.no_fast_log_probs:
-        env["INSTEP_FAST_LOG_PROBS"] = "1"  # read by the plugin
-    if plugins := os.environ.get("VLLM_PLUGINS"):  # only these are loaded
-        env["VLLM_PLUGINS"] = f"{plugins},instep"
-    if args.device == "cpu":
-        env |= {
-            "TORCH_COMPILE_DISABLE": "1",  # else the first request waits 17 s for helpers to be compiled
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU platform keep the `uni` executor
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would take the same cores
-            "OMP_NUM_THREADS": str(num_threads),
-            **OPENMP_ENV,
-        }
-    else:
-        # Else humming, which vLLM 0.26 imports for quantized layers, builds its kernels in processes that import torch
-        # beside the start of every engine, and that outlive one that is killed. They are built when they are needed.
-        env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
-        if engine_dtype(args) == "float32":
-            env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
-    return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
 
 @functools.lru_cache

@@ -160,7 +160,7 @@ class RunLogger:
         try:
             with span(name, facts=lambda: {PHASE: str(phase)}):
                 yield phase
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C, after which the run says where it was
             self._failures.append((error, str(phase)))
             raise
         finally:

@@ -209,7 +209,7 @@ async def _at_once(
         short = execution.num_short(len(group))
         room.leave(tokens, short)
         await work
-    except BaseException:
+    except BaseException:  # also a cancellation
         room.leave(tokens, len(group) - short)
         raise
     generated = [sample for sample in group if _is_generated(sample)]

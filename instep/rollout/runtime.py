@@ -203,7 +203,7 @@ class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps
             try:
                 yield waits_for
                 wake = None
-            except BaseException as error:  # mostly a cancellation: the coroutine's own await raises it
+            except BaseException as error:  # noqa: BLE001 - mostly a cancellation: the coroutine's await raises it
                 wake = error
 
 
@@ -219,7 +219,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
     def work() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*args))
-        except BaseException as error:  # crosses the thread as it is
+        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
             outcome = (future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle, *outcome)

@@ -196,7 +196,7 @@ class Group:
                 with torch.cuda.device(self.device):
                     self._group.eager_connect_single_device(self.device)
                 connected.set_result(None)
-            except BaseException as error:  # raised by `result`
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
                 connected.set_exception(error)
 
         threading.Thread(target=connect, daemon=True).start()

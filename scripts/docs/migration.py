@@ -1,8 +1,8 @@
 """docs/migration.md: what the flags of slime, vime, TRL and verl are here.
 
 `python scripts/docs/migration.py > docs/migration.md` writes it. What slime and vime say comes from the flag table;
-TRL, verl and OpenRLHF have tables (`instep/arguments/other_names.py`), in which the status of a setting is that of the
-flags that it names.
+TRL, verl and OpenRLHF have tables (`instep/arguments/migration_tables.py`), in which the status of a setting is that of
+the flags that it names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Flag
-from instep.arguments.other_names import OPENRLHF, TRL, TRL_DPO, VERL, Row
+from instep.arguments.migration_tables import OPENRLHF, TRL, TRL_DPO, VERL, Row
 from instep.arguments.slime_hooks import MODULES
 
 

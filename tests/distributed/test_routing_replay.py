@@ -4,6 +4,7 @@ with the same experts forced upon it, sample by sample."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.distributed.megatron_runs import weighted_loss
 from tests.distributed.replay_runs import own_choices_replayed, replayed, routed_batches, without_routes_recorded
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+CLOSE = dict(rtol=0, atol=2e-5)
 
 
 def forced(folder: Path, batches: list[TokenBatch]) -> tuple[list[torch.Tensor], float, float]:
@@ -57,25 +59,27 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def check(root: Path, pool: RankPool, layout: str, more: dict) -> None:
+def both(root: Path, pool: RankPool, layout: str, more: dict) -> list[tuple[torch.Tensor, Any]]:
+    """Log-probs, and loss and gradient norm, of the layout and of transformers with the same experts."""
     ranks = pool.run(replayed, root, layout, more)
     model = LAYOUTS[layout][1]
     scores, loss, norm = forced(root / model, routed_batches(model))
     parts = [r["output"] for r in sorted(ranks, key=lambda r: r["output"][0] or 0) if r["output"][0] is not None]
     found = torch.cat([o.log_probs for part in parts for o in part[1]])
-    torch.testing.assert_close(found, torch.cat(scores), rtol=0, atol=2e-5)
     own = torch.cat([o.log_probs for part in parts for o in part[2]])
     print(f"{layout}: gap {(found - torch.cat(scores)).abs().mean():.1e} with replay, {(own - found).abs().mean():.1e}")
     assert (own - found).abs().mean() > 0.01  # other experts are other log-probs
-    assert sum(float(o.loss) for part in parts for o in part[3]) == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert ranks[0]["norm"] == pytest.approx(norm, rel=1e-5)
+    own_loss = sum(float(o.loss) for part in parts for o in part[3])
+    return [(found, (own_loss, ranks[0]["norm"])), (torch.cat(scores), pytest.approx((loss, norm), rel=1e-5, abs=1e-6))]
 
 
 def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(root):
     """A pipeline of dense and mixed layers in turns, recomputed; and context with expert parallelism."""
     with RankPool(2) as pool:
-        check(root, pool, "pp2-moe", RECOMPUTE)
-        check(root, pool, "cp2-ep2", {})
+        for layout, more in (("pp2-moe", RECOMPUTE), ("cp2-ep2", {})):
+            ours, forced_ones = both(root, pool, layout, more)
+            torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
+            assert ours[1] == forced_ones[1]
         for noted, engines, own in pool.run(own_choices_replayed, root):
             assert noted == pytest.approx(engines, rel=1e-6) and own[1] != pytest.approx(noted[1], rel=1e-3)
         with pytest.raises(AssertionError, match="the same expert twice"):
@@ -98,4 +102,6 @@ def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(
 )
 def test_in_every_layout(root, ranks, layout, more):
     with RankPool(ranks) as pool:
-        check(root, pool, layout, more)
+        ours, forced_ones = both(root, pool, layout, more)
+    torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
+    assert ours[1] == forced_ones[1]

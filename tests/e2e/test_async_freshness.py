@@ -11,8 +11,12 @@ from tests.e2e.test_pause_modes import load, log_probs_under
 NUM_ROLLOUT = 6
 
 
-def check_every_token(folder, mode, *more):
-    """Log-probs of all tokens that are trained on, against a copy of the trainer's weights of each version."""
+NEAR = 1e-4  # of log-probs
+
+
+def gap_of_every_token(folder, mode, *more):
+    """The largest gap of the log-probs of all tokens that are trained on to those under the trainer's weights of the
+    version that each claims."""
     run_dir = folder / f"fresh-{mode}"
     flags = ["--max-staleness", "2", "--pause-mode", mode, "--num-rollout", str(NUM_ROLLOUT), "--lr", "5e-3"]
     flags += ["--rollout-max-response-len", "400", "--custom-rm-path", "tests.e2e.background_rollout.reward"]
@@ -23,6 +27,7 @@ def check_every_token(folder, mode, *more):
 
     models = [load(folder / "hf"), *(load(run_dir / f"hf-{i}") for i in range(NUM_ROLLOUT))]  # of version i + 1
     num_tokens = num_mixed = 0
+    largest = 0.0
     for rollout_id in range(NUM_ROLLOUT):
         for sample in torch.load(run_dir / f"{rollout_id}.pt", weights_only=True)["samples"]:
             ours, spans = torch.tensor(sample["rollout_log_probs"]), sample["weight_versions"]
@@ -32,27 +37,27 @@ def check_every_token(folder, mode, *more):
             for version, start, end in spans:
                 assert rollout_id + 1 - 2 <= version <= rollout_id + 1  # the bound
                 theirs = log_probs_under(models[version - 1], sample["tokens"])
-                gap = (theirs[-len(ours) :][start:end] - ours[start:end]).abs().max()
-                assert gap < 1e-4, (rollout_id, sample["index"], version, start, end, gap)
+                largest = max(largest, float((theirs[-len(ours) :][start:end] - ours[start:end]).abs().max()))
                 num_tokens += end - start
             if len(spans) > 1 and len(ours) > 40:  # the other versions would have been told apart
                 start, end = spans[0][1:]
                 other = log_probs_under(models[spans[-1][0] - 1], sample["tokens"])[-len(ours) :][start:end]
                 assert end - start < 20 or (other - ours[start:end]).abs().max() > 1e-3
     assert num_tokens > 2000 and num_mixed > 0
+    return largest
 
 
 def test_every_token_is_of_the_version_it_claims(long):
-    check_every_token(long, "keep")
+    assert gap_of_every_token(long, "keep") < NEAR
 
 
 @pytest.mark.slow
 def test_every_token_is_of_the_version_it_claims_after_aborts(long):
-    check_every_token(long, "abort")
+    assert gap_of_every_token(long, "abort") < NEAR
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_every_token_of_vllm_is_of_the_version_it_claims(long, mode):
-    check_every_token(long, mode, *on_vllm(2))
+    assert gap_of_every_token(long, mode, *on_vllm(2)) < NEAR

@@ -10,7 +10,7 @@ from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.ray import RayCluster
 from instep.engines.spec import Addresses
-from instep.engines.vllm import serve_arguments
+from instep.engines.vllm_process import serve_arguments
 from instep.errors import EngineError
 from tests.e2e import stub_vllm
 from tests.e2e.commands import grpo_arguments

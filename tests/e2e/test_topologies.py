@@ -14,7 +14,7 @@ from instep.cluster.launch import LocalCluster
 from instep.controller.fleet import Fleet
 from instep.engines.keys import headers_for
 from instep.engines.spec import Addresses
-from instep.engines.vllm import node_environment, serve_arguments
+from instep.engines.vllm_process import node_environment, serve_arguments
 from tests.assets import make_checkpoint
 from tests.e2e import commands, stub_vllm
 from tests.e2e.commands import grpo_arguments, run

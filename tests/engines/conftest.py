@@ -27,7 +27,7 @@ from instep.engines.capabilities import Capabilities
 from instep.engines.engine import Engine as ControlledEngine
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses
-from instep.engines.vllm import vllm_env
+from instep.engines.vllm_process import vllm_env
 from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
 from instep.ports import free_port
 from instep.rollout import runtime

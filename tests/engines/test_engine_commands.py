@@ -26,7 +26,7 @@ from instep.engines.flags import (
 )
 from instep.engines.reserved_flags import reserved
 from instep.engines.spec import Addresses
-from instep.engines.vllm import serve_arguments
+from instep.engines.vllm_process import serve_arguments
 from instep.ports import free_port
 from instep.processes import SupervisedProcess, stop_all
 

@@ -37,9 +37,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     assert ("short loops for steps" in log) == e.capabilities.version.startswith("0.26")
 
 
-def check(choice: dict[str, Any], prompt: list[int], num_tokens: int, stops: list[int] | None = None) -> None:
-    tokens, log_probs = response(prompt, num_tokens, stops)
-    assert choice["token_ids"] == tokens and choice["log_probs"] == log_probs
+def said(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    return choice["token_ids"], choice["log_probs"]
 
 
 @pytest.mark.parametrize("share_of_stock", [0.0, 0.2])
@@ -50,7 +49,7 @@ def test_every_token_and_log_prob_is_right(served: Engine, share_of_stock: float
         time.sleep(wait)
         params = {"max_tokens": num_tokens, "ignore_eos": True, **({"stop_token_ids": stops} if stops else {})}
         (choice,) = (stock if is_stock else fast)(served, prompt, **params)
-        check(choice, prompt, num_tokens, stops)
+        assert said(choice) == response(prompt, num_tokens, stops)
         ended = stops is not None and choice["token_ids"][-1] in stops
         assert choice["finish_reason"] == ("stop" if ended else "length")
 
@@ -81,7 +80,7 @@ def test_pauses_and_forced_preemptions_lose_nothing(served: Engine) -> None:
         time.sleep(0.2)
         served.ok("/reset_prefix_cache?reset_running_requests=true")  # with a step under way
     for i, (prompt, done) in enumerate(zip(prompts, asked, strict=True)):
-        check(done.result(timeout=120)[0], prompt, 400 + i)
+        assert said(done.result(timeout=120)[0]) == response(prompt, 400 + i)
     check_idle(served)
 
 
@@ -95,7 +94,7 @@ def test_an_abort_returns_a_beginning(served: Engine, route: str) -> None:
     choices = [done.result(timeout=60)[0] for done in asked]
     assert {choice["finish_reason"] for choice in choices} == {"abort"}
     for prompt, choice in zip(prompts, choices, strict=True):
-        check(choice, prompt, len(choice["token_ids"]))
+        assert said(choice) == response(prompt, len(choice["token_ids"]))
     assert any(choice["token_ids"] for choice in choices)
     check_idle(served)
 
@@ -103,7 +102,7 @@ def test_an_abort_returns_a_beginning(served: Engine, route: str) -> None:
 def check_idle(engine: Engine) -> None:
     """Nothing runs, and a further request gets what it should."""
     (choice,) = fast(engine, [9] * 40, max_tokens=40, ignore_eos=True)
-    check(choice, [9] * 40, 40)
+    assert said(choice) == response([9] * 40, 40)
     deadline = time.monotonic() + 30
     while num_running(engine):
         assert time.monotonic() < deadline

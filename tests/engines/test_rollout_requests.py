@@ -175,7 +175,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExcep
     def target() -> None:
         try:
             work()
-        except BaseException as error:  # handed to the test
+        except BaseException as error:  # noqa: BLE001 - handed to the test
             failure.append(error)
 
     thread = threading.Thread(target=target, daemon=True)

@@ -88,7 +88,7 @@ def main() -> None:
             try:
                 SCENARIOS[name](place)
                 outcome: dict[str, Result] | Exception = place.results
-            except Exception as error:  # one scenario's fault is not the end of the others
+            except Exception as error:  # noqa: BLE001 - one scenario's fault is not the end of the others
                 outcome = error
             said = "failed" if isinstance(outcome, Exception) else "took"
             print(f"{name} {said} {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from tests.assets import make_prompts
 from tests.e2e.commands import on_vllm
-from tests.e2e.test_planted import FAULTS, ON_VLLM, SECONDS, Fault, Stack, check, make_stack
+from tests.e2e.test_planted import FAULTS, ON_VLLM, Fault, Stack, limit_of, make_stack, seconds_until_named
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -23,7 +23,6 @@ SMALL = [
 ]
 ON_ONE = [fault for fault in ON_VLLM if fault.way != "nccl"]  # NCCL joins no two processes on one GPU
 ON_TWO = [fault for fault in FAULTS if fault.way == "nccl"]
-MOST = SECONDS + 5.0  # with an engine that starts anew
 # vLLM's adapters are bf16 on a GPU, in which the probe tells less of this model than the checks of the engine.
 CHECKED = {
     "half written",
@@ -68,21 +67,21 @@ def two(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
 
 
 def told(stack: Stack, fault: Fault, kept: Path) -> float:
-    seconds = check(stack, fault, kept)
+    seconds = seconds_until_named(stack, fault, kept)
     print(f"{fault}: named after {seconds:.2f} s")
     return seconds
 
 
 @pytest.mark.parametrize("fault", ON_ONE, ids=str)
 def test_a_planted_fault_is_named(one: Stack, fault: Fault, tmp_path: Path) -> None:
-    assert told(one, fault, tmp_path) <= MOST
+    assert told(one, fault, tmp_path) <= limit_of(fault)
 
 
 @pytest.mark.parametrize("fault", OF_ADAPTER, ids=str)
 def test_a_planted_fault_of_an_adapter_is_named(adapter: Stack, fault: Fault, tmp_path: Path) -> None:
-    assert told(adapter, fault, tmp_path) <= MOST
+    assert told(adapter, fault, tmp_path) <= limit_of(fault)
 
 
 @pytest.mark.parametrize("fault", ON_TWO, ids=str)
 def test_a_planted_fault_of_a_stream_is_named(two: Stack, fault: Fault, tmp_path: Path) -> None:
-    assert told(two, fault, tmp_path) <= MOST
+    assert told(two, fault, tmp_path) <= limit_of(fault)

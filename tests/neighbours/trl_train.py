@@ -10,37 +10,23 @@ imported here, and TRL is as its wheel has it.
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl
 from datasets import Dataset
+from quickstart_task import boxed, fields_of, parser_of, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-CONFIG: dict[str, Any] = {  # examples/quickstart/run.py in TRL's words
-    "num_generations": 8,
-    "loss_type": "grpo",
-    "learning_rate": 5e-4,
-    "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 3,
-    "adam_beta2": 0.98,
-    "max_completion_length": 64,
-    # A CPU, and nothing besides the training
-    "use_cpu": True,
+MORE: dict[str, Any] = {  # a CPU, and nothing besides the training
     "bf16": False,
-    "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
     "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
     "disable_tqdm": True,
 }
 
@@ -61,44 +47,25 @@ class Steps(TrainerCallback):
             print(self.rows[-1], flush=True)
 
 
-def boxed(completions: list[Any], label: list[str], **_: Any) -> list[float]:
-    """1 where the last boxed answer is the label, as `--rm-type math` has it for these one-digit answers."""
-    found = [re.findall(r"\\boxed\{([^{}]*)\}", c[0]["content"]) for c in completions]
-    return [float(bool(answers) and answers[-1].strip() == want) for answers, want in zip(found, label, strict=True)]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--server", help="http://HOST:PORT")
     parser.add_argument("--group-port", type=int, default=51216)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--prompts", type=int, default=32, help="of a step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    config = dict(CONFIG)
+    config = dict(MORE)
     if args.server:
         import cpu_as_cuda  # noqa: F401
 
         config |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.server}
         config["vllm_group_port"] = args.group_port
-    rows = [json.loads(line) for line in args.data.read_text().splitlines()]
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(args.model),
             reward_funcs=boxed,
-            train_dataset=Dataset.from_list([{"prompt": r["prompt"], "label": r["label"]} for r in rows]),
-            args=GRPOConfig(
-                output_dir=folder,
-                max_steps=args.steps,
-                per_device_train_batch_size=args.prompts * config["num_generations"],
-                seed=args.seed,
-                **config,
-            ),
+            train_dataset=Dataset.from_list(rows_of(args)),
+            args=GRPOConfig(**fields_of(args, folder), **config),
             callbacks=[steps],
         )
         trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.losses.sft import sft_loss
 from instep.algorithms.reductions import loss_weights
 from instep.algorithms.segments import segment_sum
-from instep.training.backend import TokenOutputs
+from instep.training.backend import LossOutput, TokenOutputs
 from instep.training.losses import policy_loss_fn
 from instep.types import TokenBatch
 from tests.oracles import losses as oracle
@@ -52,7 +53,16 @@ def token_batch(batch: list[Response], per_token: bool, constant: int | None = N
     return TokenBatch(torch.zeros(int(sizes.sum()) + len(batch)).long(), sizes + 1, sizes, columns)
 
 
-def check(
+class Compared(NamedTuple):
+    """The trainer's loss, then its gradient by token, and the transcription's."""
+
+    batch: list[Response]
+    out: LossOutput
+    ours: list[float]
+    theirs: list[Any]
+
+
+def compared(
     config: PolicyLossConfig,
     loss: oracle.TokenLoss,
     seed: int,
@@ -61,7 +71,6 @@ def check(
     recomputed: bool = True,
     constant: int | None = None,
 ):
-    """The loss of the trainer and its gradient are the transcription's; returns the batch and the metrics."""
     batch = oracle.responses(seed)
     ours = token_batch(batch, per_token, constant)
     if not recomputed:
@@ -74,11 +83,10 @@ def check(
     def value(values: list[list[float]]) -> float:
         return oracle.objective(batch, values, point, loss, per_token, constant)
 
-    assert out.loss.item() == pytest.approx(value(point), **EXACT)
-    expected = [g for row in oracle.slopes(value, point) for g in row]
-    assert x.grad.tolist() == pytest.approx(expected, **CLOSE)
-    assert max(map(abs, expected)) > 1e-3
-    return batch, out
+    slopes = [g for row in oracle.slopes(value, point) for g in row]
+    assert max(map(abs, slopes)) > 1e-3
+    theirs = [pytest.approx(value(point), **EXACT), *(pytest.approx(g, **CLOSE) for g in slopes)]
+    return Compared(batch, out, [out.loss.item(), *x.grad.tolist()], theirs)
 
 
 FORMS = {
@@ -122,19 +130,21 @@ FORMS = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("form", FORMS)
 def test_oracle_of_each_form(form: str, seed: int, per_token: bool):
-    check(*FORMS[form], seed, per_token)
+    found = compared(*FORMS[form], seed, per_token)
+    assert found.ours == found.theirs
 
 
 def test_oracle_data_reach_both_sides_of_every_bound():
     for form in (name for name in FORMS if not name.startswith("sapo")):
-        shares = [check(*FORMS[form], seed, True)[1].sums["pg_clipfrac"].item() / 2 for seed in range(4)]
+        shares = [compared(*FORMS[form], seed, True).out.sums["pg_clipfrac"].item() / 2 for seed in range(4)]
         assert 0.05 < sum(shares) / 4 < 0.95, (form, shares)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("form", FORMS)
 def test_oracle_of_each_form_over_a_constant_length(form: str, seed: int):
-    check(*FORMS[form], seed, False, constant=5)
+    found = compared(*FORMS[form], seed, False, constant=5)
+    assert found.ours == found.theirs
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -173,7 +183,8 @@ def test_oracle_of_importance_weights(level: str, mode: str, recomputed: bool):
     shares = []
     for seed in range(3):
         loss = oracle.weighted(plain, level, mode, low, high, recomputed=recomputed)
-        batch, out = check(config, loss, seed, per_token=seed == 1, recomputed=recomputed)
+        batch, out, ours, theirs = compared(config, loss, seed, per_token=seed == 1, recomputed=recomputed)
+        assert ours == theirs
         raw = [oracle.level_ratios(r, r.old if recomputed else r.current, level) for r in batch]
         expected = oracle.objective(batch, raw, raw, lambda r, v, _: v, per_token=seed == 1)
         assert out.sums["tis"].item() == pytest.approx(expected, **EXACT)
@@ -184,7 +195,8 @@ def test_oracle_of_importance_weights(level: str, mode: str, recomputed: bool):
 @pytest.mark.parametrize("seed", range(3))
 def test_oracle_of_decoupled_ppo(seed: int):
     config = PolicyLossConfig(use_tis=True, tis_mode="truncate", tis_clip=1e6)
-    check(config, oracle.decoupled_ppo(0.2), seed, per_token=True)
+    found = compared(config, oracle.decoupled_ppo(0.2), seed, per_token=True)
+    assert found.ours == found.theirs
 
 
 def oracle_of_one_step(r: Response, lp: list[float], frozen: list[float]) -> list[float]:
@@ -196,7 +208,10 @@ def oracle_of_one_step(r: Response, lp: list[float], frozen: list[float]) -> lis
 def test_oracle_of_other_forms_with_sequence_weights(form: str):
     config, loss = FORMS[form]
     values = {**vars(config), "use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_clip_low": 0.3}
-    check(PolicyLossConfig(**values), oracle.weighted(loss, "sequence", "mask", 0.3, 2.0), 2, per_token=False)
+    found = compared(
+        PolicyLossConfig(**values), oracle.weighted(loss, "sequence", "mask", 0.3, 2.0), 2, per_token=False
+    )
+    assert found.ours == found.theirs
 
 
 GSPO_GRADIENTS = {"token": oracle.gspo_token(0.05, 0.1), "sequence": oracle.gspo(0.05, 0.1)}
@@ -210,10 +225,13 @@ def test_oracle_of_gspo_with_weights_of_tokens(gradient: str, per_token: bool):
     loss, mask = GSPO_GRADIENTS[gradient], {"tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
     for seed in range(3):
         tis = PolicyLossConfig(**{**vars(base), "use_tis": True, **mask})
-        check(tis, oracle.weighted(loss, "token", "mask", 0.8, 1.25), seed, per_token)
+        weighted = compared(tis, oracle.weighted(loss, "token", "mask", 0.8, 1.25), seed, per_token)
+        assert weighted.ours == weighted.theirs
         rejects = PolicyLossConfig(**{**vars(base), "use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.3})
-        check(rejects, oracle.rejected(loss, "token", 0.7, 1.3, None), seed, per_token)
-        check(base, FORMS["gspo"][1], seed, per_token)  # without weights they are one
+        rejected = compared(rejects, oracle.rejected(loss, "token", 0.7, 1.3, None), seed, per_token)
+        assert rejected.ours == rejected.theirs
+        plain = compared(base, FORMS["gspo"][1], seed, per_token)
+        assert plain.ours == plain.theirs  # without weights they are one
 
 
 @pytest.mark.parametrize("veto", [None, 0.55])
@@ -224,24 +242,26 @@ def test_oracle_of_rejection(level: str, veto: float | None):
         use_rs=True, rs_level=level, rs_lower_bound=low, rs_upper_bound=high, rs_veto_threshold=veto
     )
     loss = oracle.rejected(oracle.ppo(0.2, 0.2), level, low, high, veto)
-    shares = [check(config, loss, seed, seed == 1)[1].sums["rs_clipfrac"].item() / 2 for seed in (0, 1, 4)]
+    found = [compared(config, loss, seed, seed == 1) for seed in (0, 1, 4)]
+    assert all(one.ours == one.theirs for one in found)
+    shares = [one.out.sums["rs_clipfrac"].item() / 2 for one in found]
     assert 0.02 < sum(shares) / 3 < 0.98
 
 
 def test_oracle_of_rejection_beside_weights():
     config = PolicyLossConfig(use_tis=True, tis_clip=1.1, use_rs=True, rs_lower_bound=0.6, rs_upper_bound=1.4)
     loss = oracle.rejected(oracle.weighted(oracle.ppo(0.2, 0.2), "token", "clip", 0, 1.1), "token", 0.6, 1.4, None)
-    check(config, loss, 1, per_token=False)
+    found = compared(config, loss, 1, per_token=False)
+    assert found.ours == found.theirs
 
 
 @pytest.mark.parametrize("form", ["grpo", "gspo"])
 def test_oracle_of_off_policy_sequence_masking(form: str):
     config, loss = FORMS[form]
     config = PolicyLossConfig(**{**vars(config), "use_opsm": True, "opsm_delta": 0.03})
-    shares = [
-        check(config, oracle.sequence_masked(loss, 0.03), seed, False)[1].sums["opsm_clipfrac"].item()
-        for seed in range(4)
-    ]
+    found = [compared(config, oracle.sequence_masked(loss, 0.03), seed, False) for seed in range(4)]
+    assert all(one.ours == one.theirs for one in found)
+    shares = [one.out.sums["opsm_clipfrac"].item() for one in found]
     assert max(shares) > 0.1 and min(shares) < 1
 
 
@@ -253,7 +273,8 @@ def test_oracle_of_kl_and_entropy_in_the_loss():
         return [p + 0.3 * oracle.scalar_kl(x, b, "k3", o) for p, x, b, o in zip(pg, lp, r.ref, r.old, strict=True)]
 
     for per_token in (False, True):
-        check(config, loss, 3, per_token)
+        found = compared(config, loss, 3, per_token)
+        assert found.ours == found.theirs
 
 
 @pytest.mark.parametrize("kind", KL_TYPES)

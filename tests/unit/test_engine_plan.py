@@ -12,7 +12,7 @@ from instep.cluster.engine_plan import describe_engines, plan_engines, plan_rout
 from instep.cluster.placement import describe, make_plan
 from instep.engines.kind import kind_of
 from instep.engines.topology import Parallel, max_model_lens
-from instep.engines.vllm import node_environment, serve_arguments
+from instep.engines.vllm_process import node_environment, serve_arguments
 from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url
 from tests.plans import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from instep.arguments.all_flags import find, own_flags
-from instep.arguments.other_names import OPENRLHF, TRL, TRL_DPO, VERL
+from instep.arguments.migration_tables import OPENRLHF, TRL, TRL_DPO, VERL
 from instep.arguments.slime_hooks import MODULES, instep_hook
 from instep.hooks import load_function
 from scripts.docs.migration import markdown

@@ -234,16 +234,19 @@ def test_the_frequencies_are_those_of_vllm(limit: int, monkeypatch: pytest.Monke
     )
     start = ORIGINAL if theirs.use_long_rope else 0
     cache = theirs.long_short_cos_sin_cache[start : start + ORIGINAL]
-    check_rotation(policy_of(plain(phi3()), phi3(), limit), cache)
+    torch.testing.assert_close(rotation(policy_of(plain(phi3()), phi3(), limit), len(cache)), cache, **SAME)
     dynamic = object.__new__(dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding)
     vars(dynamic).update(base=10000.0, scaling_factor=4.0, rotary_dim=16, head_size=16)
     vars(dynamic).update(max_position_embeddings=ORIGINAL, max_trained_positions=ORIGINAL)
-    check_rotation(policy_of(plain(llama()), llama(), None), dynamic._compute_cos_sin_cache())
+    cache = dynamic._compute_cos_sin_cache()
+    torch.testing.assert_close(rotation(policy_of(plain(llama()), llama(), None), len(cache)), cache, **SAME)
 
 
-def check_rotation(policy: Policy, cache: torch.Tensor) -> None:
-    """`cache`: `[num_positions, cos and sin]`."""
-    rotary = policy.model.base_model.rotary_emb
-    cos, sin = rotary(torch.zeros(1), torch.arange(len(cache))[None])
-    half = cache.shape[1] // 2
-    torch.testing.assert_close(torch.cat([cos[0, :, :half], sin[0, :, :half]], -1), cache, rtol=1e-6, atol=1e-6)
+SAME = dict(rtol=1e-6, atol=1e-6)
+
+
+def rotation(policy: Policy, num_positions: int) -> torch.Tensor:
+    """`[num_positions, cos and sin]`, as vLLM caches them."""
+    cos, sin = policy.model.base_model.rotary_emb(torch.zeros(1), torch.arange(num_positions)[None])
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)

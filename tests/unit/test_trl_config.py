@@ -15,7 +15,7 @@ import pytest
 
 import instep
 from instep.arguments.all_flags import find
-from instep.arguments.other_names import TRL
+from instep.arguments.migration_tables import TRL
 from instep.errors import ConfigError
 from instep.hooks import load_function
 from instep.integrations.trl import rewards

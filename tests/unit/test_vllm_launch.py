@@ -12,7 +12,8 @@ from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.engine import EngineRefusal
 from instep.engines.spec import Addresses
-from instep.engines.vllm import KIND, PROTOCOL, serve_arguments, vllm_env
+from instep.engines.vllm import KIND, PROTOCOL
+from instep.engines.vllm_process import serve_arguments, vllm_env
 from instep.errors import ConfigError
 
 

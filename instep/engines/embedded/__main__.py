@@ -98,7 +98,7 @@ def main() -> None:
         sock.close()
         theirs.close()
         scheduler = load_engine(args, ours)
-    except Exception as error:  # the process border: one line instead of a traceback
+    except Exception as error:  # noqa: BLE001 - the process border: one line instead of a traceback
         refuse(f"cannot serve --model {args.model} on {args.host}:{args.port}: {type(error).__name__}: {error}")
     scheduler.run()
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 LOOK_SECONDS = 0.2
+START_SECONDS = 60.0  # to find the host's name and to listen there
 RETRY_SECONDS = 60.0  # a prompt whose engine has died goes to another one, or waits for it to come back
 OPEN = frozenset({"/health", "/health/"})
 Handler = Callable[[web.Request, Body], Awaitable[Any]]
@@ -102,9 +103,10 @@ class Front:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises OSError if the port cannot be had."""
+        """Raises OSError if the port cannot be had within `START_SECONDS`."""
         self._thread.start()
-        self._ready.wait()
+        if not self._ready.wait(START_SECONDS):
+            raise OSError(f"its thread does not listen after {START_SECONDS:.0f} s")
         if self._fault:
             raise OSError(self._fault)
 

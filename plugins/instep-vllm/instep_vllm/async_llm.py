@@ -63,7 +63,7 @@ class Keeper:
         before, self._torn, self._complete = self._torn, True, False
         try:
             await load()
-        except Exception as error:
+        except Exception as error:  # whatever vLLM raises: parts may be loaded
             self._torn = before or self._several or LOADED in str(error)
             raise
         self._complete = isinstance(info, dict) and info.get("backend") == "complete"
