@@ -223,20 +223,22 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
 
 
+def parser() -> argparse.ArgumentParser:
+    made = _Parser("instep env-api", description="The Atropos API: environments send groups, a trainer takes batches.")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")
+    made.add_argument("--allowed-hosts", nargs="+", default=[], help="names, beside its own, by which it is called")
+    return made
+
+
 def main(words: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code.
 
     Raises:
         ConfigError: a wrong flag, or a port that is taken.
     """
-    parser = _Parser(
-        "instep env-api", description="The Atropos API: environments send groups, a trainer takes batches."
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")
-    parser.add_argument("--allowed-hosts", nargs="+", default=[], help="names, beside its own, by which it is called")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     if not 0 < options.port < 65536 or not 0 < options.max_queue_gb < 1e6:
         raise ConfigError("--port or --max-queue-gb is out of range", where="instep env-api", remedy="name another one")
     if not port_is_free(options.port, options.host):
