@@ -292,27 +292,6 @@ def test_a_pause_lets_requests_wait(server):
     assert asked.result(30)["completion_ids"] and not http("/is_paused", method="GET")["is_paused"]
 
 
-@pytest.mark.router
-def test_two_engines_and_a_key(root, tmp_path):
-    """Texts are divided among the engines, and weights reach both; without the key nothing is answered but /health/."""
-    key = tmp_path / "key"
-    key.write_text("a-key\n")
-    key.chmod(0o600)
-    more = ["--rollout-backend", "embedded", "--data_parallel_size", "2", "--api-key-file", str(key)]
-    with Server(root, *more) as server:
-        http = Http(server.url)
-        assert http("/health/", method="GET") == {"status": "ok"}
-        assert refusal(http, "/generate/", {"prompts": ["1"]}).status == 401
-        server.url = f"http://user:a-key@127.0.0.1:{server.port}"  # as requests, and so TRL's clients, send a key
-        answer = Http(server.url)("/generate/", {"prompts": ["1"] * 8, "max_tokens": 2})
-        assert len(answer["completion_ids"]) == 8
-        sender = server.sender(legacy=True)
-        sender.send(weights_of(root / "m1"))
-        sender.end()
-        assert "at 2 engines" in server.output.read_text()
-        assert all(agree(server.scores(), expected(root, "m1")) for _ in range(4))
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_answers_and_takes_weights_likewise(root):

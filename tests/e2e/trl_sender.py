@@ -36,6 +36,14 @@ class Http:
         self._headers = {"Authorization": f"Basic {token}"} if at.username else {}
         self._connection = http.client.HTTPConnection(at.hostname, at.port, timeout=60)
 
+    def status(self, path, body=None, method="POST"):
+        """The status of an answer."""
+        try:
+            self(path, body, method)
+        except Refusal as refusal:
+            return refusal.status
+        return 200
+
     def __call__(self, path, body=None, method="POST", **headers):
         self._connection.request(method, path, json.dumps(body or {}), self._headers | headers)
         answer = self._connection.getresponse()

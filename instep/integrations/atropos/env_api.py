@@ -12,12 +12,12 @@ import asyncio
 import json
 import secrets
 import signal
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 from aiohttp import web
 
+from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.guard import EVERYONE, Guard
 from instep.errors import ConfigError
 from instep.integrations.atropos.batches import Queued
@@ -155,13 +155,13 @@ class EnvApi:
         return web.json_response(self.state.status_of(int(number_of(await _object(request), "env_id"))))
 
     async def scored_data(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request, MAX_BODY)
         group = _queued(json_of(body), "the group")
         self.state.check_room(len(group.data))
         return web.json_response(self.state.add(group))
 
     async def scored_data_list(self, request: web.Request) -> web.Response:
-        given = json_of(await _body(request))
+        given = json_of(await body_of(request, MAX_BODY))
         if not isinstance(given, list):
             raise BadRequest("the body is no list of groups")
         groups = [_queued(group, f"group {i}") for i, group in enumerate(given)]
@@ -184,7 +184,7 @@ def _queued(group: Any, where: str) -> Queued:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    body = json_of(await _body(request))
+    body = json_of(await body_of(request, MAX_BODY))
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object")
     return body
@@ -196,23 +196,6 @@ def json_of(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
-
-
-async def _body(request: web.Request) -> bytes:
-    """The body, decompressed within its bound."""
-    body = await request.read()
-    if "gzip" not in request.headers.get("Content-Encoding", "").lower() or not body:
-        return body
-    inflate = zlib.decompressobj(wbits=31)
-    try:
-        out = inflate.decompress(body, MAX_BODY)
-    except zlib.error:
-        raise web.HTTPBadRequest(text="Invalid gzip payload") from None
-    if inflate.unconsumed_tail:
-        raise web.HTTPRequestEntityTooLarge(MAX_BODY, len(out))
-    if not inflate.eof:
-        raise web.HTTPBadRequest(text="Invalid gzip payload")
-    return out
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -249,9 +232,7 @@ def main(words: Sequence[str]) -> int:
 
 
 async def _serve(api: EnvApi, host: str, port: int) -> None:
-    runner = web.AppRunner(
-        api.app(), access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=2.0
-    )
+    runner = web.AppRunner(api.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0, **AS_THEY_COME)
     end, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end.set)

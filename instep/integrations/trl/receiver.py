@@ -98,7 +98,7 @@ class Receiver:
                 comes by itself.
 
         Returns:
-            For each tensor the digest of its bytes as they are served, and whether it is finite.
+            For each tensor the digest of its bytes as they are served, and whether it is finite in that dtype.
 
         Raises:
             SyncError: the trainer did not send them.
@@ -127,9 +127,9 @@ class Receiver:
         dtype = dtype_of(what.dtype)
         data = data.clone() if data.storage_offset() % dtype.itemsize else data
         tensor = data.view(dtype).view(what.shape)
-        finite = all(bool(torch.isfinite(part).all()) for part in tensor.reshape(-1).split(_CHUNK))
-        served = tensor.to(dtype_of(what.served)).to("cpu").contiguous()
-        data = served.reshape(-1).view(torch.uint8)
+        served = tensor.to(dtype_of(what.served))
+        finite = all(bool(torch.isfinite(part).all()) for part in served.reshape(-1).split(_CHUNK))
+        data = served.to("cpu").contiguous().reshape(-1).view(torch.uint8)
         if what.place is not None:
             start = what.place.offset
             self._file(what.place.path)[start : start + data.numel()].copy_(data)

@@ -40,9 +40,11 @@ class Layout:
         tied: names of tied weights, which may be left out, with the one that they are tied to.
         fused: names under which transformers holds several tensors of the checkpoint as one.
         sizes: bytes of each file of a slot.
+        refusal: why no weights are taken; "" otherwise.
     """
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False):
+        self.refusal = ""
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -65,6 +67,14 @@ class Layout:
         first = {id(weight): name for name, weight in weights.items()}
         state = model.state_dict(keep_vars=True)
         self.tied = {n: self.names[first[id(w)]] for n, w in state.items() if n not in weights and id(w) in first}
+
+    @classmethod
+    def none(cls, why: str) -> Layout:
+        """That of a server which takes no weights."""
+        layout = cls.__new__(cls)
+        layout.refusal, layout.vocab_size = why, 1
+        layout.places, layout.names, layout.tied, layout.fused, layout.sizes = {}, {}, {}, set(), []
+        return layout
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: str, bucket_bytes: int) -> None:
         if not self.sizes or self.sizes[-1] >= bucket_bytes:
@@ -150,7 +160,7 @@ class Incoming:
         """Take note of a tensor that has come. Raises SyncError for one that is not finite."""
         if not finite:
             raise SyncError(
-                f"{what.name} is not finite: it holds NaN or infinity",
+                f"{what.name} is not finite in {what.served}: it holds NaN or infinity",
                 where="the trainer",
                 remedy="its training has diverged, or it gathers its weights wrongly; the engines keep the old ones",
             )

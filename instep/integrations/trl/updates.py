@@ -103,6 +103,8 @@ class Updates:
             self._drop(client)
 
     async def _admit(self, connection: Connection, legacy: bool) -> Client:
+        if self._layout.refusal:
+            raise Refused(self._layout.refusal)
         holder = self._client
         if holder is not None and connection not in holder.connections and await self._holds(holder):
             told = (
