@@ -8,6 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from instep.arguments import parse
 from instep.engines.kind import served_dtype
@@ -16,11 +18,14 @@ from instep.integrations.trl import forms
 from instep.integrations.trl.access import Access, sends
 from instep.integrations.trl.command_line import _FLAGS, HELP, read
 from instep.integrations.trl.forms import Asked, BadRequest, Scoring
-from instep.integrations.trl.receiver import cuts
+from instep.integrations.trl.receiver import Receiver, cuts
 from instep.integrations.trl.serve import _layout
 from instep.integrations.trl.staging import Incoming, Layout, Slot
 from instep.integrations.trl.tensors import Announced, WrongTensor
+from instep.models.checkpoint_names import named_weights
+from instep.weights.manifest import digest
 from tests.assets import make_checkpoint
+from tests.families import make_family
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +241,13 @@ def test_a_tied_weight_may_come_and_must_be_what_it_is_tied_to(layout):
     embed, place = "model.embed_tokens.weight", layout.places["model.embed_tokens.weight"]
     assert layout.tied == {"lm_head.weight": embed}
     tied = incoming.announce("lm_head.weight", "float32", place.shape)
-    assert tied.place is None and not incoming.begun
-    incoming.take(tied, "digest", True)
-    incoming.take(incoming.announce(embed, "float32", place.shape), "another", True)
+    assert not tied.places and not incoming.begun
+    incoming.take(tied, ["digest"], True)
+    incoming.take(incoming.announce(embed, "float32", place.shape), ["another"], True)
     with pytest.raises(SyncError, match="lm_head.weight is not model.embed_tokens.weight"):
         incoming.check_tied()
     later = Incoming(layout)  # a state dict has it at the end, after the update that it belongs to
-    later.take(later.announce("lm_head.weight", "float32", place.shape), "another", True)
+    later.take(later.announce("lm_head.weight", "float32", place.shape), ["another"], True)
     later.forget_tied(incoming.records)
     assert not later.announced and not later.tied
 
@@ -251,7 +256,7 @@ def test_weights_that_are_not_finite_are_refused(layout):
     incoming = Incoming(layout)
     norm = incoming.announce("model.norm.weight", "float32", (64,))
     with pytest.raises(SyncError, match="model.norm.weight is not finite in float32"):
-        incoming.take(norm, "digest", False)
+        incoming.take(norm, ["digest"], False)
 
 
 def test_a_slot_has_room_for_every_weight_and_no_two_at_one_place(layout, tmp_path):
@@ -280,8 +285,31 @@ def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
         assert (says in layout.refusal) if says else not layout.refusal
 
 
-def test_fused_experts_are_refused_by_name(layout):
-    layout = Layout.__new__(Layout)
-    layout.names, layout.tied, layout.places, layout.fused = {}, {}, {}, {"experts.gate_up_proj"}
+def test_fused_experts_are_taken_apart(tmp_path):
+    """As transformers' own mapping does it: a trainer sends one tensor, engines get those of the checkpoint."""
+    folder = make_family("qwen3_moe", tmp_path / "hf")
+    layout, model = Layout(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
+    slot, incoming, receiver = Slot(layout, tmp_path, "a"), Incoming(layout), Receiver()
+    slot.allocate()
+    assert len(layout.fused) == 4 and all(places for _, places in layout.fused.values())
+    with pytest.raises(WrongTensor, match="has shape"):
+        incoming.announce(next(iter(layout.fused)), "float32", (1,))
+    for name, tensor in named_weights(model).items():
+        one = slot.placed(incoming.announce(name, "float32", tuple(tensor.shape)))
+        incoming.take(one, *receiver._take(one, tensor.detach().reshape(-1).view(torch.uint8)))
+    expected = load_file(folder / "model.safetensors")
+    assert not incoming.missing and incoming.records.keys() == expected.keys() and len(expected) > len(layout.fused)
+    for name, place in layout.places.items():
+        data = slot.paths[place.number].read_bytes()[place.offset :][: place.nbytes]
+        held = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(place.shape)
+        assert torch.equal(held, expected[name].bfloat16()) and incoming.records[name].digest == digest(data), name
+    name, (_, (part, *_)) = next(iter(layout.fused.items()))
+    with pytest.raises(WrongTensor, match="came twice"):
+        incoming.announce(part.name, "float32", part.shape)
+
+
+def test_fused_experts_of_another_form_are_refused_by_name():
+    layout = Layout.none("")
+    layout.fused = {"experts.gate_up_proj": ((1,), ())}
     with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
         Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))

@@ -318,8 +318,8 @@ class Updates:
             incoming.slot = self.delivery.free_slot()
         what = [incoming.slot.placed(one) for one in what]
         found = self._call(client, "receive", what, packed_bytes, client.legacy, seconds=self._args.sync_timeout)
-        for one, (digest, finite) in zip(what, found, strict=True):
-            incoming.take(one, digest, finite)
+        for one, (digests, finite) in zip(what, found, strict=True):
+            incoming.take(one, digests, finite)
         self.delivery.forget_tied(incoming)
 
     def _call(self, client: Client, method: str, *given: Any, seconds: float) -> Any:
