@@ -167,7 +167,7 @@ def check_adapters(url: str, file: Path, save: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str) -> None:
-    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory."""
+    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory; two ranks may share that."""
     engine, api = free_port(), free_port()
     model, save = make_checkpoint(tmp_path / "hf", head_dim=32), tmp_path / "out"
     env = {**ENVIRONMENT, "LOGDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -186,10 +186,13 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
         with feeder(api, f"http://127.0.0.1:{engine}"):
             flags = words(model, save, engine, api, "--weight-bridge-mode", mode, "--training-steps", "4")
             flags[flags.index("--dtype") + 1] = "bfloat16"
-            train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags, "--gradient-accumulation-steps", "4"]
-            train += ["--vllm-restart-interval", "2"]
+            flags += ["--vllm-restart-interval", "2", "--world-size", "2" if shared else "1"]
+            flags += ["--gradient-accumulation-steps", "2" if shared else "4"]
+            train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags]
+            others = [subprocess.Popen([*train, "--trainer-rank", "1"], env=env)] if shared else []
             done = subprocess.run(train, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert [other.wait(30) for other in others] == [0] * len(others)
         assert "Step 4/4" in done.stdout and (save / ("final_model" if shared else "final_adapter")).is_dir()
         if not shared:
             check_adapters(
