@@ -23,12 +23,13 @@ BOTH = pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "new"])
 
 
 class Server:
-    """A running `instep vllm-serve`."""
+    """A running `instep vllm-serve`, or (`serve`) `instep serve`, whose `url` has the key that opens weights."""
 
-    def __init__(self, root, *more):
+    def __init__(self, root, *more, serve=False):
         self.root, self.port, self.run_dir = root, free_port(), root / f"run-{free_port()}"
         self.url, self.output = f"http://127.0.0.1:{self.port}", root / f"{self.run_dir.name}.out"
-        command = [sys.executable, "-m", "instep.cli", "vllm-serve", "--model", str(root / "m0")]
+        words = ["serve", "--hf-checkpoint"] if serve else ["vllm-serve", "--model"]
+        command = [sys.executable, "-m", "instep.cli", *words, str(root / "m0")]
         command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--device", "cpu", "--num-threads", "1"]
         with open(self.output, "w") as out:
             self.process = subprocess.Popen([*command, *more], env=ENVIRONMENT, stdout=out, stderr=out)
@@ -56,7 +57,10 @@ class Server:
         return sender
 
     def __enter__(self):
-        return self.wait_for("Ctrl-C ends it")
+        self.wait_for("Ctrl-C ends it")
+        if (key := self.run_dir / "control_key").exists():
+            self.url = f"http://user:{key.read_text().strip()}@127.0.0.1:{self.port}"
+        return self
 
     def __exit__(self, *_):
         family = psutil.Process(self.process.pid).children(recursive=True)
