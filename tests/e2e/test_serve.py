@@ -243,13 +243,17 @@ def test_a_trainer_of_trls_asks_and_sends_weights(served, root, other, legacy):
     assert re.search(rf"version \d+: \d+ tensors, .* at {count} engines? in", served.text)
 
 
-def test_the_state_of_atropos_server(served):
+def test_atropos_server_is_there(served):
+    """Its `/generate`, also through a router, and the routes of its state."""
     client = Http(f"http://user:{served.key}@127.0.0.1:{served.port}")
     control = Http(f"http://user:{(served.run_dir / 'control_key').read_text().strip()}@127.0.0.1:{served.port}")
     state = {path: client(path, method="GET") for path in ATROPOS_ROUTES}
     assert state["/bridge/info"]["model_name"] == served.model and not state["/lora/status"]["lora_available"]
     assert state["/bridge/state_dict_info"]["dtype"] == "torch.float32" and state["/health_generate"] == {}
     assert {"path": "/lora/load", "methods": ["POST"]} in state["/bridge/list_endpoints"]["endpoints"]
+    answer = client("/generate", {"prompt": {"prompt_token_ids": [5, 6]}, "n": 2, "max_tokens": 4, "logprobs": 0})
+    assert len(answer["token_ids"]) == len(answer["logprobs"]) == 2 and answer["prompt_token_ids"] == [5, 6]
+    assert client.status("/generate", {"prompt": 3}) == 400
     assert control("/bridge/pause?mode=keep") == {"status": "paused"}
     assert client("/bridge/is_paused", method="GET") == {"paused": True}
     assert client.status("/health_generate", method="GET") == 503
