@@ -84,18 +84,14 @@ class Port:
         self._serving = serving = serving or Serving(log_level="warning")
         self._args, self._logs, self._fleet = args, logs, fleet
         self._files: list[Path] = []
+        folder, generate = Path(args.run_dir), EVERYONE if args.no_api_key else keys.client_key(args)
         if self._command == COMMAND:  # on loopback TRL's clients need no key, unless one is given
             access = Access("" if args.no_api_key else keys.given_key(args))
         else:
-            generate = EVERYONE if args.no_api_key else keys.client_key(args)
-            self._files = [keys.write(Path(args.run_dir), keys.run_key(), keys.CONTROL_FILE)]
-            self._files += [] if args.no_api_key else [keys.write(Path(args.run_dir), generate)]
-            access = Access(keys.run_key(), generate, str(self._files[0]))
+            access = Access(keys.run_key(), generate, str(folder / keys.CONTROL_FILE))
         self._access, self._layout = access, _layout(args)
         if self._layout.refusal and self._command == COMMAND:
-            remedy = (
-                "serve a checkpoint in full precision of a model that transformers has; `instep serve` asks for none"
-            )
+            remedy = "serve full precision of a model that transformers has; `instep serve` has its texts alone"
             raise ConfigError(self._layout.refusal, where=f"{COMMAND} --model", remedy=remedy)
         self._memory = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
         self._updates = Updates(args, fleet, self._layout, self._memory.path, logs, serving.host, say)
@@ -104,6 +100,9 @@ class Port:
         url = f"http://{host}:{port}"
         self._front = Front(args, url, model, access, serving.host, self._updates, fleet.serves)
         _log_requests(logs / "front.log", serving.log_level)
+        if self._command != COMMAND:
+            self._files = [keys.write(folder, keys.run_key(), keys.CONTROL_FILE)]
+            self._files += [] if args.no_api_key else [keys.write(folder, generate)]
 
     def start(self) -> tuple[Table, str]:
         try:
