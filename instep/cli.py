@@ -33,8 +33,8 @@ usage: instep COMMAND ...
   train-async the same while the next rollout is generated
   sft         supervised fine-tuning through the same trainer
   dpo         direct preference optimization of pairs of responses, through the same trainer
-  serve       a checkpoint behind OpenAI's routes: the engines and the router of a run, without a trainer
-  vllm-serve  the same behind the routes of TRL's clients, whose trainers send it weights
+  serve       a checkpoint behind OpenAI's routes, TRL's and Atropos': the engines and the router of a run, no trainer
+  vllm-serve  the same with the command line of `trl vllm-serve`, open to TRL's clients without a key
   env-api     the API through which Atropos' environments feed a run
   atropos-train  Atropos' example trainer, with its command line, as a run
   atropos-serve  the vLLM server of Atropos' example trainer, with its command line
@@ -208,11 +208,12 @@ def _serve(words: list[str]) -> None:
 
     args = parse(words, "serve")
     from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
+    from instep.integrations.trl.serve import port_of_serve
     from instep.serve import serve
 
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=False)
-    serve(args)
+    serve(args, port_of_serve(args))
 
 
 def _vllm_serve(words: list[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,7 +32,7 @@ _console = Console(highlight=False)
 class Before(Protocol):
     """What stands before the engines in place of a gate, in this process."""
 
-    def start(self) -> Table:
+    def start(self) -> tuple[Table, str]:
         """Begin to serve; returns what the user is told. Raises InstepError."""
 
     def check(self) -> None:
@@ -80,7 +80,8 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
         front = before(args, fleet, logs, _say) if before is not None else None
         fleet.wait_ready(args.engine_start_timeout)
         fleet.admit(fleet.engines)
-        told = describe(args, fleet, logs) if front is None else (front.start(), "Ctrl-C ends it.")
+        addresses = fleet.hook_attributes()["vllm_model_routers"]
+        told = describe(args, fleet, logs, addresses) if front is None else front.start()
         _console.print(*told, sep="\n", markup=False, soft_wrap=True)
         _watch(fleet, front)
     finally:
@@ -108,10 +109,20 @@ def _watch(fleet: Fleet, front: Before | None) -> None:
         _say("ending")
 
 
-def describe(args: Settings, fleet: Fleet, logs: Path) -> tuple[Table, str]:
-    """A table of the served models, their addresses and engines, and examples of requests."""
+def describe(
+    args: Settings,
+    fleet: Fleet,
+    logs: Path,
+    addresses: Mapping[str, tuple[str, int]],
+    more: Sequence[tuple[str, str]] = (),
+) -> tuple[Table, str]:
+    """A table of the served models, their addresses (by name) and engines, and examples of requests.
+
+    Args:
+        more: further rows.
+    """
     models = served_models(args)
-    default, addresses = policy_model(models), fleet.hook_attributes()["vllm_model_routers"]
+    default = policy_model(models)
     table = Table(title="instep serve", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -126,6 +137,8 @@ def describe(args: Settings, fleet: Fleet, logs: Path) -> tuple[Table, str]:
     open_to_all = "none: anybody on this host may generate (--no-api-key)"
     key = open_to_all if args.no_api_key else args.api_key_file or str(logs.parent / keys.KEY_FILE)
     table.add_row("key", key)
+    for row in more:
+        table.add_row(*row)
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
     messages = [{"role": "user", "content": "Hello"}]

@@ -40,8 +40,8 @@ ENGINE = FlagGroup(
         Flag(
             "--vllm-dtype",
             default="auto",
-            choices=("auto", "float32", "bfloat16"),
-            help="of the engine's weights; auto: the trainer's",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            help="of the engine's weights; auto: the trainer's; float16 acts in `instep serve` with vLLM alone",
         ),
         Flag(
             "--weight-sync",

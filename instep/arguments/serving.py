@@ -30,6 +30,15 @@ def port(args: Settings, given: Given) -> int | None:
 RESOLVERS = (debug_rollout_only, port)
 
 
+def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if args.vllm_dtype == "float16" and args.command != "serve":
+        what = "gradients in float16 need a loss scale, which the trainer has not, and engines have its dtype"
+        yield Problem(what, "--vllm-dtype float16", "use bfloat16 or float32")
+    elif args.vllm_dtype == "float16" and args.rollout_backend == "embedded":
+        what = "the embedded engine computes in float32 or bfloat16"
+        yield Problem(what, "--vllm-dtype float16", "use one of these, or --rollout-backend vllm")
+
+
 def only_served(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Flags that have no meaning for `instep serve`, and `--port`, which acts there only."""
     if args.command != "serve":

@@ -70,6 +70,7 @@ PLAN_RULES: Rules = (
 )
 SERVE_RULES: Rules = (
     serving.only_served,
+    serving.half_precision,
     *model.SERVED_RULES,
     *paths.RULES,
     topology,
@@ -81,6 +82,7 @@ RULES: Rules = (
     *lora.RULES,
     *paths.RULES,
     serving.only_served,
+    serving.half_precision,
     *data.RULES,
     *offline.RULES,
     *COMBINATIONS,

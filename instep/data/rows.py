@@ -335,6 +335,8 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
     rule = str(metadata.get("rm_type") or keys.grader)
     if rule and grader_of(rule) not in GRADERS:
         raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {_short(rule)}")
+    if grader_of(rule) == "gpqa" and not isinstance(choices := metadata.get("choices") or [], (list, dict)):
+        raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {_short(choices)}")
     if keys.label_key is None and grader_of(rule) in NEED_LABELS:
         raise bad(f"the reward {rule} needs a label", "name the column of the labels with --label-key")
     if keys.label_key is not None and (wrong := wrong_label(rule, label, metadata)):

@@ -8,19 +8,22 @@ import argparse
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 from yarl import URL
 
 from instep.engines import keys, sglang_form, vllm_form
-from instep.engines.guard import GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
+from instep.engines.bodies import AS_THEY_COME, body_of
+from instep.engines.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.engines.http import checked_socket
 from instep.processes import follow_parent
 
 BEGUN = "begun"
-ROUTES = GENERATION_ROUTES | OPEN_ROUTES
+ROUTES = (GENERATION_ROUTES - ATROPOS_ROUTES) | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
+LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # a response may take as long as it takes
 # Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
 _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
@@ -33,9 +36,8 @@ class Gate:
         keys.know(to, self.key, user=user)
 
     async def session(self, app: web.Application) -> AsyncIterator[None]:
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         connector = aiohttp.TCPConnector(limit=0, socket_factory=checked_socket)
-        async with aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False) as self.http:
+        async with aiohttp.ClientSession(connector=connector) as self.http:
             yield
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -44,27 +46,33 @@ class Gate:
         address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
             return _error(*refusal)
-        headers = [*sent_on(request.headers), ("Authorization", f"Bearer {self.key}")]
-        query = request.rel_url.raw_query_string
-        url = URL(self.to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
-        body = await request.read()  # decoded, if it came compressed
-        if request.path == sglang_form.PATH and b'"prompt"' in body:
-            try:
-                body, more = _known_to_routers(body)
-            except ValueError as error:
-                return _error(400, str(error))
-            headers += [(sglang_form.HEADER, header) for header in more]
+        return await forward(self.http, request, self.to, self.key)
+
+
+async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, key: str) -> web.StreamResponse:
+    """Pass a request on to the server `to`, with its key, and its answer back."""
+    headers = [*sent_on(request.headers), ("Authorization", f"Bearer {key}")]
+    query = request.rel_url.raw_query_string
+    url = URL(to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
+    body = await body_of(request, MAX_BODY)
+    if request.path == sglang_form.PATH and b'"prompt"' in body:
         try:
-            async with self.http.request(request.method, url, data=body or None, headers=headers) as answer:
-                return await pass_on(request, answer)
-        except aiohttp.ClientError as error:
-            if BEGUN in request:  # the client has a part, and must see that the rest is missing
-                if request.transport is not None:
-                    request.transport.close()
-                raise
-            return _error(503, f"no engine answers: {error}")
-        except UnicodeEncodeError:
-            return _error(400, "a header is no text")
+            body, more = _known_to_routers(body)
+        except ValueError as error:
+            return _error(400, str(error))
+        headers += [(sglang_form.HEADER, header) for header in more]
+    options: Any = {"headers": headers, "timeout": LIMITS, "auto_decompress": False}
+    try:
+        async with http.request(request.method, url, data=body or None, **options) as answer:
+            return await pass_on(request, answer)
+    except aiohttp.ClientError as error:
+        if BEGUN in request:  # the client has a part, and must see that the rest is missing
+            if request.transport is not None:
+                request.transport.close()
+            raise
+        return _error(503, f"no engine answers: {error}")
+    except UnicodeEncodeError:
+        return _error(400, "a header is no text")
 
 
 def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
@@ -105,7 +113,7 @@ def main() -> None:
     parser.add_argument("--to", required=True, help="http://HOST:PORT of a router or an engine")
     parser.add_argument("--user", type=int, help="as whom it runs, if it is on this host: nobody else gets the key")
     args = parser.parse_args()
-    gate, app = Gate(args.to, args.user), web.Application(client_max_size=MAX_BODY)
+    gate, app = Gate(args.to, args.user), web.Application(client_max_size=MAX_BODY, handler_args=AS_THEY_COME)
     app.cleanup_ctx.append(gate.session)
     app.router.add_route("*", "/{route:.*}", gate.handle)
     web.run_app(app, host=args.host, port=args.port, print=None, access_log=None, handler_cancellation=True)

@@ -20,10 +20,13 @@ HOSTS_VARIABLE = "INSTEP_ALLOWED_HOSTS"
 LONGEST_KEY = 1000  # characters: servers bound the size of a header
 EVERYONE = "*"
 OPEN_ROUTES = frozenset({"/health"})
-GENERATION_ROUTES = frozenset(
+ATROPOS_ROUTES = frozenset(  # that tell of the state of Atropos' server, which not every server of ours has
+    "/health_generate /bridge/info /bridge/state_dict_info /bridge/is_paused /bridge/is_sleeping "
+    "/bridge/list_endpoints /lora/status".split()
+)
+GENERATION_ROUTES = ATROPOS_ROUTES | frozenset(
     "/inference/v1/generate /generate /v1/models /v1/completions /v1/chat/completions /v1/responses /v1/messages "
-    "/v1/embeddings /tokenize /detokenize /health_generate /bridge/info /bridge/state_dict_info /bridge/is_paused "
-    "/bridge/is_sleeping /bridge/list_endpoints /lora/status".split()
+    "/v1/embeddings /tokenize /detokenize".split()
 )
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 

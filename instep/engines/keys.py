@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
+CONTROL_FILE = "control_key"  # there, of `instep serve`: opens control routes, too
 _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 _by_address: dict[tuple[str, int], str] = {}
 _users: dict[tuple[str, int], int] = {}  # of servers of this run on this host, by address: as whom they run
@@ -137,9 +138,9 @@ def _name(host: str) -> str:
     return LOOPBACK if host in ("localhost", "::1") else host
 
 
-def write(folder: Path, key: str) -> Path:
+def write(folder: Path, key: str, name: str = KEY_FILE) -> Path:
     """Write `key` into a new file in `folder` that only this user can read, and return its path."""
-    path = folder / KEY_FILE
+    path = folder / name
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)

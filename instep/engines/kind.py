@@ -285,3 +285,8 @@ def engine_dtype(args: Settings) -> str:
     """The dtype of an engine's weights unless `--vllm-dtype` says it: the trainer's. An `auto` of a plan is a GPU's."""
     full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
     return "float32" if full else "bfloat16"
+
+
+def served_dtype(args: Settings) -> str:
+    """The dtype of an engine's weights, as `--vllm-dtype` says it, too."""
+    return engine_dtype(args) if args.vllm_dtype == "auto" else str(args.vllm_dtype)

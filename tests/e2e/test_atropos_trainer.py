@@ -46,28 +46,9 @@ def rows(folder: Path) -> list[dict]:
     return [row for row in found if "train/loss" in row]
 
 
-@pytest.mark.parametrize(
-    "mode,last,sessions",
-    [
-        pytest.param("none", "final_model", (2, 4), marks=pytest.mark.slow),
-        ("lora_restart", "final_adapter", (4,)),
-    ],
-)
-def test_a_run_with_an_engine_of_its_own(tiny: Path, tmp_path: Path, mode: str, last: str, sessions) -> None:
-    """Two steps between two updates of the engine; a second session goes on."""
-    engine, api = free_port(), free_port()
-    save = tmp_path / "out"
-    flags = ["--weight-bridge-mode", mode, "--gradient-accumulation-steps", "4", "--vllm-restart-interval", "2"]
-    flags += ["--benchmark", "--resume"]
-    with feeder(api, f"http://127.0.0.1:{engine}"):
-        command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, *flags)]
-        done = [
-            subprocess.run([*command, "--training-steps", str(n)], env=ENVIRONMENT, capture_output=True, text=True)
-            for n in sessions
-        ]
-    assert not any(d.returncode for d in done), done[-1].stderr[-2000:] + done[0].stderr[-2000:]
-    out = done[-1].stdout
-    assert "Step 3/4" in out and "Step 4/4" in out and ("Step 1/4" in out) is (len(sessions) == 1), out[-3000:]
+def check_output(out: str, save: Path, last: str, session: int = 1) -> None:
+    """What a run of four steps says and leaves, with two steps between two updates of the engine, and --resume."""
+    assert "Step 3/4" in out and "Step 4/4" in out and ("Step 1/4" in out) is (session == 1), out[-3000:]
     assert "Training finished." in out and "BENCHMARK SUMMARY" in out
     prefix = "adapter_step" if last == "final_adapter" else "step"
     assert sorted(p.name for p in save.glob(f"{prefix}_*")) == [f"{prefix}_2", f"{prefix}_4"]
@@ -78,12 +59,29 @@ def test_a_run_with_an_engine_of_its_own(tiny: Path, tmp_path: Path, mode: str, 
     assert [p.name for p in (save / "resume").glob("iter_*")] == ["iter_0000003"]  # the newest alone
 
 
+@pytest.mark.slow
+def test_a_run_with_an_engine_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    """A second session goes on."""
+    engine, api, save = free_port(), free_port(), tmp_path / "out"
+    flags = ["--weight-bridge-mode", "none", "--gradient-accumulation-steps", "4", "--vllm-restart-interval", "2"]
+    flags += ["--benchmark", "--resume"]
+    with feeder(api, f"http://127.0.0.1:{engine}"):
+        command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, *flags)]
+        done = [
+            subprocess.run([*command, "--training-steps", str(n)], env=ENVIRONMENT, capture_output=True, text=True)
+            for n in (2, 4)
+        ]
+    assert not any(d.returncode for d in done), done[-1].stderr[-2000:] + done[0].stderr[-2000:]
+    check_output(done[-1].stdout, save, "final_model", session=2)
+
+
 def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_path: Path) -> None:
-    """Two ranks on a batch make the steps that one rank makes on it; one that is killed ends the other by name."""
+    """Two ranks on a batch make the steps that one rank makes on it."""
     found = []
     for size, accumulate in ((1, "4"), (2, "2")):
         engine, api, save = free_port(), free_port(), tmp_path / f"of-{size}"
-        flags = ["--gradient-accumulation-steps", accumulate, "--training-steps", "2", "--vllm-restart-interval", "1"]
+        flags = ["--gradient-accumulation-steps", accumulate, "--training-steps", "4", "--vllm-restart-interval", "2"]
+        flags += ["--benchmark", "--resume"]
         command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, "--weight-bridge-mode", "lora_restart", *flags)]
         command += ["--world-size", str(size)]
         with feeder(api):
@@ -95,6 +93,7 @@ def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_p
             said = [(other.communicate(timeout=30)[0].decode(), other.returncode) for other in others]
         assert done.returncode == 0, done.stderr[-2000:] + str(said)
         assert all("has joined rank 0" in text and code == 0 for text, code in said), said
+        check_output(done.stdout, save, "final_adapter")
         found.append(rows(save))
     for alone, together in zip(*found, strict=True):
         for name in ("train/loss", "train/grad_norm"):
@@ -167,7 +166,7 @@ def check_adapters(url: str, file: Path, save: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str) -> None:
-    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory."""
+    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory; two ranks may share that."""
     engine, api = free_port(), free_port()
     model, save = make_checkpoint(tmp_path / "hf", head_dim=32), tmp_path / "out"
     env = {**ENVIRONMENT, "LOGDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -186,10 +185,13 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
         with feeder(api, f"http://127.0.0.1:{engine}"):
             flags = words(model, save, engine, api, "--weight-bridge-mode", mode, "--training-steps", "4")
             flags[flags.index("--dtype") + 1] = "bfloat16"
-            train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags, "--gradient-accumulation-steps", "4"]
-            train += ["--vllm-restart-interval", "2"]
+            flags += ["--vllm-restart-interval", "2", "--world-size", "2" if shared else "1"]
+            flags += ["--gradient-accumulation-steps", "2" if shared else "4"]
+            train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags]
+            others = [subprocess.Popen([*train, "--trainer-rank", "1"], env=env)] if shared else []
             done = subprocess.run(train, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert [other.wait(30) for other in others] == [0] * len(others)
         assert "Step 4/4" in done.stdout and (save / ("final_model" if shared else "final_adapter")).is_dir()
         if not shared:
             check_adapters(

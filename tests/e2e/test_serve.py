@@ -14,10 +14,12 @@ import openai
 import psutil
 import pytest
 
+from instep.engines.guard import ATROPOS_ROUTES
 from instep.ports import free_port, free_ports
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, on_vllm, run
-from tests.engines.route_fuzz import GENERATION, fuzz
+from tests.e2e.trl_sender import Http, Sender, weights_of
+from tests.engines.route_fuzz import GENERATION, OF_TRL, fuzz
 
 HELLO = [{"role": "user", "content": "12+30=?"}]
 
@@ -178,11 +180,12 @@ def test_random_requests(served):
     if "vllm" in served.text:
         pytest.skip("of the embedded engine")
     before = served.ask(temperature=0).choices[0].message.content
-    fuzz(f"http://127.0.0.1:{served.port}", 3, 100, GENERATION, headers={"Authorization": f"Bearer {served.key}"})
+    for routes in (GENERATION, OF_TRL):
+        fuzz(f"http://127.0.0.1:{served.port}", 3, 100, routes, headers={"Authorization": f"Bearer {served.key}"})
     assert served.ask(temperature=0).choices[0].message.content == before
-    for name in ("engine-0", "engine-1", "gate"):
+    for name in ("engine-0", "engine-1"):
         assert "Traceback" not in (served.run_dir / "logs" / f"{name}.log").read_text()
-    assert "died" not in served.text
+    assert "died" not in served.text and "Traceback" not in served.text
 
 
 def test_stop(served):
@@ -209,6 +212,53 @@ def test_streaming(served):
     whole = served.client.completions.create(model=served.model, **asked).choices[0]
     assert len(pieces) > 2 and "".join(piece.choices[0].text for piece in pieces) == whole.text
     assert pieces[-1].choices[0].finish_reason == whole.finish_reason
+
+
+@pytest.fixture(scope="module")
+def other(root):
+    """The model with other weights, for a trainer that sends them."""
+    make_checkpoint(root / "other", seed=1, head_dim=32)
+    return weights_of(root / "other")
+
+
+@pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "new"])
+def test_a_trainer_of_trls_asks_and_sends_weights(served, root, other, legacy):
+    """Texts are divided among the engines, weights reach all of them, and the control key alone opens weights."""
+    control = (served.run_dir / "control_key").read_text().strip()
+    at = {who: f"http://user:{key}@127.0.0.1:{served.port}" for who, key in (("us", control), ("client", served.key))}
+    texts = {"prompts": ["12+"] * 8, "max_tokens": 6, "temperature": 0.0}
+    before = Http(at["client"])("/generate/", texts)["completion_ids"]
+    assert len(before) == 8 and all(ids == before[0] for ids in before)
+    for route in ("/init_communicator/", "/init_weight_transfer_engine", "/update_weights", "/pause", "/bridge/pause"):
+        assert Http(at["client"]).status(route) == 403 and Http(at["us"].replace(control, "x")).status(route) == 401
+    sender = Sender(at["us"], free_port(), legacy)
+    sender.join()
+    for weights, same in ((other, False), (weights_of(root / "hf"), True)):
+        sender.send(weights)
+        sender.end()
+        after = Http(at["client"])("/generate/", texts)["completion_ids"]
+        assert all(ids == after[0] for ids in after) and (after == before) == same
+    sender.close()
+    count = int(re.search(r"starting (\d) ", served.text)[1])
+    assert re.search(rf"version \d+: \d+ tensors, .* at {count} engines? in", served.text)
+
+
+def test_atropos_server_is_there(served):
+    """Its `/generate`, also through a router, and the routes of its state."""
+    client = Http(f"http://user:{served.key}@127.0.0.1:{served.port}")
+    control = Http(f"http://user:{(served.run_dir / 'control_key').read_text().strip()}@127.0.0.1:{served.port}")
+    state = {path: client(path, method="GET") for path in ATROPOS_ROUTES}
+    assert state["/bridge/info"]["model_name"] == served.model and not state["/lora/status"]["lora_available"]
+    assert state["/bridge/state_dict_info"]["dtype"] == "torch.float32" and state["/health_generate"] == {}
+    assert {"path": "/lora/load", "methods": ["POST"]} in state["/bridge/list_endpoints"]["endpoints"]
+    answer = client("/generate", {"prompt": {"prompt_token_ids": [5, 6]}, "n": 2, "max_tokens": 4, "logprobs": 0})
+    assert len(answer["token_ids"]) == len(answer["logprobs"]) == 2 and answer["prompt_token_ids"] == [5, 6]
+    assert client.status("/generate", {"prompt": 3}) == 400
+    assert control("/bridge/pause?mode=keep") == {"status": "paused"}
+    assert client("/bridge/is_paused", method="GET") == {"paused": True}
+    assert client.status("/health_generate", method="GET") == 503
+    assert control("/bridge/resume") == {"status": "resumed"} and served.ask(temperature=0).choices
+    assert [control.status(f"/{route}") for route in ("bridge/sleep", "lora/load", "lora/unload")] == [400, 400, 200]
 
 
 def kill_one(server, index):
@@ -255,6 +305,9 @@ def test_several_models(root, tmp_path):
             server.model,
             ref["model_path"],
         ]
+        assert (
+            Http(f"http://x:{server.key}@127.0.0.1:{server.port}").status("/bridge/info", method="GET") == 404
+        )  # gates
         assert server.end() == 0, server.text
 
 
@@ -271,7 +324,7 @@ def test_nothing_outlives_a_killed_server(root):
     with Server(root, "--rollout-backend", "embedded") as server:
         server.wait_for("Ctrl-C ends it")
         family = server.family()
-        assert len(family) == 3  # the gate, and the engine's two processes
+        assert len(family) == 2  # the engine's two processes
         server.process.kill()
         assert not psutil.wait_procs(family, timeout=5)[1]
 

@@ -33,8 +33,18 @@ class Http:
     def __init__(self, url):
         at = urlsplit(url)
         token = base64.b64encode(f"{at.username}:{at.password}".encode()).decode()
-        self._headers = {"Authorization": f"Basic {token}"} if at.username else {}
+        self._headers = {"Content-Type": "application/json"}
+        if at.username:
+            self._headers["Authorization"] = f"Basic {token}"
         self._connection = http.client.HTTPConnection(at.hostname, at.port, timeout=60)
+
+    def status(self, path, body=None, method="POST"):
+        """The status of an answer."""
+        try:
+            self(path, body, method)
+        except Refusal as refusal:
+            return refusal.status
+        return 200
 
     def __call__(self, path, body=None, method="POST", **headers):
         self._connection.request(method, path, json.dumps(body or {}), self._headers | headers)

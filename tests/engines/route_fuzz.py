@@ -19,6 +19,19 @@ GENERATION = {
     "/v1/completions": {"prompt": "3 + 4", "max_tokens": 3, "n": 2, "stop": ["x"], "logprobs": 0},
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 3, "logprobs": True, "chat_template_kwargs": {"x": 1}},
 }
+OF_TRL = {
+    "/generate/": {
+        "prompts": ["3 + 4", [5, 6]],
+        "n": 2,
+        "max_tokens": 3,
+        "logprobs": 1,
+        "generation_kwargs": {"seed": 1},
+    },
+    "/chat/": {"messages": [HELLO], "max_tokens": 3, "chat_template_kwargs": {}, "tools": None},
+    "/get_sequence_logprobs/": {"sequences": [[5, 6, 7]], "prompt_lengths": [1], "top_logprobs": 2},
+    "/v1/completions": {"prompt": ["3 + 4"], "max_tokens": 3, "return_token_ids": True, "logprobs": 0},
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 3, "return_token_ids": True, "logprobs": True},
+}
 RECORD = {"name": "model.norm.weight", "shape": [2], "dtype": "float32", "offset": 0, "nbytes": 8, "digest": "0" * 32}
 MANIFEST = {"path": "/dev/shm/instep-sync-1/b", "version": "1", "nonce": "n", "tensors": [RECORD]}
 CONTROL = {

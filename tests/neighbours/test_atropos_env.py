@@ -260,7 +260,7 @@ def test_a_run_resumes_while_its_environment_goes_on(tmp_path: Path, quickstart:
 
 
 def test_an_environment_asks_instep_serve_and_feeds_a_trainer_elsewhere(tmp_path: Path, quickstart: Path) -> None:
-    """Two engines behind a router and the gate of `instep serve`; the batches go to a client of the API."""
+    """Two engines behind a router and the port of `instep serve`; the batches go to a client of the API."""
     api_port, port, run_dir = free_port(), free_port(), tmp_path / "serve"
     words = [*INSTEP, "serve", "--hf-checkpoint", quickstart / "sft/hf", "--port", port, "--run-dir", run_dir]
     words += "--rollout-num-gpus 2 --num-threads 1 --device cpu".split()

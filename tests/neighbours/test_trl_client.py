@@ -1,4 +1,4 @@
-"""TRL's own `VLLMClient`, of both generations and unmodified, against `instep vllm-serve` on the embedded engine."""
+"""TRL's own `VLLMClient`, of both generations and unmodified, against `instep vllm-serve` and `instep serve`."""
 
 import json
 import os
@@ -24,12 +24,12 @@ def client_environment():
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["vllm-serve", "serve"])
+def server(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("trl")
     for i in range(2):
         make_checkpoint(root / f"m{i}", seed=i, head_dim=32)
-    with Server(root, "--rollout-backend", "embedded") as server:
+    with Server(root, "--rollout-backend", "embedded", serve=request.param) as server:
         yield server
 
 

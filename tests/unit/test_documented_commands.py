@@ -15,6 +15,9 @@ from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
+from instep.integrations.atropos import env_api, server, trainer_flags
+from instep.integrations.trl.command_line import _FLAGS as TRL_FLAGS
+from instep.integrations.trl.command_line import read
 from instep.plan.command import own_options
 from tests.command_line import CONFIG
 
@@ -22,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "docs/neighbours/trl_config.md",
+    *sorted((ROOT / "docs/neighbours").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # Documents that name flags which do not act, or those of vLLM and its router as they are there.
@@ -37,11 +40,27 @@ OF_OTHERS = (
 )
 
 
+def words_for_serve(words: list[str]) -> list[str]:
+    """What `instep vllm-serve` makes of its command line."""
+    assert scan(serving := read(words).words, "serve").problems == []
+    return serving
+
+
+# Commands with the command line of somebody else's program: what reads it, and its flags.
+NEIGHBOURS = {
+    "vllm-serve": (words_for_serve, {f"--{name}" for name in TRL_FLAGS}),
+    "env-api": (env_api.parser().parse_args, set(env_api.parser()._option_string_actions)),
+    "atropos-train": (trainer_flags.read, set(trainer_flags.parser()._option_string_actions)),
+    "atropos-serve": (lambda words: server.server_args(*server._split(words)), {*server._OURS, *server.REFUSED}),
+}
+
+
 def commands(text: str) -> list[list[str]]:
     """The words after `instep` of each command line that begins a line of a text."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    lines = re.findall(r"^\s*\$?\s*instep ((?:train|sft|dpo|serve|plan) (?:--|\.\.\.).*)$", joined, re.MULTILINE)
-    words = [shlex.split(line, comments=True) for line in lines]
+    names = "|".join(("train", "sft", "dpo", "serve", "plan", *NEIGHBOURS))
+    begins = rf"^\s*\$?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
+    words = [shlex.split(re.split(" (?:2?>|&|#)", line)[0]) for line in re.findall(begins, joined, re.MULTILINE)]
     return [[word for word in line if word != "$@"] for line in words if "--flag" not in line]
 
 
@@ -66,6 +85,9 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     for flag, value in zip(words, words[1:], strict=False):
         make(flag, value)
+    if command in NEIGHBOURS:
+        assert NEIGHBOURS[command][0]([*words, *([] if whole else ["--model-name", "x"])]) is not None
+        return
     words = own_options(words)[1] if command == "plan" else words
     assert scan(words, command).problems == []
     if not whole or "--vllm-config" in words or "ray" in words or "/shared/runs/one" in words:
@@ -79,7 +101,7 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
 def make(flag: str, value: str) -> None:
     """What a flag names: a model's folder, a data file, a module of hooks."""
     path = Path(value)
-    if flag in ("--hf-checkpoint", "--ref-load"):
+    if flag in ("--hf-checkpoint", "--ref-load", "--model", "--model-name"):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(CONFIG))
         (path / "model.safetensors").write_bytes(b"0")
@@ -95,7 +117,11 @@ def test_every_flag_that_the_documents_name_acts():
         if path.name in OF_OTHERS:
             continue
         text = re.sub(r"```(?!bash).*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for name in set(named_flags(text)) - {"--split"}:  # of `instep samples`
+        names = set(named_flags(text)) - {"--split"}  # of `instep samples`
+        if path.parent.name == "neighbours":
+            theirs = {flag.replace("_", "-") for _, flags in NEIGHBOURS.values() for flag in flags}
+            names = {name for name in names if name.replace("_", "-") not in theirs and "." not in name}
+        for name in names:
             flag = find(name)
             if flag is None:  # of pip, docker, Ray, Slurm, ...; not a misspelt one
                 assert not difflib.get_close_matches(name, own_flags(), cutoff=0.9), (path.name, name)

@@ -100,6 +100,9 @@ def test_a_row_names_a_reward_that_there_is_and_has_the_label_it_needs(tmp_path:
     path.write_text(json.dumps({"prompt": "x", "metadata": {"rm_type": "maths"}}) + "\n")
     with pytest.raises(DataError, match="'rm_type' in 'metadata' is no built-in reward: 'maths'"):
         check_file(str(path), RowFormat("prompt", grader=""))
+    path.write_text(json.dumps({"prompt": "x", "label": "A", "metadata": {"rm_type": "gpqa", "choices": 3}}) + "\n")
+    with pytest.raises(DataError, match="'choices' in 'metadata' is neither a list nor an object: 3"):
+        check_file(str(path), RowFormat("prompt", "label", grader=""))
     path.write_text(json.dumps({"prompt": "x", "metadata": {"rm_type": "math"}}) + "\n")
     with pytest.raises(DataError) as error:
         check_file(str(path), RowFormat("prompt", grader=""))

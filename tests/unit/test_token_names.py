@@ -1,12 +1,14 @@
-"""The plugin's middleware that gives log-probs the names of their tokens; it needs no vLLM."""
+"""The plugin's middleware that gives log-probs the names of their tokens, and `/generate`; they need no vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from instep_vllm import sglang
 from instep_vllm.token_names import Middleware
 
 CONTENT = [{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5, "token": "token_id:9"}]
@@ -59,3 +61,29 @@ def test_other_answers_stay_as_they_are(sampling: Any, content_type: bytes, stat
     answer = json.dumps(ANSWER).encode()
     headers, body = ask(sampling, answer, content_type, status)
     assert body == answer and headers[b"content-type"] == content_type
+
+
+def test_null_stays() -> None:
+    """So vLLM answers one who has gone, also as it ends."""
+    assert ask({"logprobs": 1}, b"null")[1] == b"null"
+
+
+@pytest.mark.parametrize("body", [{"text": "a"}, {"prompt": "a"}])
+def test_null_is_no_answer_to_generate(body: Any) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"null"})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    engine = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=lambda text: [1]))
+    state = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    scope = {"type": "http", "path": "/generate", "method": "POST", "headers": [], "app": state}
+    asyncio.run(sglang.answer(app, scope, receive, send))
+    assert sent[0]["status"] == 503 and "has ended this request" in sent[1]["body"].decode()

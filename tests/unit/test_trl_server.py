@@ -1,22 +1,31 @@
 """The parts of `instep vllm-serve` by themselves: its command line, the forms of texts, and what may be sent."""
 
 import base64
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from instep.arguments import parse
+from instep.engines.kind import served_dtype
 from instep.errors import ConfigError, SyncError
 from instep.integrations.trl import forms
+from instep.integrations.trl.access import Access, sends
 from instep.integrations.trl.command_line import _FLAGS, HELP, read
 from instep.integrations.trl.forms import Asked, BadRequest, Scoring
-from instep.integrations.trl.front import _sends
-from instep.integrations.trl.receiver import cuts
+from instep.integrations.trl.receiver import Receiver, cuts
+from instep.integrations.trl.serve import _layout
 from instep.integrations.trl.staging import Incoming, Layout, Slot
 from instep.integrations.trl.tensors import Announced, WrongTensor
+from instep.models.checkpoint_names import named_weights
+from instep.weights.manifest import digest
 from tests.assets import make_checkpoint
+from tests.families import make_family
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,7 @@ def test_flags_of_serve_and_equals_signs_are_taken():
     [
         ("--revision main", "name the folder of that revision"),
         ("--config file.yaml", "as flags"),
-        ("--dtype float16", "'float16' is not served"),
+        ("--dtype int8", "'int8' is not served"),
         ("--tensor_parallel_size 0", "no whole number above 0"),
         ("--enforce_eager maybe", "neither true nor false"),
         ("--host 0.0.0.0", "give --api-key-file FILE"),
@@ -81,6 +90,16 @@ def test_wrong_flags_say_what_to_do(words, says):
         read(["--model", "m", *words.split()])
 
 
+def test_float16_is_served_by_vllm_alone(checkpoint):
+    words = read(["--model", str(checkpoint), "--dtype", "half", "--device", "cpu"]).words
+    args = parse([*words, "--rollout-backend", "vllm"], "serve")
+    assert served_dtype(args) == "float16" and {p.dtype for p in _layout(args).places.values()} == {"float16"}
+    with pytest.raises(ConfigError, match="the embedded engine computes in float32 or bfloat16"):
+        parse([*words, "--rollout-backend", "embedded"], "serve")
+    with pytest.raises(ConfigError, match="need a loss scale"):
+        parse(["--hf-checkpoint", str(checkpoint), "--vllm-dtype", "float16", "--num-rollout", "1"], "train")
+
+
 def test_another_host_is_open_only_when_that_is_said():
     assert read("--host 0.0.0.0 --no-api-key".split()).host == "0.0.0.0"
     assert not read("--host 10.0.0.7 --api-key-file f".split()).on_loopback
@@ -94,9 +113,26 @@ def test_the_help_has_every_flag():
 
 def test_a_key_comes_as_a_bearers_or_as_a_password():
     basic = base64.b64encode(b"user:secret").decode()
-    assert _sends("Bearer secret", "secret") and _sends(f"Basic {basic}", "secret")
+    assert sends("Bearer secret", "secret") and sends(f"Basic {basic}", "secret")
     wrong = ["", "secret", "Bearer other", "Basic secret", "Basic !", f"Basic {base64.b64encode(b'secret').decode()}"]
-    assert not any(_sends(header, "secret") for header in wrong)
+    assert not any(sends(header, "secret") for header in wrong)
+
+
+@pytest.mark.parametrize(
+    ("access", "expected"),
+    [  # of no key, of one for generation, of one for all; at a route that reads, and at one of weights
+        (Access(""), [(None,) * 3] * 2),
+        (Access("all"), [(401, 401, None)] * 2),
+        (Access("all", "client", "F"), [(401, None, None), (401, 403, None)]),
+        (Access("all", "*", "F"), [(None,) * 3, (401, 401, None)]),
+    ],
+)
+def test_who_may_call_what(access, expected):
+    for path, statuses in zip(("/generate/", "/update_weights"), expected, strict=True):
+        answers = [access.refusal(path, header) for header in ("", "Bearer client", "Bearer all")]
+        assert tuple(answer and answer[0] for answer in answers) == statuses
+        assert path == "/generate/" or all("F" in answer[1] for answer in answers if answer and access.key_file)
+    assert access.refusal("/health/", "") is None
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -205,13 +241,13 @@ def test_a_tied_weight_may_come_and_must_be_what_it_is_tied_to(layout):
     embed, place = "model.embed_tokens.weight", layout.places["model.embed_tokens.weight"]
     assert layout.tied == {"lm_head.weight": embed}
     tied = incoming.announce("lm_head.weight", "float32", place.shape)
-    assert tied.place is None and not incoming.begun
-    incoming.take(tied, "digest", True)
-    incoming.take(incoming.announce(embed, "float32", place.shape), "another", True)
+    assert not tied.places and not incoming.begun
+    incoming.take(tied, ["digest"], True)
+    incoming.take(incoming.announce(embed, "float32", place.shape), ["another"], True)
     with pytest.raises(SyncError, match="lm_head.weight is not model.embed_tokens.weight"):
         incoming.check_tied()
     later = Incoming(layout)  # a state dict has it at the end, after the update that it belongs to
-    later.take(later.announce("lm_head.weight", "float32", place.shape), "another", True)
+    later.take(later.announce("lm_head.weight", "float32", place.shape), ["another"], True)
     later.forget_tied(incoming.records)
     assert not later.announced and not later.tied
 
@@ -219,8 +255,8 @@ def test_a_tied_weight_may_come_and_must_be_what_it_is_tied_to(layout):
 def test_weights_that_are_not_finite_are_refused(layout):
     incoming = Incoming(layout)
     norm = incoming.announce("model.norm.weight", "float32", (64,))
-    with pytest.raises(SyncError, match="model.norm.weight is not finite"):
-        incoming.take(norm, "digest", False)
+    with pytest.raises(SyncError, match="model.norm.weight is not finite in float32"):
+        incoming.take(norm, ["digest"], False)
 
 
 def test_a_slot_has_room_for_every_weight_and_no_two_at_one_place(layout, tmp_path):
@@ -234,8 +270,46 @@ def test_a_slot_has_room_for_every_weight_and_no_two_at_one_place(layout, tmp_pa
     assert all(ends[i] <= size for i, size in enumerate(layout.sizes))
 
 
-def test_fused_experts_are_refused_by_name(layout):
-    layout = Layout.__new__(Layout)
-    layout.names, layout.tied, layout.places, layout.fused = {}, {}, {}, {"experts.gate_up_proj"}
+def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
+    args = parse(["--hf-checkpoint", str(checkpoint), "--device", "cpu"], "serve")
+    assert _layout(args).places and not _layout(args).refusal
+    config = json.loads((checkpoint / "config.json").read_text())
+    for more, says in (
+        ({"quantization_config": {}}, ""),
+        ({"quantization_config": {"a": 1}}, "are quantized"),
+        ({"model_type": "of_nobody"}, "transformers does not make"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        shutil.copy(checkpoint / "model.safetensors", tmp_path)
+        layout = _layout(args.replace(hf_checkpoint=str(tmp_path)))
+        assert (says in layout.refusal) if says else not layout.refusal
+
+
+def test_fused_experts_are_taken_apart(tmp_path):
+    """As transformers' own mapping does it: a trainer sends one tensor, engines get those of the checkpoint."""
+    folder = make_family("qwen3_moe", tmp_path / "hf")
+    layout, model = Layout(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
+    slot, incoming, receiver = Slot(layout, tmp_path, "a"), Incoming(layout), Receiver()
+    slot.allocate()
+    assert len(layout.fused) == 4 and all(places for _, places in layout.fused.values())
+    with pytest.raises(WrongTensor, match="has shape"):
+        incoming.announce(next(iter(layout.fused)), "float32", (1,))
+    for name, tensor in named_weights(model).items():
+        one = slot.placed(incoming.announce(name, "float32", tuple(tensor.shape)))
+        incoming.take(one, *receiver._take(one, tensor.detach().reshape(-1).view(torch.uint8)))
+    expected = load_file(folder / "model.safetensors")
+    assert not incoming.missing and incoming.records.keys() == expected.keys() and len(expected) > len(layout.fused)
+    for name, place in layout.places.items():
+        data = slot.paths[place.number].read_bytes()[place.offset :][: place.nbytes]
+        held = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(place.shape)
+        assert torch.equal(held, expected[name].bfloat16()) and incoming.records[name].digest == digest(data), name
+    name, (_, (part, *_)) = next(iter(layout.fused.items()))
+    with pytest.raises(WrongTensor, match="came twice"):
+        incoming.announce(part.name, "float32", part.shape)
+
+
+def test_fused_experts_of_another_form_are_refused_by_name():
+    layout = Layout.none("")
+    layout.fused = {"experts.gate_up_proj": ((1,), ())}
     with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
         Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))

@@ -12,12 +12,12 @@ import asyncio
 import json
 import secrets
 import signal
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 from aiohttp import web
 
+from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.guard import EVERYONE, Guard
 from instep.errors import ConfigError
 from instep.integrations.atropos.batches import Queued
@@ -155,13 +155,13 @@ class EnvApi:
         return web.json_response(self.state.status_of(int(number_of(await _object(request), "env_id"))))
 
     async def scored_data(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request, MAX_BODY)
         group = _queued(json_of(body), "the group")
         self.state.check_room(len(group.data))
         return web.json_response(self.state.add(group))
 
     async def scored_data_list(self, request: web.Request) -> web.Response:
-        given = json_of(await _body(request))
+        given = json_of(await body_of(request, MAX_BODY))
         if not isinstance(given, list):
             raise BadRequest("the body is no list of groups")
         groups = [_queued(group, f"group {i}") for i, group in enumerate(given)]
@@ -184,7 +184,7 @@ def _queued(group: Any, where: str) -> Queued:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    body = json_of(await _body(request))
+    body = json_of(await body_of(request, MAX_BODY))
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object")
     return body
@@ -198,23 +198,6 @@ def json_of(text: bytes) -> Any:
         raise BadRequest(f"the body is no JSON: {error}") from error
 
 
-async def _body(request: web.Request) -> bytes:
-    """The body, decompressed within its bound."""
-    body = await request.read()
-    if "gzip" not in request.headers.get("Content-Encoding", "").lower() or not body:
-        return body
-    inflate = zlib.decompressobj(wbits=31)
-    try:
-        out = inflate.decompress(body, MAX_BODY)
-    except zlib.error:
-        raise web.HTTPBadRequest(text="Invalid gzip payload") from None
-    if inflate.unconsumed_tail:
-        raise web.HTTPRequestEntityTooLarge(MAX_BODY, len(out))
-    if not inflate.eof:
-        raise web.HTTPBadRequest(text="Invalid gzip payload")
-    return out
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -223,20 +206,22 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
 
 
+def parser() -> argparse.ArgumentParser:
+    made = _Parser("instep env-api", description="The Atropos API: environments send groups, a trainer takes batches.")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")
+    made.add_argument("--allowed-hosts", nargs="+", default=[], help="names, beside its own, by which it is called")
+    return made
+
+
 def main(words: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code.
 
     Raises:
         ConfigError: a wrong flag, or a port that is taken.
     """
-    parser = _Parser(
-        "instep env-api", description="The Atropos API: environments send groups, a trainer takes batches."
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")
-    parser.add_argument("--allowed-hosts", nargs="+", default=[], help="names, beside its own, by which it is called")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     if not 0 < options.port < 65536 or not 0 < options.max_queue_gb < 1e6:
         raise ConfigError("--port or --max-queue-gb is out of range", where="instep env-api", remedy="name another one")
     if not port_is_free(options.port, options.host):
@@ -247,9 +232,7 @@ def main(words: Sequence[str]) -> int:
 
 
 async def _serve(api: EnvApi, host: str, port: int) -> None:
-    runner = web.AppRunner(
-        api.app(), access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=2.0
-    )
+    runner = web.AppRunner(api.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0, **AS_THEY_COME)
     end, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end.set)

@@ -12,7 +12,11 @@ from instep.errors import ConfigError
 from instep.ports import LOOPBACK
 
 LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+DTYPES = {  # flags of `instep serve`
+    **dict.fromkeys(("float32", "float"), ["--precision", "fp32"]),
+    **dict.fromkeys(("float16", "half"), ["--vllm-dtype", "float16"]),
+    "bfloat16": ["--precision", "bf16"],
+}
 COMMAND = "instep vllm-serve"
 
 HELP = """\
@@ -29,7 +33,8 @@ Flags of `trl vllm-serve`, each with - or _ between its words:
                                        --no-api-key)
   --port PORT                          (default 8000)
   --gpu_memory_utilization FRACTION    vLLM's own
-  --dtype auto|bfloat16|float32        what weights and engines compute in (auto: bfloat16 on GPUs, float32 on a CPU)
+  --dtype auto|bfloat16|float16|float32  what weights and engines compute in (auto: bfloat16 on GPUs, float32 on a CPU;
+                                       float16: with vLLM alone)
   --max_model_len TOKENS               the longest prompt and completion
   --enable_prefix_caching [BOOL]       vLLM's own
   --enforce_eager [BOOL]               vLLM's own
@@ -190,7 +195,7 @@ def _dtype(out: Serving, values: list[str]) -> None:
     if value != "auto":
         if value not in DTYPES:
             raise ValueError(f"{value!r} is not served; auto, {', '.join(DTYPES)} are")
-        out.words += ["--precision", DTYPES[value]]
+        out.words += DTYPES[value]
 
 
 def _executor(out: Serving, values: list[str]) -> None:

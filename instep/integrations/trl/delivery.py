@@ -39,6 +39,7 @@ class Delivery:
 
     Attributes:
         version: that of the engines; 0: what they have loaded by themselves.
+        brought_at: when they got it, in seconds since the epoch; 0.0 with version 0.
         broken: why nothing may be generated; "" otherwise.
         paused: whether a client keeps the engines paused.
     """
@@ -49,7 +50,7 @@ class Delivery:
         self._current: StagedWeights | None = None
         self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
         self._scores: dict[str, list[float]] = {}  # engine url -> of the probe, under the current weights
-        self.version, self.broken, self.paused = 0, "", False
+        self.version, self.brought_at, self.broken, self.paused = 0, 0.0, "", False
 
     def free_slot(self) -> Slot:
         """The slot that the current version is not in, with its memory. Raises SyncError where there is none."""
@@ -95,7 +96,7 @@ class Delivery:
         finally:
             admission.open_again()
         self._current, self._scores, self.broken = weights, scores, ""
-        self.version += 1
+        self.version, self.brought_at = self.version + 1, time.time()
         size = sum(r.nbytes for r in weights.records.values()) / 1e9
         note = "" if moved != 0 else "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
         return (

@@ -1,15 +1,12 @@
-"""The server's port: TRL's routes of both generations, before the engines of `instep vllm-serve`.
+"""The port of `instep serve` and `instep vllm-serve`: OpenAI's routes, TRL's of both generations, and those of Atropos.
 
-Requests for texts are translated (`forms.py`) and divided among the engines; those that change weights go to `Updates`.
-What a client of OpenAI's sends is passed on as it is.
+Requests of TRL's clients for texts are translated (`forms.py`) and divided among the engines; those that change weights
+go to `Updates`. What a client of OpenAI's sends is passed on as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hmac
 import json
 import logging
 import random
@@ -24,12 +21,16 @@ from aiohttp import web
 
 from instep.data.tokenizer import load_tokenizer
 from instep.engines import keys
-from instep.engines.gate_main import BEGUN, MAX_BODY, pass_on, sent_on
-from instep.engines.guard import EVERYONE, GENERATION_ROUTES, Guard
+from instep.engines.bodies import AS_THEY_COME, body_of
+from instep.engines.gate_main import MAX_BODY, forward
+from instep.engines.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep.engines.http import checked_socket, message
+from instep.engines.kind import served_dtype
 from instep.engines.wire import GENERATE
 from instep.errors import InstepError
+from instep.integrations.atropos import bridge
 from instep.integrations.trl import forms
+from instep.integrations.trl.access import Access
 from instep.integrations.trl.clients import Connection, Refused
 from instep.integrations.trl.forms import Asked, BadRequest, Body
 from instep.integrations.trl.texts import IMAGES, Texts, template_options
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2
 START_SECONDS = 60.0  # to find the host's name and to listen there
 RETRY_SECONDS = 60.0  # a prompt whose engine has died goes to another one, or waits for it to come back
-OPEN = frozenset({"/health", "/health/"})
 Handler = Callable[[web.Request, Body], Awaitable[Any]]
 access = logging.getLogger("aiohttp.access")
 
@@ -52,19 +52,20 @@ class Front:
 
     Args:
         args: of `instep serve`.
+        access: checked for every request.
         url: of the router or the only engine.
         model: its name there.
-        key: what a client must send; "": nothing.
         updates: made before this thread runs.
         serves: whether an engine has the weights that it should; no other one is asked.
     """
 
     def __init__(
-        self, args: Args, url: str, model: str, key: str, host: str, updates: Updates, serves: Callable[[], bool]
+        self, args: Args, url: str, model: str, access: Access, host: str, updates: Updates, serves: Callable[[], bool]
     ):
-        self._serves, self._args, self._url, self._model, self._key, self._host = serves, args, url, model, key, host
-        self._updates = updates
-        self._guard = Guard(keys.run_key(), EVERYONE, [*(args.allowed_hosts or ()), "0.0.0.0", host])
+        self._serves, self._args, self._url, self._model, self._host = serves, args, url, model, host
+        self._access, self._updates = access, updates
+        hosts = keys.server_environment(args)[HOSTS_VARIABLE].split(",")
+        self._guard = Guard(keys.run_key(), EVERYONE, [*hosts, "0.0.0.0", host])
         self._texts = Texts(load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code))
         self._loop = asyncio.new_event_loop()
         self._ready, self._fault = threading.Event(), ""
@@ -99,6 +100,7 @@ class Front:
             "GET /is_paused": self._is_paused,
             "GET /weight_info": self._weight_info,
         }
+        self.routes |= bridge.routes(args, model, updates, self._one_token, lambda: list(self.routes))
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Front:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{route:.*}", self._handle)
         # A client's connection shows that it lives, so that none is closed because nothing came by it.
-        options: Any = {"handler_cancellation": True, "keepalive_timeout": 1e6, "shutdown_timeout": 1.0}
+        options: Any = {"handler_cancellation": True, "keepalive_timeout": 1e6, "shutdown_timeout": 1.0, **AS_THEY_COME}
         runner = web.AppRunner(app, access_log=access, **options)
         async with aiohttp.ClientSession(connector=connector, timeout=limits, read_bufsize=1 << 20) as self._http:
             await runner.setup()
@@ -174,10 +176,8 @@ class Front:
         address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
         if (refusal := self._guard.refusal("/health", http.headers, address)) is not None:
             raise Refused(refusal[1], refusal[0])
-        if http.path in OPEN or not self._key or _sends(http.headers.get("Authorization", ""), self._key):
-            return
-        how = "send 'Authorization: Bearer KEY', or name the server http://user:KEY@HOST:PORT (vllm_server_base_url)"
-        raise Refused(f"{http.path} needs the server's key: {how}", 401)
+        if (refusal := self._access.refusal(http.path, http.headers.get("Authorization", ""))) is not None:
+            raise Refused(refusal[1], refusal[0])
 
     def _check_whole(self, now: bool = False) -> None:
         """Raise Refused if nothing can be generated, or (`now`) not without waiting for an engine."""
@@ -187,19 +187,8 @@ class Front:
             raise Refused("no engine serves: one is started anew", 503)
 
     async def _pass_on(self, http: web.Request) -> web.StreamResponse:
-        url = self._url + http.path_qs
-        body = await http.read()
-        async with admission.admitted(url):
-            headers = [*sent_on(http.headers), *keys.headers_for(url).items()]
-            try:
-                async with self._http.request(http.method, url, data=body or None, headers=headers) as answer:
-                    return await pass_on(http, answer)
-            except aiohttp.ClientError as error:
-                if BEGUN in http:  # the client has a part, and must see that the rest is missing
-                    if http.transport is not None:
-                        http.transport.close()
-                    raise
-                raise Refused(f"no engine answers: {error}", 503) from error
+        async with admission.admitted(self._url):
+            return await forward(self._http, http, self._url, keys.key_of(self._url))
 
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
         """The engines' answers, in order. If one refuses, all others are given up."""
@@ -232,9 +221,14 @@ class Front:
                     raise Refused(message(text), status)
                 await asyncio.sleep(LOOK_SECONDS)
 
+    async def _one_token(self) -> None:
+        await self._ask([Asked.of({"max_tokens": 1}).payload(self._model, [0])])
+
     # ---- TRL <= 1.10 -------------------------------------------------------------------------------------------------
 
     async def _health(self, http: web.Request, body: Body) -> Body:
+        if not self._serves():
+            raise Refused("no engine serves: one is started anew", 503)
         return {"status": "ok"}
 
     async def _world_size(self, http: web.Request, body: Body) -> Body:
@@ -288,7 +282,7 @@ class Front:
 
     async def _server_info(self, http: web.Request, body: Body) -> Body:
         """What TRL's clients look at of vLLM's configuration."""
-        dtype = "torch.float32" if self._args.precision == "fp32" else "torch.bfloat16"
+        dtype = f"torch.{served_dtype(self._args)}"
         config: Body = {
             "model_config": {"model": self._model, "dtype": dtype, "logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": {"backend": "nccl"},
@@ -375,7 +369,7 @@ class Front:
 
 
 async def _body(http: web.Request) -> Body:
-    raw = await http.read()
+    raw = await body_of(http, MAX_BODY)
     try:
         body = json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:
@@ -390,19 +384,6 @@ def _object(body: Body, name: str) -> Body:
     if not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object")
     return value
-
-
-def _sends(header: str, key: str) -> bool:
-    """Whether the header carries the key: as a bearer's token, or as the password of http://user:KEY@HOST."""
-    scheme, _, given = header.partition(" ")
-    if scheme.lower() == "basic":
-        try:
-            given = base64.b64decode(given, validate=True).decode(errors="replace").partition(":")[2]
-        except binascii.Error:
-            return False
-    elif scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
 
 
 def _error(status: int, text: str) -> web.Response:

@@ -90,7 +90,9 @@ class Receiver:
         except (OSError, RuntimeError):
             return False
 
-    def receive(self, what: Sequence[Announced], packed_bytes: int | None, barrier: bool) -> list[tuple[str, bool]]:
+    def receive(
+        self, what: Sequence[Announced], packed_bytes: int | None, barrier: bool
+    ) -> list[tuple[list[str], bool]]:
         """Receive tensors, cast each to its place's dtype and write it there.
 
         Args:
@@ -98,13 +100,13 @@ class Receiver:
                 comes by itself.
 
         Returns:
-            For each tensor the digest of its bytes as they are served, and whether it is finite.
+            For each tensor the digests of its parts as they are served, and whether it is finite in that dtype.
 
         Raises:
             SyncError: the trainer did not send them.
         """
         assert self._group is not None, "the group is joined first"
-        found: list[tuple[str, bool]] = []
+        found: list[tuple[list[str], bool]] = []
         try:
             for part in cuts(what, packed_bytes):
                 buffer = torch.empty(sum(one.nbytes for one in part), dtype=torch.uint8, device=self._group.device)
@@ -123,17 +125,18 @@ class Receiver:
             ) from error
         return found
 
-    def _take(self, what: Announced, data: torch.Tensor) -> tuple[str, bool]:
+    def _take(self, what: Announced, data: torch.Tensor) -> tuple[list[str], bool]:
         dtype = dtype_of(what.dtype)
         data = data.clone() if data.storage_offset() % dtype.itemsize else data
-        tensor = data.view(dtype).view(what.shape)
-        finite = all(bool(torch.isfinite(part).all()) for part in tensor.reshape(-1).split(_CHUNK))
-        served = tensor.to(dtype_of(what.served)).to("cpu").contiguous()
-        data = served.reshape(-1).view(torch.uint8)
-        if what.place is not None:
-            start = what.place.offset
-            self._file(what.place.path)[start : start + data.numel()].copy_(data)
-        return digest(tensor_bytes(data)), finite
+        served = data.view(dtype).view(what.shape).to(dtype_of(what.served))
+        finite = all(bool(torch.isfinite(part).all()) for part in served.reshape(-1).split(_CHUNK))
+        data = served.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        digests = []
+        for place in what.places:
+            part = data[place.first * served.itemsize :][: place.nbytes]
+            self._file(place.path)[place.offset : place.offset + place.nbytes].copy_(part)
+            digests.append(digest(tensor_bytes(part)))
+        return digests or [digest(tensor_bytes(data))], finite
 
     def _file(self, path: str) -> torch.Tensor:
         if path not in self._files:

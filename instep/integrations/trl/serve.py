@@ -1,7 +1,8 @@
-"""`instep vllm-serve`: the engines of `instep serve` behind the routes of TRL's own clients."""
+"""`instep vllm-serve`, and the port of `instep serve`: engines behind the routes of TRL's own clients."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -11,20 +12,23 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from instep.arguments import parse
+from instep.arguments.lora import quantization
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.device import resolve_on_machine
 from instep.engines import keys
-from instep.engines.kind import engine_dtype
+from instep.engines.guard import EVERYONE
+from instep.engines.kind import served_dtype
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
 from instep.integrations.trl.command_line import COMMAND, LEVELS, Serving, read
 from instep.scratch import Scratch, memory_root
-from instep.serve import serve
+from instep.serve import describe, serve
 from instep.weights.place import SYNC
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.controller.fleet import Fleet
+    from instep.integrations.trl.staging import Layout
 
 NOT_PROVEN = (
     "each update brings every weight once, finite, with its shape, and engines hold these bytes and compute with them; "
@@ -49,69 +53,117 @@ def vllm_serve(argv: Sequence[str]) -> None:
         args = parse([*serving.words, *words], "serve")
     serve(
         args.replace(sync_timeout=serving.sync_timeout),
-        lambda args, fleet, logs, say: Port(serving, args, fleet, logs, say),
+        lambda args, fleet, logs, say: Port(args, fleet, logs, say, serving),
     )
 
 
-class Port:
-    """The port of the server, in this process, and the weight updates that come by it (`instep.serve.Before`)."""
+def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], None]], Port] | None:
+    """What `instep serve` puts before its engines; None where a gate stands there, which has texts and no weights."""
+    models = served_models(args)
+    others = args.vllm_router_ip is not None or bool(args.rollout_external_engine_addrs)
+    if others or len(models) > 1 or not policy_model(models).update_weights:
+        return None
+    return lambda args, fleet, logs, say: Port(args.replace(sync_timeout=Serving().sync_timeout), fleet, logs, say)
 
-    def __init__(self, serving: Serving, args: Args, fleet: Fleet, logs: Path, say: Callable[[str], None]):
+
+class Port:
+    """The port of the server, in this process, and the weight updates that come by it (`instep.serve.Before`).
+
+    Args:
+        serving: of `instep vllm-serve`, which is open without a key; None: of `instep serve`, which never is.
+    """
+
+    def __init__(
+        self, args: Args, fleet: Fleet, logs: Path, say: Callable[[str], None], serving: Serving | None = None
+    ):
+        from instep.integrations.trl.access import Access
         from instep.integrations.trl.front import Front
-        from instep.integrations.trl.staging import Layout, dtype_of
         from instep.integrations.trl.updates import Updates
 
-        self._serving, self._args, self._logs = serving, args, logs
+        self._command = "instep serve" if serving is None else COMMAND
+        self._serving = serving = serving or Serving(log_level="warning")
+        self._args, self._logs, self._fleet = args, logs, fleet
+        self._files: list[Path] = []
+        folder, generate = Path(args.run_dir), EVERYONE if args.no_api_key else keys.client_key(args)
+        if self._command == COMMAND:  # on loopback TRL's clients need no key, unless one is given
+            access = Access("" if args.no_api_key else keys.given_key(args))
+        else:
+            access = Access(keys.run_key(), generate, str(folder / keys.CONTROL_FILE))
+        self._access, self._layout = access, _layout(args)
+        if self._layout.refusal and self._command == COMMAND:
+            remedy = "serve full precision of a model that transformers has; `instep serve` has its texts alone"
+            raise ConfigError(self._layout.refusal, where=f"{COMMAND} --model", remedy=remedy)
         self._memory = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
-        layout = Layout(
-            Path(args.hf_checkpoint),
-            dtype_of(engine_dtype(args)),
-            int(args.update_weight_buffer_size),
-            args.trust_remote_code,
-        )
-        self._updates = Updates(args, fleet, layout, self._memory.path, logs, serving.host, say)
-        # On loopback TRL's clients need no key, unless one is given.
-        self._key = "" if args.no_api_key else keys.given_key(args)
+        self._updates = Updates(args, fleet, self._layout, self._memory.path, logs, serving.host, say)
         host, port = (fleet.hook_attributes()[name] for name in ("vllm_router_ip", "vllm_router_port"))
         model = model_path(args, policy_model(served_models(args)))
         url = f"http://{host}:{port}"
-        self._front = Front(args, url, model, self._key, serving.host, self._updates, fleet.serves)
-        self._num_engines = len(fleet.engines)
+        self._front = Front(args, url, model, access, serving.host, self._updates, fleet.serves)
         _log_requests(logs / "front.log", serving.log_level)
+        if self._command != COMMAND:
+            self._files = [keys.write(folder, keys.run_key(), keys.CONTROL_FILE)]
+            self._files += [] if args.no_api_key else [keys.write(folder, generate)]
 
-    def start(self) -> Table:
+    def start(self) -> tuple[Table, str]:
         try:
             self._front.start()
         except OSError as error:
             what = f"cannot listen at {self._serving.host}:{self._args.port}: {error}"
             remedy = "name an address of this host, and a free port"
             raise ConfigError(what, where="--host and --port", remedy=remedy) from error
+        if self._command != COMMAND:
+            address = f"http://user:$(cat {self._access.key_file})@{self._serving.host}:{self._args.port}"
+            none, why = f"none are taken: {self._layout.refusal}", self._layout.refusal
+            rows = [("trainers", none if why else f"{address} (docs/neighbours/trl.md says what is proven)")]
+            model = policy_model(served_models(self._args)).name
+            at = {model: (self._serving.host, int(self._args.port or 0))}
+            return describe(self._args, self._fleet, self._logs, at, rows)
         table = Table(title=COMMAND, show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         args, host = self._args, self._serving.host
-        engines = f"{self._num_engines} {args.rollout_backend} on {args.device}, {args.precision}"
         table.add_row("model", str(args.hf_checkpoint))
-        table.add_row("engines", engines)
+        table.add_row(
+            "engines", f"{len(self._fleet.engines)} {args.rollout_backend} on {args.device}, {served_dtype(args)}"
+        )
         table.add_row("address", f"http://{host}:{args.port}")
         who = "anybody on this host" if self._serving.on_loopback else "ANYBODY who reaches this address"
         open_to = f"none: {who} may ask for texts and send weights"
         given = args.api_key_file or f"that of {keys.KEY_VARIABLE}"
-        table.add_row("key", f"{given}; clients name http://user:KEY@{host}:{args.port}" if self._key else open_to)
+        table.add_row(
+            "key", f"{given}; clients name http://user:KEY@{host}:{args.port}" if self._access.key else open_to
+        )
         table.add_row("weights", f"by {'NCCL' if args.device == 'cuda' else 'gloo'}; {NOT_PROVEN}")
         table.add_row("logs", str(self._logs))
-        return table
+        return table, "Ctrl-C ends it."
 
     def check(self) -> None:
         try:
             self._front.check()
         except RuntimeError as error:
-            raise EngineError(str(error), where=str(self._logs), remedy=f"start {COMMAND} again") from error
+            raise EngineError(str(error), where=str(self._logs), remedy=f"start {self._command} again") from error
 
     def close(self) -> None:
         self._front.close()
         self._updates.close()
         self._memory.remove()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def _layout(args: Args) -> Layout:
+    """The weights that a trainer may send; it says why, if it may send none."""
+    from instep.integrations.trl.staging import Layout, dtype_of
+
+    folder = Path(args.hf_checkpoint)
+    config = json.loads((folder / "config.json").read_text())
+    if quantization(args) or config.get("quantization_config"):
+        return Layout.none("the engines' weights are quantized, so that they would hold others than a trainer sends")
+    try:
+        dtype = dtype_of(served_dtype(args))
+        return Layout(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user is told
+        return Layout.none(f"transformers does not make this model: {error}")
 
 
 def _log_requests(path: Path, level: str) -> None:

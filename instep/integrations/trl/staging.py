@@ -7,8 +7,9 @@ few files, each of them a bucket of the way `staged`.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import SyncError
 from instep.integrations.trl.tensors import Announced, Place, WrongTensor, dtype_of
-from instep.models.checkpoint_names import CheckpointNames, named_weights
+from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.weights.manifest import BucketManifest, TensorRecord, dtype_name
 from instep.weights.way import Order
 
@@ -38,21 +39,24 @@ class Layout:
         names: every name by which a trainer may send a weight, with the one in the checkpoint.
         vocab_size: of the model.
         tied: names of tied weights, which may be left out, with the one that they are tied to.
-        fused: names under which transformers holds several tensors of the checkpoint as one.
+        fused: names under which transformers holds several tensors of the checkpoint as one, with its shape and the
+            place of each; with none where it is not taken apart here.
         sizes: bytes of each file of a slot.
+        refusal: why no weights are taken; "" otherwise.
     """
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False):
+        self.refusal = ""
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        weights, groups = named_weights(model), CheckpointNames(model, weight_files(checkpoint)).groups
+        weights, names = named_weights(model), CheckpointNames(model, weight_files(checkpoint))
         self.vocab_size = int(config.get_text_config().vocab_size)
         self.places: dict[str, Place] = {}
         self.names: dict[str, str] = {}
-        self.fused: set[str] = set()
+        self.fused: dict[str, tuple[tuple[int, ...], tuple[Place, ...]]] = {}
         self.sizes: list[int] = []
-        for group in groups:
+        for group in names.groups:
             served = dtype_name(weights[group.model[0]].dtype)
             for name, shape in zip(group.checkpoint, group.shapes, strict=True):
                 self._add(name, tuple(shape), served, bucket_bytes)
@@ -60,11 +64,41 @@ class Layout:
             if group.converter is None:
                 self.names[group.model[0]] = group.checkpoint[0]
             else:
-                self.fused.update(group.model)
-        self.fused -= self.names.keys()
+                shapes = {name: tuple(weights[name].shape) for name in group.model if name not in group.checkpoint}
+                self.fused |= {name: (shape, self._parts(names, group, shape)) for name, shape in shapes.items()}
         first = {id(weight): name for name, weight in weights.items()}
         state = model.state_dict(keep_vars=True)
         self.tied = {n: self.names[first[id(w)]] for n, w in state.items() if n not in weights and id(w) in first}
+
+    def _parts(self, names: CheckpointNames, group: Group, shape: tuple[int, ...]) -> tuple[Place, ...]:
+        """The places of a group's tensors, if each is a run of whole rows of the model's only one; else none.
+
+        What becomes of the rows shows a tensor that holds their numbers.
+        """
+        if len(group.model) > 1:
+            return ()
+        numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1).expand(*shape[:-1], 2)
+        try:
+            parts = names.to_checkpoint(group, {group.model[0]: numbers})
+        except (ValueError, RuntimeError, LookupError):  # it takes more than rows apart
+            return ()
+        out = []
+        for name, part in zip(group.checkpoint, parts, strict=True):
+            place, rows = self.places[name], part[..., 0].reshape(-1)
+            first = int(rows[0])
+            in_order = torch.equal(rows, torch.arange(first, first + len(rows)))
+            if not in_order or place.shape != (*part.shape[:-1], shape[-1]):
+                return ()
+            out.append(replace(place, first=first * shape[-1]))
+        return tuple(out)
+
+    @classmethod
+    def none(cls, why: str) -> Layout:
+        """That of a server which takes no weights."""
+        layout = cls.__new__(cls)
+        layout.refusal, layout.vocab_size = why, 1
+        layout.places, layout.names, layout.tied, layout.fused, layout.sizes = {}, {}, {}, {}, []
+        return layout
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: str, bucket_bytes: int) -> None:
         if not self.sizes or self.sizes[-1] >= bucket_bytes:
@@ -101,9 +135,7 @@ class Slot:
 
     def placed(self, what: Announced) -> Announced:
         """A tensor that is to come into this slot."""
-        if what.place is None:
-            return what
-        return replace(what, place=replace(what.place, path=str(self.paths[what.place.number])))
+        return replace(what, places=tuple(replace(p, path=str(self.paths[p.number])) for p in what.places))
 
 
 @dataclass
@@ -125,39 +157,43 @@ class Incoming:
     def announce(self, name: str, dtype: str, shape: tuple[int, ...]) -> Announced:
         """Check a tensor that is to come, and say where it goes. Raises WrongTensor."""
         layout = self.layout
-        if name in layout.fused:
-            raise WrongTensor(f"{name} is several tensors of the checkpoint in one, and is not taken apart here")
-        known = layout.names.get(name)
-        target, key = known or layout.tied.get(name), known or name
-        if target is None:
+        known, tied = layout.names.get(name), layout.tied.get(name)
+        if known or tied:
+            place = layout.places[known or str(tied)]
+            expected, places = place.shape, tuple([place] if known else [])
+        elif name in layout.fused:
+            expected, places = layout.fused[name]
+            if not places:
+                raise WrongTensor(f"{name} is several tensors of the checkpoint in one, and is not taken apart here")
+            place = places[0]
+        else:
             some = ", ".join(list(layout.places)[:2])
             raise WrongTensor(f"{name} is no weight of this model, whose weights are {some}, ...")
-        if key in self.announced:
+        keys = {p.name for p in places} or {name}
+        if not keys.isdisjoint(self.announced):
             raise WrongTensor(f"{name} came twice in this update")
-        place = layout.places[target]
-        if tuple(shape) != place.shape:
-            raise WrongTensor(f"{name} has shape {list(shape)}, the model's has {list(place.shape)}")
+        if tuple(shape) != expected:
+            raise WrongTensor(f"{name} has shape {list(shape)}, the model's has {list(expected)}")
         if not dtype_of(dtype).is_floating_point and dtype.removeprefix("torch.") != place.dtype:
             raise WrongTensor(f"{name} is of {dtype}, the model's of {place.dtype}")
-        self.announced.add(key)
-        return Announced(name, dtype, tuple(shape), place.dtype, place if known else None)
+        self.announced |= keys
+        return Announced(name, dtype, tuple(shape), place.dtype, places)
 
     @property
     def missing(self) -> list[str]:
         return [name for name in self.layout.places if name not in self.announced]
 
-    def take(self, what: Announced, digest: str, finite: bool) -> None:
+    def take(self, what: Announced, digests: Sequence[str], finite: bool) -> None:
         """Take note of a tensor that has come. Raises SyncError for one that is not finite."""
         if not finite:
             raise SyncError(
-                f"{what.name} is not finite: it holds NaN or infinity",
+                f"{what.name} is not finite in {what.served}: it holds NaN or infinity",
                 where="the trainer",
                 remedy="its training has diverged, or it gathers its weights wrongly; the engines keep the old ones",
             )
-        if what.place is None:
-            self.tied[what.name] = digest
-        else:
-            p = what.place
+        if not what.places:
+            self.tied[what.name] = digests[0]
+        for p, digest in zip(what.places, digests, strict=False):
             self.records[p.name] = TensorRecord(p.name, p.shape, p.dtype, p.offset, p.nbytes, digest)
 
     @property

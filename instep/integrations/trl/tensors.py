@@ -14,7 +14,10 @@ class WrongTensor(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a slot, and as what the engines take it. `path` is set for one slot (`Slot.placed`)."""
+    """Where a tensor lies in a slot, and as what the engines take it. `path` is set for one slot (`Slot.placed`).
+
+    `first` is its first element in the tensor that a trainer sends, which may hold several.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -22,6 +25,7 @@ class Place:
     number: int  # of the slot's file
     offset: int
     path: str = ""
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -34,14 +38,14 @@ class Announced:
 
     Attributes:
         served: the dtype that the engines have it in.
-        place: where it goes; None: it is received and looked at, but not kept.
+        places: where its parts go; none: it is received and looked at, but not kept.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     served: str
-    place: Place | None = None
+    places: tuple[Place, ...] = ()
 
     @property
     def nbytes(self) -> int:

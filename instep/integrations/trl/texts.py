@@ -19,11 +19,16 @@ class Texts:
         self._tokenizer = tokenizer
 
     async def ids(self, prompts: list[Any]) -> list[list[int]]:
-        """The token ids of prompts, of which some may be texts."""
+        """The token ids of prompts, of which some may be texts. Raises BadRequest."""
         if all(isinstance(prompt, list) for prompt in prompts):
             return prompts
-        encode = self._tokenizer.encode
-        return await asyncio.to_thread(lambda: [encode(p) if isinstance(p, str) else p for p in prompts])
+        return await asyncio.to_thread(lambda: [self._encode(p) if isinstance(p, str) else p for p in prompts])
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, **options)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:  # half a surrogate pair, above all
+            raise BadRequest(f"a text cannot be tokenized: {error}") from error
 
     def render(self, conversations: list[Any], options: Body) -> list[list[int]]:
         """The prompts of conversations by the model's own chat template. Raises BadRequest."""
@@ -40,7 +45,7 @@ class Texts:
             text = self._tokenizer.apply_chat_template(messages, **given, tokenize=False)
         except Exception as error:  # no template, or whatever one raises on what it was given
             raise BadRequest(f"the chat template failed: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+        return self._encode(text, add_special_tokens=False)
 
     def namer(self, body: Body) -> Callable[[int], str]:
         """How a request wants to have tokens named."""

@@ -103,6 +103,8 @@ class Updates:
             self._drop(client)
 
     async def _admit(self, connection: Connection, legacy: bool) -> Client:
+        if self._layout.refusal:
+            raise Refused(self._layout.refusal)
         holder = self._client
         if holder is not None and connection not in holder.connections and await self._holds(holder):
             told = (
@@ -316,8 +318,8 @@ class Updates:
             incoming.slot = self.delivery.free_slot()
         what = [incoming.slot.placed(one) for one in what]
         found = self._call(client, "receive", what, packed_bytes, client.legacy, seconds=self._args.sync_timeout)
-        for one, (digest, finite) in zip(what, found, strict=True):
-            incoming.take(one, digest, finite)
+        for one, (digests, finite) in zip(what, found, strict=True):
+            incoming.take(one, digests, finite)
         self.delivery.forget_tied(incoming)
 
     def _call(self, client: Client, method: str, *given: Any, seconds: float) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from instep.errors import ConfigError, RolloutError
 
 _LISTS = ("nodes", "calls", "errors")
-HEARTBEAT_SECONDS, SILENT_SECONDS = 2, 8  # of ZeroMQ itself, which a server answers however busy its Python is
+HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which a server answers however busy its Python is
 CANCEL_SECONDS = 3.0  # that an episode gets to end when it is cancelled
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = Path(__file__).with_name("host.py")
-ANSWER_SECONDS = 10.0  # that a server of somebody else's has to answer
+ANSWER_SECONDS = 8.0  # that a server of somebody else's has to answer
+BACK_SECONDS = 3.0  # that it has to answer again, after its connection has ended or (client.py) was silent
 END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
 MAX_TRIES = 3  # of an episode whose server ends
 LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
@@ -183,26 +184,26 @@ class Environment:
                     what = f"the environment's server has ended {self._restarts} times in a row"
                     raise EngineError(what, where=report, remedy="see its log")
                 logger.warning("the environment's server has ended and is started again; %s", report)
-            self._servers.append(await self._connect())
+            self._servers.append(await self._connect(BACK_SECONDS))
 
-    async def _connect(self) -> Server:
-        """A server that answers. Raises: EngineError, ConfigError."""
+    async def _connect(self, seconds: float = ANSWER_SECONDS) -> Server:
+        """A server that answers, one of somebody else's in `seconds`. Raises: EngineError, ConfigError."""
         theirs, process = self._uses_theirs, None
         if theirs is None:
             first, self._first = self._first, None
             process, address = first or self._launch()
         client = Client(theirs or address)
         try:
-            await self._wait_ready(client, process)
+            await self._wait_ready(client, process, seconds)
         except BaseException:
             await client.close()
             raise
         return Server(client, process)
 
-    async def _wait_ready(self, client: Client, process: SupervisedProcess | None) -> None:
+    async def _wait_ready(self, client: Client, process: SupervisedProcess | None, seconds: float) -> None:
         if process is None:
-            if not await client.health(ANSWER_SECONDS):
-                what = f"no env server of verifiers answers at {client.address} within {ANSWER_SECONDS:.0f} s"
+            if not await client.health(seconds):
+                what = f"no env server of verifiers answers at {client.address} within {seconds:.0f} s"
                 remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
                 raise EngineError(what, where="--env-address", remedy=remedy)
             return

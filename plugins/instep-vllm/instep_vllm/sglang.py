@@ -38,7 +38,10 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     await app(*with_body(payload, inner, receive), collect)
     status = next((part["status"] for part in parts if part["type"] == "http.response.start"), 500)
     text = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
-    if status == 200:
+    if status == 200 and text == b"null":  # so vLLM answers one who has gone, also as it ends itself
+        gone = {"error": {"message": "vLLM has ended this request", "type": "ServiceUnavailable", "code": 503}}
+        status, text = 503, json.dumps(gone).encode()
+    elif status == 200:
         found: dict[str, Any] = json.loads(text)
         skip, prompt = asked.skip_special_tokens, list(ids or [])
         if isinstance(asked, Asked):

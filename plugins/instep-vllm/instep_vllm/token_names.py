@@ -66,9 +66,9 @@ def wants_names(body: bytes) -> bool:
 
 
 def named(body: bytes) -> bytes:
-    """The JSON of an answer in which each log-prob has a `token`."""
+    """The JSON of an answer in which each log-prob has a `token`; null, as vLLM answers one who has gone, stays."""
     answer = json.loads(body)
-    for choice in answer.get("choices") or ():
+    for choice in (answer or {}).get("choices") or ():
         entries: list[dict[str, Any]] = (choice.get("logprobs") or {}).get("content") or []
         for entry in entries:
             entry.setdefault("token", f"token_id:{entry.get('token_id')}")
