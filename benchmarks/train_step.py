@@ -39,6 +39,7 @@ from instep.cluster.local import WorkerGroup  # noqa: E402
 from instep.controller.device import resolve_on_machine  # noqa: E402
 from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.errors import InstepError  # noqa: E402
+from instep.models.shape import num_experts  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.plan.memory import allocated  # noqa: E402
 from instep.spans import ON_GPU  # noqa: E402
@@ -171,7 +172,7 @@ def flops_of_sample(config: dict[str, Any], prompt: int, response: int) -> float
     """Forward and backward, of a sample of `prompt` + `response` tokens."""
     width, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     attention = width * size * (2 * heads + 2 * config["num_key_value_heads"])
-    if experts := config.get("num_experts"):
+    if experts := num_experts(config):
         chosen = config["num_experts_per_tok"] * config["moe_intermediate_size"]
         layer = attention + width * (experts + 3 * chosen)  # the router, and the experts of a token
     else:
