@@ -127,6 +127,10 @@ def arguments(folder: Path, backend: str) -> Args:
     flags = [*on_vllm(), "--vllm-max-model-len", "128", "--vllm-enforce-eager", "--no-torch-compile"]
     flags += ["--precision", "bf16", "--train-backend", backend, "--weight-sync", way(), "--sync-timeout", "120"]
     flags += [] if CPU else ["--vllm-gpu-memory-utilization", "0.05"]
+    if backend == "megatron" and OF_MEGATRON[FAMILIES[folder.name].model_type].experts:
+        flags += ["--moe-grouped-gemm"]
+    if not CPU and folder.name == "qwen3_next":  # else FlashInfer's on Hopper, which is not in the bundle of GPU hosts
+        flags += ["--vllm-gdn-prefill-backend", "triton"]
     args = parse(grpo_arguments(folder, folder / f"run-{backend}", *flags)[1:], "train")
     return args.replace(device="cpu" if CPU else "cuda", precision="bf16", rollout_backend="vllm")
 
@@ -164,9 +168,7 @@ def scores(actor: RoleTrainer, engine: Engine) -> tuple[list[float], list[float]
     generator = torch.Generator().manual_seed(1)
     samples = torch.randint(0, VOCAB, (NUM_SAMPLES, LENGTH), generator=generator)
     lengths = torch.full((NUM_SAMPLES,), LENGTH)
-    batch = TokenBatch(
-        samples.flatten(), lengths, lengths - 1, sample_columns={"temperature": torch.ones(NUM_SAMPLES)}
-    )
+    batch = TokenBatch(samples.flatten(), lengths, lengths - 1, sample_columns={"temperature": torch.ones(NUM_SAMPLES)})
     theirs = [x for sample in samples.tolist() for x in engine.prompt_log_probs(sample, timeout=60)]
     return actor.probe_log_probs(batch, 120), theirs
 

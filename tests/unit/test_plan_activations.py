@@ -31,8 +31,9 @@ def config_of(size, family="qwen3"):
     hidden, ffn, heads, kv_heads, head_dim = SIZES[size]
     experts = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=ffn // 8, norm_topk_prob=True)
     return AutoConfig.for_model(
-        family, **experts if family == "qwen3_moe" else {}, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=LAYERS, num_attention_heads=heads,
+        family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=LAYERS, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, vocab_size=VOCAB, tie_word_embeddings=True,
+        **experts if family == "qwen3_moe" else {},
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from instep.training import packing
 from instep.training.hf.model import Policy
 from instep.types import TokenBatch
 
-
 NUMBERS: dict[str, Any] = dict(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
