@@ -30,7 +30,6 @@ from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
 from instep.weights.place import SYNC
-from instep.weights.way import MEMORY_VARIABLE
 from tests.assets import make_prompts
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.e2e.test_families import train_once
@@ -88,8 +87,7 @@ def train_and_prove(name: str, folder: Path) -> list[str]:
     memory, workers = Scratch(f"{SYNC}test-", memory_root()), dict[str, WorkerGroup]()
     args = {backend: arguments(folder, backend) for backend in backends(name)}
     first = next(iter(args.values()))
-    env = {MEMORY_VARIABLE: str(memory.path)}
-    engine = start_engine(first, plan_engines(first)[0], num_threads=1, log_dir=folder / "logs", env=env)
+    engine = start_engine(first, plan_engines(first)[0], num_threads=1, log_dir=folder / "logs")
     try:
         for backend in args:  # one that begins while an engine starts
             loopback = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
