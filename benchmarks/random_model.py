@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,46 @@ SIZES: dict[str, dict[str, Any]] = {
     "1.7b": {**_SMALL, "hidden_size": 2048, "intermediate_size": 6144},
     "4b": {**_LARGE, "hidden_size": 2560, "intermediate_size": 9728},
     "8b": {**_LARGE, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
+    # Mixtures of experts: the layers of Qwen3-30B-A3B, which has 48 of them.
+    "tiny-moe": {
+        **_TINY, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": False,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    },
+    "30b-a3b-4-layers": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "tie_word_embeddings": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 _COMMON = dict(vocab_size=151936, head_dim=128, num_key_value_heads=8, tie_word_embeddings=True)
 EOS = 1
 
 
 def dimensions(size: str) -> dict[str, Any]:
-    """The fields of a Qwen3 of `size`."""
+    """The fields of a Qwen3 of `size`, or of a Qwen3-MoE."""
     return {**_COMMON, **SIZES[size]}
 
 
 def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -> Path:
-    """Make a random Qwen3 and its tokenizer in `folder`, unless they are there; the weights are made on `device`."""
+    """Make a random Qwen3 (or Qwen3-MoE) and its tokenizer in `folder`, unless they are there; the weights are made on
+    `device`."""
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if (folder / "config.json").exists():
         return folder
-    config = Qwen3Config(max_position_embeddings=4096, eos_token_id=EOS, pad_token_id=0, **dimensions(size))
-    config.architectures, config.dtype = ["Qwen3ForCausalLM"], torch.bfloat16
+    fields = dimensions(size)
+    kind, name = ("qwen3_moe", "Qwen3MoeForCausalLM") if "num_experts" in fields else ("qwen3", "Qwen3ForCausalLM")
+    config = AutoConfig.for_model(kind, max_position_embeddings=4096, eos_token_id=EOS, pad_token_id=0, **fields)
+    config.architectures, config.dtype = [name], torch.bfloat16
     with torch.device("meta"):
-        shapes = {name: t.shape for name, t in Qwen3ForCausalLM(config).state_dict().items()}
+        shapes = dict(_one_by_one(AutoModelForCausalLM.from_config(config).state_dict()))
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     generator = torch.Generator(device).manual_seed(seed)
 
-    def weight(name: str, shape: torch.Size) -> torch.Tensor:
+    def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return (made.fill_(1) if "norm" in name else made.normal_(0, 0.02, generator=generator)).cpu()
 
@@ -53,6 +67,20 @@ def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -
     save_tokenizer(folder, config.vocab_size)
     config.save_pretrained(folder)  # the last: it says that the model is whole
     return folder
+
+
+def _one_by_one(weights: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as checkpoints have them: transformers holds all experts of a layer in one tensor."""
+    for name, tensor in weights.items():
+        layer, experts, part = name.rpartition(".experts.")
+        if not experts:
+            yield name, tuple(tensor.shape)
+            continue
+        num, *shape = tensor.shape
+        parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+        shape[0] //= len(parts)
+        for i in range(num):
+            yield from ((f"{layer}.experts.{i}.{p}.weight", tuple(shape)) for p in parts)
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -2,10 +2,11 @@
 
     python benchmarks/train_step.py [--size 0.6b 4b] [--device cuda] [--out FILE] [--case "hf --no-torch-compile" ...]
 
-Random Qwen3 weights, `--num-samples` samples of `--prompt` + `--response` tokens, through the worker of a run; the old
-log-probs are given, so that a step is what a round's training costs. A case is a train backend and its flags. FLOPs are
-6 for each parameter of the layers and token, 6 for each parameter of the head and token of a response (no other token's
-logits are made), and those of causal attention; embeddings and recomputation do not count.
+Random Qwen3 weights (of sizes with `a3b` or `moe` in their names Qwen3-MoE's), `--num-samples` samples of `--prompt` +
+`--response` tokens, through the worker of a run; the old log-probs are given, so that a step is what a round's training
+costs. A case is a train backend and its flags. FLOPs are 6 for each parameter of the layers and token, of experts those
+that a token takes, 6 for each parameter of the head and token of a response (no other token's logits are made), and
+those of causal attention; embeddings and recomputation do not count.
 
 With --turns the trainer leaves the GPU after each step as it does for a colocated engine: all but the weights
 (`leave_s`), then the weights (`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while
@@ -38,6 +39,7 @@ from instep.cluster.local import WorkerGroup  # noqa: E402
 from instep.controller.device import resolve_on_machine  # noqa: E402
 from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.errors import InstepError  # noqa: E402
+from instep.models.shape import num_experts  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.plan.memory import allocated  # noqa: E402
 from instep.spans import ON_GPU  # noqa: E402
@@ -170,7 +172,11 @@ def flops_of_sample(config: dict[str, Any], prompt: int, response: int) -> float
     """Forward and backward, of a sample of `prompt` + `response` tokens."""
     width, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     attention = width * size * (2 * heads + 2 * config["num_key_value_heads"])
-    layer = attention + 3 * width * config["intermediate_size"]
+    if experts := num_experts(config):
+        chosen = config["num_experts_per_tok"] * config["moe_intermediate_size"]
+        layer = attention + width * (experts + 3 * chosen)  # the router, and the experts of a token
+    else:
+        layer = attention + 3 * width * config["intermediate_size"]
     length, num_layers = prompt + response, config["num_hidden_layers"]
     weights = length * num_layers * layer + response * width * config["vocab_size"]
     return 6.0 * (weights + num_layers * length**2 * heads * size)

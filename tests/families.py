@@ -1,4 +1,4 @@
-"""A tiny model of each family that docs/models.md shows with vLLM, in shapes that vLLM serves on a CPU."""
+"""A tiny model of each family that docs/models.md shows with vLLM, in shapes that vLLM serves on CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Family:
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 128}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LATENT_HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # vLLM has no others on Hopper
 _DELTA = {  # the linear attention of Qwen3-Next and Qwen3.5
     "num_hidden_layers": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -47,7 +48,7 @@ FAMILIES = {
         "deepseek_v2",
         {
             **_EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 512,
-            "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
+            **_LATENT_HEADS, "n_routed_experts": 4,
             "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         },
         precision="bf16",
@@ -56,7 +57,7 @@ FAMILIES = {
         "deepseek_v3",
         {
             **_EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 48, "kv_lora_rank": 512,
-            "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8,
+            **_LATENT_HEADS, "n_routed_experts": 8,
             "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
             "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # as the published ones say, for vLLM
         },
@@ -73,12 +74,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_family(name: str, folder: Path) -> Path:
-    """A random checkpoint of the family in `folder`, with a tokenizer of single characters."""
+def make_family(name: str, folder: Path, precision: str | None = None) -> Path:
+    """A random checkpoint of the family in `folder`, with a tokenizer of single characters; for `precision`, by default
+    the family's own."""
     family, tokenizer = FAMILIES[name], make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     settings = {**_SMALL, **family.settings, **ids, "vocab_size": 64}
-    noise = 0.12 if family.precision == "fp32" else 0.04  # so that bfloat16 rounds log-probs by less
+    noise = 0.12 if (precision or family.precision) == "fp32" else 0.04  # so that bfloat16 rounds log-probs by less
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)
     with torch.no_grad():

@@ -29,6 +29,7 @@ class Shape:
         total: parameters of the model; a tied output layer counts once.
         used: those that a token is multiplied with, the output layer included and the input embedding not.
         experts: those of `total` that are in experts; 0 in a dense model.
+        routed: experts that a token is sent to in a layer, the mean; 0 in a dense model.
         cached: what an engine keeps of a token in a layer on every rank, where attention is latent (numbers, not
             bytes); 0 where it keeps keys and values. `kv_heads` and `head_dim` are those that a trainer computes.
     """
@@ -49,6 +50,7 @@ class Shape:
     experts: int = 0
     value_head: bool = False
     cached: int = 0
+    routed: float = 0.0
 
     @property
     def queries(self) -> int:
@@ -155,6 +157,7 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
     return Shape(
         layers, hidden, width, heads, kv_heads, head_dim, vocab, tied, qk_norm, (around + in_experts) // layers, total,
         used, int(config.get("max_position_embeddings") or 2**17), in_experts if experts > 1 else 0, cached=cached,
+        routed=mixed * chosen / layers if experts > 1 else 0.0,
     )  # fmt: skip
 
 

@@ -132,6 +132,19 @@ class Rank:
         return ((shape.total - shape.experts) / self.tp + shape.experts / self._expert_pieces) / stages
 
     @property
+    def routed(self) -> float:
+        """Width of the copies of a token that the experts of this rank get, in a layer; the mean over tokens."""
+        shared = (self.args.expert_tensor_parallel_size or self.tp) / self.tp if self.is_megatron and self.tp > 1 else 1
+        return self.shape.routed * self.shape.hidden * shared
+
+    @property
+    def stacked(self) -> float:
+        """Parameters of a layer's experts in the larger of the two products for which they are put together."""
+        if not self.is_megatron or not self.args.moe_grouped_gemm:
+            return 0.0
+        return 2 / 3 * self.shape.experts / self.shape.num_layers / self._expert_pieces
+
+    @property
     def _expert_pieces(self) -> int:
         """The ranks of a stage that share its experts."""
         return self.args.expert_model_parallel_size * (self.args.expert_tensor_parallel_size or self.tp)
@@ -204,11 +217,13 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
         return e * h
     if recompute == "selective" and not r.is_megatron:  # products and attention
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
+    copies = e * r.routed * (1 if r.is_megatron else 2)  # what experts get; `hf` weights what they give
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
-        return e * (4 * h + (2 + norm) * (q + k) + 3 * f) + sums
+        return e * (4 * h + (2 + norm) * (q + k) + 3 * f) + sums + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
     norms = 2 * h * (4 + 2 * e) + norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
-    return norms + 2 * e * (q + k) + 4 * e * f + sums + scales - (2 * h + norm * (q + k)) * e * bool(r.adapter)
+    kept = norms + 2 * e * (q + k) + 4 * e * f + sums + scales + copies
+    return kept - (2 * h + norm * (q + k)) * e * bool(r.adapter)
 
 
 def kept(r: Rank) -> float:
@@ -267,7 +282,8 @@ def work(r: Rank) -> float:
     s, e = r.shape, r.e
     head_grad = e * s.embedding / r.tp if not r.shape.value_head and not r.adapter else 0.0
     h, f = s.hidden, s.ffn / r.tp
-    layer = r.tokens * e * (2 * f + 2 * h)  # when gate times up is differentiated, which needs the most
+    # When gate times up is differentiated, which needs the most; with experts, when tokens go back to their places.
+    layer = r.tokens * e * (2 * f + 2 * h + 2 * r.routed) + e * r.stacked
     if r.args.recompute_granularity is not None:
         layer += r.tokens * (kept_in_layer(r, None) - kept_in_layer(r, r.args.recompute_granularity)) + _copied(r, None)
     if r.gathers and not r.adapter:  # a layer's gradient in both types, before it becomes a shard
@@ -278,7 +294,7 @@ def work(r: Rank) -> float:
 def forward_work(r: Rank) -> float:
     """The most bytes of a forward pass without gradients."""
     s, e = r.shape, r.e
-    layer = r.tokens * e * (2 * s.hidden + 3 * s.ffn / r.tp)
+    layer = r.tokens * e * (2 * s.hidden + 3 * s.ffn / r.tp + 2 * r.routed) + e * r.stacked
     logits = 0.0 if s.value_head else _chunk_bytes(r, e + _COPIES)
     return max(layer, r.tokens * s.hidden * (4 + e) + logits)
 

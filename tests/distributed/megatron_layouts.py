@@ -127,6 +127,7 @@ LAYOUTS = {
     "one-deepseek": (1, "deepseek", {}),
     "one-deepseek-plain": (1, "deepseek-plain", dict(recompute_granularity="selective")),
     "one-deepseek-losses": (1, "deepseek-plain", ROUTER),
+    "one-deepseek-grouped": (1, "deepseek", dict(moe_grouped_gemm=True)),
     "tp2-sp-deepseek": (2, "deepseek", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "tp2-sp-ep2-deepseek": (2, "deepseek-plain", dict(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2,
@@ -176,7 +177,7 @@ LAYOUTS = {
     )),
 }  # fmt: skip
 SLOW = {
-    "one-moe-grouped", "one-moe-grouped-act", "tp2-sp-ep2-grouped", "tp2-sp-etp2-grouped",
+    "one-moe-grouped", "one-moe-grouped-act", "one-deepseek-grouped", "tp2-sp-ep2-grouped", "tp2-sp-etp2-grouped",
     "cp2", "cp2-dist-opt", "one-deep", "pp2-deep", "one-moe", "one-moe-mixed", "one-moe-losses", "ep2", "ep2-dist-opt",
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",

@@ -29,9 +29,11 @@ LAYERS, TOKENS, VOCAB = 3, 1024, 32000
 
 def config_of(size, family="qwen3"):
     hidden, ffn, heads, kv_heads, head_dim = SIZES[size]
+    experts = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=ffn // 8, norm_topk_prob=True)
     return AutoConfig.for_model(
         family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=LAYERS, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, vocab_size=VOCAB, tie_word_embeddings=True,
+        **experts if family == "qwen3_moe" else {},
     )  # fmt: skip
 
 
@@ -82,7 +84,7 @@ def on_meta(config, recompute=None, compiled=False):
     return bytes_kept(policy, lambda: layout.run_packed(policy.model, tokens, tokens, bounds, TOKENS // 2))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("size", SIZES)
 def test_activations_of_plain_layers(tmp_path, like_a_gpu, size, family):
     config = config_of(size, family)
@@ -90,7 +92,12 @@ def test_activations_of_plain_layers(tmp_path, like_a_gpu, size, family):
 
 
 @pytest.mark.parametrize(
-    "size, family", [("wide ffn", "qwen3"), pytest.param("many heads", "llama", marks=pytest.mark.slow)]
+    "size, family",
+    [
+        ("wide ffn", "qwen3"),
+        pytest.param("many heads", "llama", marks=pytest.mark.slow),
+        pytest.param("wide ffn", "qwen3_moe", marks=pytest.mark.slow),
+    ],
 )
 def test_activations_of_compiled_layers(tmp_path, size, family):
     """Measured in a process of its own: the compiler gives up on layers that other tests have made it compile."""

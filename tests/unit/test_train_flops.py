@@ -1,22 +1,28 @@
 """`benchmarks/train_step.py` counts the products that a trained model makes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.train_step import flops_of_sample
 from instep.training import packing
 from instep.training.hf.model import Policy
 from instep.types import TokenBatch
 
+NUMBERS: dict[str, Any] = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
+)  # fmt: skip
+EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
 
-def test_flops_are_those_of_the_products_that_are_made() -> None:
+
+@pytest.mark.parametrize("config", [Qwen3Config(**NUMBERS), Qwen3MoeConfig(**NUMBERS, **EXPERTS)], ids=["dense", "moe"])
+def test_flops_are_those_of_the_products_that_are_made(config: PretrainedConfig) -> None:
     """Samples of 20 + 12 tokens. A CPU computes short attentions as squares, of which half is causal."""
-    config = Qwen3Config(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
-    )  # fmt: skip
+    config._experts_implementation = "eager"  # the counter does not know products of groups
     policy, prompt, response, num_samples = Policy(config, torch.float32), 20, 12, 3
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -5,10 +5,13 @@ Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from instep.training.grouped import grouped_linear
@@ -18,6 +21,73 @@ from instep.training.grouped import grouped_linear
 def _activated(x: Tensor, probs: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up * probs[:, None]).to(x.dtype)
+
+
+class OnOneRank(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher where a rank has all experts, whole: tokens are brought into their order, and back.
+
+    Nothing waits for the device, as Megatron's own does for counts of tokens; tokens are copied once instead of twice,
+    and what is put together is summed in float32 in a fixed order, not by atomic additions in the weights' type.
+    """
+
+    def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """-> the rows of each expert, one expert's after another's, in the order of tokens, and their weights."""
+        self.hidden_shape = hidden.shape
+        self.tokens_per_expert = routing_map.sum(0)
+        chosen = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, dim=-1, sorted=False).indices
+        experts = chosen.sort().values  # as many of each token
+        order = experts.flatten().sort(stable=True).indices
+        self.token = order // experts.shape[1]
+        self.places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        self.places = self.places.view_as(experts)
+        rows: Tensor = _ToExperts.apply(hidden.view(-1, hidden.shape[-1]), self.token, self.places)
+        return rows, probs.gather(1, experts).flatten().index_select(0, order)
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rows, self.tokens_per_expert, probs
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        out: Tensor = _FromExperts.apply(rows, self.token, self.places)
+        return out.view(self.hidden_shape)
+
+    def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, probs
+
+    def token_combine(self, rows: Tensor, *_: Any, **__: Any) -> Tensor:
+        return rows
+
+
+class _ToExperts(torch.autograd.Function):
+    """`rows[token]`; `places` `[num_tokens, experts per token]` says where each token's are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grad, *ctx.saved_tensors), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """The sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return _summed(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def _summed(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.index_select(0, places.flatten()).unflatten(0, places.shape).sum(1)
 
 
 class GroupedExperts(SequentialMLP):

@@ -20,6 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -31,7 +32,7 @@ from torch import Tensor
 from instep.checkpoints.megatron_files import FUSED
 from instep.training.context_parallel import share_of, shared_attention, whole
 from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
-from instep.training.megatron.experts import GroupedExperts
+from instep.training.megatron.experts import GroupedExperts, OnOneRank
 from instep.training.megatron.latent_attention import latent_attention
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
@@ -288,6 +289,7 @@ class PolicyModel(GPTModel):
         for layer in self.decoder.layers:
             if layer.is_moe_layer:
                 layer.register_forward_pre_hook(before_layer, with_kwargs=True)
+                _stay_on_one_rank(layer.mlp, self.pg_collection)
         if self.pre_process and config.recompute_granularity == "full":
             self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
@@ -344,6 +346,17 @@ class PolicyModel(GPTModel):
         """`[num_tokens, 1, hidden]` -> this rank's columns, `[num_tokens, V_local]`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden, weight=weight)[0][:, 0]
+
+
+def _stay_on_one_rank(layer: torch.nn.Module, groups: Any) -> None:
+    """Give a layer whose experts are all on this rank, and grouped, the dispatcher for that."""
+    theirs, config = layer.token_dispatcher, layer.config
+    plain = config.moe_expert_capacity_factor is None and not config.moe_shared_expert_overlap
+    alone = type(theirs) is MoEAlltoAllTokenDispatcher and theirs.ep_size * theirs.tp_size == 1
+    if plain and alone and isinstance(layer.experts, GroupedExperts):
+        layer.token_dispatcher = OnOneRank(
+            layer.num_local_experts, layer.local_expert_indices, config, pg_collection=groups
+        )
 
 
 def _whole(column: Tensor, p: PackedInput) -> Tensor:
