@@ -153,9 +153,11 @@ class Guide:
         self.terminal = self.open_terminal()
 
     def open_terminal(self) -> subprocess.Popen[str]:
-        """One more bash in the folder."""
-        more: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True, "start_new_session": True}
-        self._bash.append(subprocess.Popen(["bash"], cwd=self.folder, env=environment(), **more))
+        """One more bash in the folder; what it prints is in the logs."""
+        more: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+        self._bash.append(
+            subprocess.Popen(["bash"], cwd=self.folder, env=environment(), start_new_session=True, **more)
+        )
         return self._bash[-1]
 
     def type_in(self, text: str, terminal: subprocess.Popen[str] | None = None) -> None:
