@@ -47,8 +47,10 @@ class Watch:
         self._alarm = ALARM_BYTES
         self._limit = limit_gb * 1e9 if limit_gb else LIMIT_RATIO * psutil.virtual_memory().available
 
-    def run(self, work: Callable[[], T], *, timeout: float, what: str) -> T:
-        """Return the result of `work()`.
+    def run(
+        self, work: Callable[[], T], *, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
+    ) -> T:
+        """Return the result of `work()`, and call `meanwhile` again and again until it is there.
 
         Raises:
             EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.
@@ -71,6 +73,7 @@ class Watch:
                 thread.join(0.1)
                 self._check()
                 self._check_memory(what)
+                meanwhile()
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"{what} did not end within {timeout:.0f} s",
