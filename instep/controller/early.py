@@ -1,7 +1,9 @@
 """Log-probs of a rollout's finished groups, which the trainer computes while the engines generate the others.
 
-engines     | # responses                                       |
-workers     | .         # groups 3, 5  .  # group 0  .  # 1, 7  | # score the rest, steps
+    engines     | # responses                                       |
+    workers     | .         # groups 3, 5  .  # group 0  .  # 1, 7  | # score the rest, steps
+
+Who watches the rollout calls `EarlyScores.score` again and again, so that nothing else asks the workers meanwhile.
 """
 
 from __future__ import annotations

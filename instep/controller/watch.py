@@ -73,7 +73,6 @@ class Watch:
                 thread.join(0.1)
                 self._check()
                 self._check_memory(what)
-                meanwhile()
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"{what} did not end within {timeout:.0f} s",
@@ -81,6 +80,7 @@ class Watch:
                         remedy="look at the engines' logs and at your hooks (an async function must not block); "
                         "raise the bound if the work is larger",
                     )
+                meanwhile()
         except BaseException:
             runtime.cancel_all()
             thread.join(2.0)
