@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -234,13 +235,18 @@ class Controller:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
-        data = self.data_source.of_round(rollout_id, version)
+        data, early = self.data_source.of_round(rollout_id, version), None
+        if self.deployment.trainer is not None:
+            early = self._training.early_scores(critic_only=rollout_id < self.args.num_critic_only_steps)
+        runtime.set_kept_listener(early.add if early is not None else None)
+        more = {"meanwhile": early.score} if early is not None else {}
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
-            output = as_train_output(self.call(call, f"rollout {rollout_id}"), self._rollout_hook)
+            output = as_train_output(self.call(call, f"rollout {rollout_id}", **more), self._rollout_hook)
             self.log.status("")
         data.finish_rollout(output.samples)
-        return self.rollout_of(rollout_id, output, self.ledger.num_dropped - dropped_before, {"rollout": phase.seconds})
+        num_dropped = self.ledger.num_dropped - dropped_before
+        return replace(self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds}), early=early)
 
     def rollout_of(
         self, rollout_id: int, output: RolloutFnTrainOutput, num_dropped: int, seconds: dict[str, float]
@@ -254,9 +260,9 @@ class Controller:
         self._records.generated(rollout, output.metrics)
         return rollout
 
-    def call(self, work: Callable[[], Any], what: str) -> Any:
-        """Call a rollout function in a thread that is watched."""
-        return self._watch.run(work, timeout=self.args.rollout_timeout, what=what)
+    def call(self, work: Callable[[], Any], what: str, **more: Any) -> Any:
+        """Call a rollout function in a thread that is watched; see `Watch.run`."""
+        return self._watch.run(work, timeout=self.args.rollout_timeout, what=what, **more)
 
     def train(self, rollout: Rollout) -> TrainedRollout | None:
         """Train on one rollout, which consumes its groups in the ledger; None with `--debug-rollout-only`."""
@@ -277,6 +283,7 @@ class Controller:
                     version=(version := self.deployment.trained_version),
                     rollout_id=rollout_id,
                     gap_limit=self.deployment.gap_limit if args.on_gap == "stop" else math.inf,
+                    early=rollout.early,
                 )
         except SyncError as error:
             raise self.deployment.accused(error, rollout_id) from error
@@ -353,7 +360,11 @@ class Controller:
         generated = rollout.num_response_tokens if self.deployment.engines else None
         metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        metrics |= self.deployment.turn_seconds() | self._saves.metrics() | self._idle.take(seconds.get("train", 0.0))
+        early = rollout.early.seconds if rollout.early is not None else 0.0
+        if rollout.early is not None:
+            metrics["perf/early_log_probs_seconds"] = early
+        metrics |= self.deployment.turn_seconds() | self._saves.metrics()
+        metrics |= self._idle.take(early + seconds.get("train", 0.0))
         metrics |= runtime.take_array_share()
         if self.last_sync is not None:
             metrics |= {**self.last_sync.metrics(), **self.deployment.memory("sync")}

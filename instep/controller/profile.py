@@ -134,9 +134,10 @@ class StepProfile:
         lora, gpus = bool(args.lora_rank), args.world_size
         out: dict[str, float | None] = {
             "forward and backward": floors.training(model, samples, peak, gpus, lora=lora),
-            "log-probs": num_scored(found) * floors.scoring(model, samples, peak, gpus),
             "optimizer": None if lora else floors.optimizer(model, peak, gpus),
         }
+        if not (self._rollout.early and self._rollout.early.seconds):  # else a part of them is left
+            out["log-probs"] = num_scored(found) * floors.scoring(model, samples, peak, gpus)
         turns = [(s.facts["prompt_tokens"], s.facts.get("tokens", 0)) for s in found if s.name == "turn"]
         if turns and (engines := [e for e in plan_engines(args) if e.update_weights]):
             out["generate"] = floors.decoding(model, turns, peak, len(engines), engines[0].parallel.tensor)

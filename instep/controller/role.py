@@ -73,8 +73,17 @@ class RoleTrainer:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def plan(self, batch: TokenBatch) -> Schedule:
-        """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks."""
+    @property
+    def samples_multiple(self) -> int:
+        """A multiple of so many samples always makes as many micro-batches for every rank."""
+        return self._dp_size * self._layout[0].micro_batch_multiple
+
+    def plan(self, batch: TokenBatch, num_steps: int | None = None) -> Schedule:
+        """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks.
+
+        Args:
+            num_steps: default: as many as `--global-batch-size` makes.
+        """
         args = self.args
         place = self._layout[0]  # context-parallel ranks share the tokens of a micro-batch
         capacity = (args.max_tokens_per_gpu or 0) * place.cp_size if args.use_dynamic_batch_size else None
@@ -85,7 +94,8 @@ class RoleTrainer:
             batch.sample_columns["execution_id"],
             [-(-n // chunks) * chunks for n in lengths],
             costs=None if shape is None else [shape.flops(n) for n in lengths],
-            global_batch_size=args.global_batch_size,
+            num_steps=num_steps,
+            global_batch_size=None if num_steps else args.global_batch_size,
             dp_size=self._dp_size,
             micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
             max_tokens_per_gpu=capacity,

@@ -17,6 +17,7 @@ import torch
 from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
+from instep.controller.early import EarlyScores, scores_early
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch, is_older, older_tokens
@@ -60,12 +61,14 @@ class Rollout:
         groups: with rewards, in the order of training; they are finished in the ledger.
         metrics: `rollout/*` and those of the rollout function.
         seconds: the duration of each phase of the rollout, by name.
+        early: what the trainer has scored meanwhile.
     """
 
     rollout_id: int
     groups: list[Group]
     metrics: Metrics
     seconds: dict[str, float]
+    early: EarlyScores | None = None
 
     @property
     def num_response_tokens(self) -> int:
@@ -161,6 +164,7 @@ class TrainingRound:
         version: int = 0,
         gap_limit: float = math.inf,
         rollout_id: int = 0,
+        early: EarlyScores | None = None,
     ) -> TrainedBatch:
         """Train on one rollout.
 
@@ -170,6 +174,7 @@ class TrainingRound:
             critic_only: the actor is not trained.
             version: of the weights that the workers hold, as the engines have it; 0: no engine has it.
             gap_limit: the largest mean log-prob gap of this version's tokens with which the actor is trained.
+            early: what has been scored before.
 
         Raises:
             SyncError: the gap is larger.
@@ -191,10 +196,10 @@ class TrainingRound:
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
         wanted = self._scored_names(0 if critic_only else len(schedule))
         wanted = [name for name in wanted if name not in batch.token_columns]  # a conversion may bring the teacher's
-        names = wanted if self.uses_reference else [name for name in wanted if name != "ref_log_probs"]
-        scores = [self._actor.score(batch, schedule, names)] if names else []
+        names, score = self._own(wanted), RoleTrainer.score if early is None else early.score_rest
+        scores = [score(self._actor, batch, schedule, names)] if names else []
         if self._critic is not None:
-            scores.append(self._critic.score(batch, critic_schedule, ["values"]))
+            scores.append(score(self._critic, batch, critic_schedule, ["values"]))
         if self._teacher is not None and "teacher_log_probs" not in batch.token_columns:  # while the workers score
             batch.token_columns["teacher_log_probs"] = self._ask(self._teacher, batch)
         if "ref_log_probs" in wanted and (reference := served_reference(args, self._hook_args)) is not None:
@@ -221,6 +226,19 @@ class TrainingRound:
             out.num_critic_steps = len(steps)
             out.metrics |= critic_metrics(steps, batch)
         return out
+
+    def early_scores(self, *, critic_only: bool) -> EarlyScores | None:
+        """What the workers may score while a rollout goes on, see `scores_early`; None where there is nothing."""
+        args = self._args
+        names = self._own(self._scored_names(0 if critic_only else args.num_steps_per_rollout or 1))
+        wanted = [(self._actor, names)] if names else []
+        if self._critic is not None:
+            wanted.append((self._critic, ["values"]))
+        return EarlyScores(wanted, partial(self._build, needs_reward=False)) if wanted and scores_early(args) else None
+
+    def _own(self, names: list[str]) -> list[str]:
+        """Those of `names` that the actor's workers compute."""
+        return names if self.uses_reference else [name for name in names if name != "ref_log_probs"]
 
     def _warn_of_no_base(self, samples: list[Sample], version: int) -> None:
         """Tell once of an older sample whose own parameters truncate; of those of the flags a rule has told."""
@@ -261,28 +279,32 @@ class TrainingRound:
     def _batch(self, groups: list[Group]) -> tuple[TokenBatch, list[Sample], list[int]]:
         """The batch of a rollout, its samples, and the number of each in the rollout (`TrainedBatch.sources`)."""
         args, samples = self._args, [sample for group in groups for sample in flatten(group)]
-        build = partial(
-            build_batch,
-            reward_key=args.reward_key,
-            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
-            replays=args.use_rollout_routing_replay,
-            compares=" and ".join(_comparing(args)),
-        )
         if args.custom_convert_samples_to_train_data_path is None:
-            return build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))
+            return self._build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))
         hook = Hook(FLAG, args.custom_convert_samples_to_train_data_path)
         answer = hook.call(self._hook_args, list(samples))
         made = read_conversion(
             hook, answer, samples, needs_reward=self._has_rewards, global_batch_size=args.global_batch_size
         )
         try:
-            batch = build([[sample] for sample in made.samples], needs_reward=False)
+            batch = self._build([[sample] for sample in made.samples], needs_reward=False)
         except RolloutError as error:
             error.where = hook.place(error.where)
             raise
         batch.token_columns |= made.token_columns
         batch.sample_columns |= made.sample_columns
         return batch, made.samples, made.sources
+
+    def _build(self, groups: list[Group], *, needs_reward: bool) -> TokenBatch:
+        args = self._args
+        return build_batch(
+            groups,
+            needs_reward=needs_reward,
+            reward_key=args.reward_key,
+            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
+            replays=args.use_rollout_routing_replay,
+            compares=" and ".join(_comparing(args)),
+        )
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Get the log-probs of a served model; a process of the run that dies meanwhile is named in the error."""

@@ -48,8 +48,10 @@ class Watch:
         self._alarm = ALARM_BYTES
         self._limit = limit_gb * 1e9 if limit_gb else LIMIT_RATIO * psutil.virtual_memory().available
 
-    def run(self, work: Callable[[], T], *, timeout: float, what: str) -> T:
-        """Return the result of `work()`.
+    def run(
+        self, work: Callable[[], T], *, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
+    ) -> T:
+        """Return the result of `work()`, and call `meanwhile` again and again until it is there.
 
         Raises:
             EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.
@@ -69,6 +71,7 @@ class Watch:
                         remedy="look at the engines' logs and at your hooks (an async function must not block); "
                         "raise the bound if the work is larger",
                     )
+                meanwhile()
         except BaseException:  # also Ctrl-C
             runtime.cancel_all()
             wait([outcome], 2.0)

@@ -19,6 +19,7 @@ import aiohttp
 
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
+from instep.types import Group
 
 T = TypeVar("T")
 ProgressListener = Callable[[int, int, dict[str, Any]], None]
@@ -56,6 +57,7 @@ class _Loop:
 _lock = threading.Lock()
 _current: _Loop | None = None
 _listener: ProgressListener | None = None
+_kept_listener: Callable[[Group], None] | None = None
 last_progress: tuple[int, int, dict[str, Any]] | None = None  # of the rollout or evaluation that runs, or ran last
 requests_in_flight: dict[str, int] = {}  # by URL
 answers_by_form: Counter[str] = Counter()  # "arrays" and "json", of engines that may answer in arrays
@@ -255,6 +257,17 @@ def set_progress_listener(listener: ProgressListener | None) -> None:
     """Have `listener(done, total, extra)` called on the loop's thread whenever a group or evaluation sample is done."""
     global _listener
     _listener = listener
+
+
+def set_kept_listener(listener: Callable[[Group], None] | None) -> None:
+    """Have `listener(group)` called on the loop's thread whenever a group is done that a rollout will return."""
+    global _kept_listener
+    _kept_listener = listener
+
+
+def report_kept(group: Group) -> None:
+    if _kept_listener is not None:
+        _kept_listener(group)
 
 
 def report_progress(done: int, total: int, **extra: Any) -> None:

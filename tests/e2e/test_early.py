@@ -1,0 +1,82 @@
+"""The trainer scores finished groups of a real rollout while others are generated, and dies at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep.arguments import parse
+from instep.controller.role import RoleTrainer
+from instep.errors import WorkerError
+from instep.rollout.vllm_rollout import generate as generate_response
+from instep.train_sync import train
+from instep.types import Sample
+from tests.e2e.commands import children, gone_within, grpo_arguments
+
+FLAGS = "--rollout-backend embedded --rollout-num-gpus 1 --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2 "
+FLAGS += "--num-steps-per-rollout 2 --custom-generate-function-path tests.e2e.test_early.generate --num-rollout 2"
+LATE = 0.7  # seconds, of one group in four
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    await asyncio.sleep(LATE * ((sample.group_index or 0) % 4 == 2))
+    return await generate_response(args, sample, sampling_params)
+
+
+def run(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    train(parse(grpo_arguments(tiny, folder, *FLAGS.split(), *more)[1:], "train"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row]
+
+
+def test_the_columns_are_those_of_one_call(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score, begin, names = RoleTrainer.score, RoleTrainer.train, ["ref_log_probs", "log_probs"]
+    sizes, apart = list[int](), list[bool]()
+
+    def noting(self: RoleTrainer, batch: Any, schedule: Any, names: list[str]) -> Any:
+        sizes.append(batch.num_samples)
+        return score(self, batch, schedule, names)
+
+    def comparing(self: RoleTrainer, batch: Any, schedule: Any, *more: Any) -> Any:
+        at_once = replace(batch, token_columns={"loss_mask": batch.token_columns["loss_mask"]})
+        score(self, at_once, schedule, names)()
+        for name in names:  # with a sample in each micro-batch these have the same bits
+            assert torch.equal(batch.token_columns[name], at_once.token_columns[name]), name
+        apart.append(not torch.allclose(*(at_once.token_columns[name] for name in names), atol=1e-4))
+        return begin(self, batch, schedule, *more)
+
+    monkeypatch.setattr(RoleTrainer, "score", noting)
+    monkeypatch.setattr(RoleTrainer, "train", comparing)
+    rows = run(tiny, tmp_path, "--micro-batch-size", "1")
+    assert sum(sizes) == 2 * 16 and len(sizes) >= 4, "each sample once, and the last group by itself"
+    assert all(0 < row["perf/early_log_probs_seconds"] < row["perf/rollout_seconds"] for row in rows)
+    assert apart == [False, True], "the policy moves away from the reference"
+
+
+def test_a_trainer_that_is_killed_at_it_ends_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, killed, ours = RoleTrainer.score, [], []
+
+    def killing(self: RoleTrainer, *words: Any) -> Any:
+        ours.extend(children(os.getpid()))
+        killed.append(time.monotonic())
+        os.kill(self.workers.processes[0].pid, signal.SIGSTOP)  # so that it is at work when it dies
+        finish = score(self, *words)
+        os.kill(self.workers.processes[0].pid, signal.SIGKILL)
+        return finish
+
+    monkeypatch.setattr(RoleTrainer, "score", killing)
+    with pytest.raises(WorkerError, match=r"actor rank 0 died \(SIGKILL\), during 'log_probs'"):
+        run(tiny, tmp_path)
+    assert len(killed) == 1 and time.monotonic() - killed[0] < 10
+    assert gone_within(ours, 5) and not (tmp_path / "metrics.jsonl").read_text()
