@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -184,8 +186,11 @@ class Cell:
             self._process.stdin.flush()
         return self.answer(seconds)
 
-    def stop(self) -> None:
+    def stop(self, wait: bool = False) -> None:
+        """End it; with `wait` return when its engine and its worker, too, have ended, after 30 s at most."""
+        theirs = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         end([self._process])
+        psutil.wait_procs(theirs, timeout=30 if wait else 0)
 
 
 def wave(options: argparse.Namespace, pairs: list[tuple[str, str]], deadline: float) -> list[dict[str, Any]]:
@@ -211,8 +216,8 @@ def wave(options: argparse.Namespace, pairs: list[tuple[str, str]], deadline: fl
                 print(json.dumps({name: value for name, value in of_cell[-1].items() if name != "raw"}), flush=True)
             rows += of_cell
             before = used_gb()
-            cell.stop()
-            if before is not None and (after := settled_gb()) is not None:
+            cell.stop(wait=True)
+            if before is not None and (after := used_gb()) is not None:
                 of_cell[0]["gpu_gb"] = round(before - after, 2)  # of its processes, with what their allocators keep
     finally:
         for cell in cells:
@@ -242,16 +247,6 @@ def used_gb() -> float | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return sum(map(float, done.stdout.split())) * 2**20 / 1e9
-
-
-def settled_gb() -> float | None:
-    """What is used when the memory of a process that has ended is free again: two readings alike, 20 s at most."""
-    until, last = time.monotonic() + 20, None
-    time.sleep(3)  # the engine ends after its owner
-    while (now := used_gb()) != last and time.monotonic() < until:
-        last = now
-        time.sleep(1)
-    return last
 
 
 def write(out: Path, machine: dict[str, Any], rows: list[dict[str, Any]], num_syncs: int) -> None:
