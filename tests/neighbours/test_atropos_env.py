@@ -219,7 +219,10 @@ def test_an_environment_asks_vllm(tmp_path: Path, quickstart: Path) -> None:
 
 
 def test_several_environments_with_weights_and_turns(tmp_path: Path, quickstart: Path) -> None:
-    """One is sure of a quarter of each batch, has groups of another size, and asks twice."""
+    """One has groups of another size, asks twice, and is due a quarter of each batch: of that it gets what is there.
+
+    That is a pack of two groups at least (`grab_batch_with_minimum_allocations` of Atropos).
+    """
     twice = ["--env.two_turns", "true", "--env.group_size", "4", "--env.min_batch_allocation", "0.25"]
     twice += ["--env.max_token_length", "200", "--env.score_offset", "0.5", "--env.inference_weight", "0.5"]
     rows = trained(tmp_path, quickstart, "instep", [("vllm", []), ("vllm", twice)], steps=6)
@@ -227,7 +230,7 @@ def test_several_environments_with_weights_and_turns(tmp_path: Path, quickstart:
     assert set(shares) == {"atropos/env_0_share", "atropos/env_1_share"}
     both = [row for row in rows if len([name for name in row if name.endswith("_share")]) == 2]
     smallest = min(min(row[name] for name in shares) for row in both)
-    assert len(both) >= 4 and smallest >= 0.25, rows
+    assert len(both) >= 4 and smallest >= 2 * 4 / 128, rows
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     turns = [s for s in samples if "Are you sure?" in s["response"]]
     assert turns
