@@ -46,23 +46,27 @@ def cpu_grpo() -> str:
 
 
 def gpu_grpo() -> str:
-    found = result("gpu-grpo-h100")
-    rows = [
-        "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|to the first rollout, s|peak, GiB".split(
-            "|"
-        )
-    ]
-    for r in found["rows"]:
-        parts = [r.get("parts", {}).get(f"perf/{name}_seconds") for name in ("rollout", "train", "sync")]
-        peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
-        cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{r['response_tokens_per_s']:,}"]
-        cells += [", ".join(f"{s:.2f}" for s in parts) if all(parts) else "", f"{r.get('start_s', '')}", f"{peak:.1f}"]
-        rows.append([f"`{r['name']}`", *cells])
-    v = found["versions"]
-    ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
-    return "\n\n".join(
-        [measured(found, f", vLLM {v['vllm']}, one machine"), table(*rows), f"Ratios of samples/s: {ratios}."]
-    )
+    parts = []
+    for name in ("gpu-grpo-h100", "gpu-grpo-h100-tuned", "gpu-grpo-h100-mixed"):
+        found = result(name)
+        v, rows = found["versions"], [_GPU_GRPO.split("|"), *map(_gpu_grpo_row, found["rows"])]
+        parts += [measured(found, f", vLLM {v['vllm']}, one machine"), table(*rows)]
+        if found["headline"]:
+            ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
+            parts.append(f"Ratios of samples/s: {ratios}.")
+    return "\n\n".join(parts)
+
+
+_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|to the first rollout, s|peak, GiB"
+
+
+def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
+    parts = [r.get("parts", {}).get(f"perf/{name}_seconds") for name in ("rollout", "train", "sync")]
+    peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
+    tokens = r.get("response_tokens_per_s")  # with one length for all
+    cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{tokens:,}" if tokens else ""]
+    cells += [", ".join(f"{s:.2f}" for s in parts) if all(parts) else "", f"{r.get('start_s', '')}", f"{peak:.1f}"]
+    return [f"`{r['name']}`", *cells]
 
 
 def embedded_engine() -> str:

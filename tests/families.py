@@ -40,7 +40,13 @@ FAMILIES = {
     "yi": Family("llama", {**_HEADS, "num_key_value_heads": 1, "rope_theta": 5e6}),
     "mistral": Family("mistral", {**_HEADS, "sliding_window": 16}),
     "mixtral": Family("mixtral", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "phi": Family("phi", {"num_attention_heads": 2, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "phi": Family(
+        "phi",
+        {
+            "num_attention_heads": 2, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+            "intermediate_size": 256,  # four times the hidden size, as published: vLLM 0.26 reads nothing else
+        },
+    ),
     "phi3": Family("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "gemma": Family("gemma", {**_HEADS, "hidden_activation": "gelu_pytorch_tanh"}),
     "gemma2": Family("gemma2", {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}, packed=False),

@@ -123,6 +123,14 @@ def test_each_mode_is_a_run_that_instep_takes(mode: str, device: str, model: Pat
     assert args.lora_rank == (16 if mode.startswith("lora") else 0)
 
 
+@pytest.mark.parametrize("version,wanted", [("0.26.0", "wait"), ("0.32.0", "keep"), ("", "keep")])
+def test_a_response_spans_a_sync_where_vllm_says_so(version: str, wanted: str, model: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "installed_version", lambda package: version)
+    for mode in ("shared_vllm", "lora_only", "lora_restart", "none"):
+        _, words = trainer.words_of(flags_of(model, "--weight-bridge-mode", mode))
+        assert words[words.index("--pause-mode") + 1] == ("wait" if mode == "none" else wanted)
+
+
 def test_layers_are_named() -> None:
     assert layer_indices("0-2, 5,5") == [0, 1, 2, 5]
     for text in ("", "3-1", "a", "-1", "1-"):

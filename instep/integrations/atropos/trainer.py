@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from instep.engines.flags import TABLES, installed_version
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos.server import key_file
 from instep.integrations.atropos.trainer_flags import COMMAND, WITH_ADAPTER, parser, read
@@ -89,6 +90,7 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
         "--eps-clip": flags.clip_eps,
         "--rollout-backend": "vllm",
         "--weight-sync": {"none": "restart", "shared_vllm": "single-copy"}.get(mode, "lora"),
+        "--pause-mode": "wait" if mode == "none" else _pause_mode(),
         "--run-dir": save,
         "--save-hf": save / ("adapter_step_{step}" if mode in WITH_ADAPTER else "step_{step}"),
         "--save-interval": (flags.checkpoint_interval if mode == "shared_vllm" else interval) or flags.training_steps,
@@ -104,13 +106,13 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
         layers = "|".join(map(str, flags.train_layer_indices))
         rest += ["--only-train-params-name-list", rf"(^|\.)layers\.({layers})\."]
     if mode in ("shared_vllm", "lora_only"):
-        out |= {"--rollout-external-engine-addrs": f"{LOOPBACK}:{flags.vllm_port}", "--pause-mode": "keep"}
+        out |= {"--rollout-external-engine-addrs": f"{LOOPBACK}:{flags.vllm_port}"}
         if not os.environ.get("INSTEP_API_KEY") and key_file(flags.vllm_port).is_file():
             out["--api-key-file"] = key_file(flags.vllm_port)
         if mode == "shared_vllm" and flags.vllm_config_path:
             out["--vllm-config-path"] = flags.vllm_config_path
     else:
-        out |= {"--engine-port": flags.vllm_port, "--pause-mode": "wait" if mode == "none" else "keep"}
+        out |= {"--engine-port": flags.vllm_port}
         out |= {"--vllm-max-model-len": min(flags.max_model_len, context or flags.max_model_len)}
         rest += ["--no-api-key"]
         rest += _own_engine(flags)
@@ -124,6 +126,14 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
         out["--update-weights-interval"] = interval
     words = [str(word) for pair in out.items() for word in pair if word is not None]
     return "train" if syncs_each else "train-async", [*words, *rest]
+
+
+def _pause_mode() -> str:
+    """`keep`, with which responses go on after a sync as the original's do, where vLLM says which weights made a token;
+    else responses end before the weights change."""
+    from instep.engines.vllm import VllmKind
+
+    return "keep" if VllmKind(installed_version("vllm") or TABLES["vllm"][0]).capabilities.version_spans else "wait"
 
 
 def _own_engine(flags: argparse.Namespace) -> list[str]:
