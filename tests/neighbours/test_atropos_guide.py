@@ -22,7 +22,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "none"])
 def test_the_guide_trains(mode: str, made: Path, tmp_path: Path) -> None:
     """What the guide says appears; the scores rise; what is left loads, and has moved."""
-    guide = Guide(mode, tmp_path, made, steps=12)
+    steps = 18 if mode == "none" else 12  # the last ones after the second restart: with fewer the scores hardly rise
+    guide = Guide(mode, tmp_path, made, steps=steps)
     try:
         guide.start_server(240)
         guide.start_environment()
