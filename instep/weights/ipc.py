@@ -366,10 +366,15 @@ def _is_aborted(opened: _Open) -> bool:
 
 def _refuse_expandable(device: torch.device) -> None:
     """Raise SyncError where torch would allocate memory of which no CUDA IPC handle can be made."""
-    for name in ALLOCATOR_VARIABLES:
-        if device.type == "cuda" and "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            raise SyncError(
-                "a bucket in an expandable segment cannot be opened by another process",
-                where=f"--weight-sync ipc with {name}={os.environ[name]}",
-                remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
-            )
+    if device.type == "cuda" and (name := expandable()):
+        raise SyncError(
+            "a bucket in an expandable segment cannot be opened by another process",
+            where=f"--weight-sync ipc with {name}={os.environ[name]}",
+            remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
+        )
+
+
+def expandable() -> str | None:
+    """The environment variable, if one is set so, by which torch allocates memory without IPC handles."""
+    values = {name: os.environ.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_VARIABLES}
+    return next((name for name, value in values.items() if "expandable_segments:true" in value), None)
