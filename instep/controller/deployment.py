@@ -34,8 +34,8 @@ from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_root, places, sweep
 from instep.weights.bridge import shared_folder
-from instep.weights.place import SYNC
 from instep.weights.ipc import expandable
+from instep.weights.place import SYNC
 from instep.weights.way import AUTO, LORA, SINGLE_COPY, auto_way, way_of_adapters
 
 if TYPE_CHECKING:
