@@ -5,7 +5,7 @@ gathers one tensor after another, packs them, and computes the checksums on the 
 from it, GPU to GPU. While the engine checks and loads one bucket, the next is filled. Buckets and lines stay open for
 the next session, as long as the same processes take part. On a CPU the buckets are files in shared memory.
 
-The engines pause when both buckets are full, not before.
+The engines pause when both buckets are full, not before; for an adapter when it has arrived (`lora_ipc.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ class _Stream:
             dist.broadcast(self._data[slot][: bytes_of(bucket)], 0)
             sums = _from_first(sums)
         synchronize(self.device)
-        tensors = [{**asdict(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
+        tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
         header = {"slot": slot, "num_bytes": bytes_of(bucket), "tensors": tensors}
         session = {"version": self.order.version, "nonce": self.order.nonce}
         self._guarded(lambda: self._tell({**header, **session}))
