@@ -105,6 +105,11 @@ def test_an_adapter_in_buckets_that_both_have_open_is_the_same(stack, sync, monk
     assert paused == [("lora_ipc", False)] * 6
     monkeypatch.undo()
     scores = sync.engine_scores()
+    whole = sync._args
+    for size in (20_000, 20_000, 1 << 30):  # several buckets, and again one
+        sync._args = whole.replace(update_weight_buffer_size=size)
+        sync.run([engine], "lora_ipc")
+        assert sync.engine_scores() == scores
     for way in ("lora", "lora_disk"):
         sync.run([engine], way)
         assert sync.engine_scores() == scores

@@ -102,13 +102,16 @@ class Places:
     wholes: list[torch.Tensor]
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
-    def are_those_of(self, manager: Any, adapter: dict[str, Any], layout: dict[str, Layout]) -> bool:
-        """Whether they are still in use, and fit an adapter of this layout."""
+    def are_those_of(
+        self, manager: Any, adapter: dict[str, Any], layout: dict[str, Layout], wholes: list[torch.Tensor]
+    ) -> bool:
+        """Whether they are still in use, and fit an adapter that lies so in `wholes`."""
         return (
             manager.lora_index_to_id[self.slot] == self.model.id
             and manager.get_adapter(self.model.id) is self.model
             and self.adapter == adapter
             and self.layout == layout
+            and [whole.shape for whole in self.wholes] == [whole.shape for whole in wholes]
         )
 
     @torch.no_grad()
@@ -211,7 +214,7 @@ class Receiver:
         manager: Any = self._model.lora_manager
         try:
             places, self._places = self._places, None  # until it is done
-            if places is not None and places.are_those_of(manager, self._adapter, self._layout):
+            if places is not None and places.are_those_of(manager, self._adapter, self._layout, self._wholes):
                 places.write(self._wholes)
                 _held = (places.tensors, self._adapter)
             else:
