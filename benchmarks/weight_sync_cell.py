@@ -69,7 +69,9 @@ class Stamps:
             found[name] = (min(first, began), max(last, ended))
         out = {name: ended - began for name, (began, ended) in found.items()}
         if {"pause", "resume"} <= found.keys():
-            out["paused"] = found["resume"][1] - found["pause"][0]
+            begun = found["pause"][0]
+            received = sum(ended - began for name, began, ended in self.calls if name == "update" and began < begun)
+            out["paused"] = found["resume"][1] - begun + received  # between two steps, where an adapter came
         probes = [found[name] for name in ("prompt_log_probs", "probe_log_probs") if name in found]
         if probes:
             out["proof"] = max(ended for _, ended in probes) - min(began for began, _ in probes)
@@ -89,9 +91,10 @@ def main() -> None:
             base = throughput(controller.deployment.engines[0], controller.args.hf_checkpoint)
             sync(controller, stamps, None)
             print(json.dumps({"ready": True}), flush=True)
-            for way in sys.stdin:
-                assert controller.deployment._sync is not None
-                controller.deployment._sync._way = way.strip()
+            assert (syncs := controller.deployment._sync) is not None
+            chosen = {controller.args.weight_sync: syncs._way}
+            for way in map(str.strip, sys.stdin):
+                syncs._way = chosen.get(way, way)
                 print(json.dumps(measure(controller, stamps, order) | {"tokens_per_s_before": base}), flush=True)
     except InstepError as error:
         print(json.dumps({"error": str(error).splitlines()[0][:400]}), flush=True)

@@ -34,8 +34,9 @@ from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_root, places, sweep
 from instep.weights.bridge import shared_folder
+from instep.weights.ipc import expandable
 from instep.weights.place import SYNC
-from instep.weights.way import AUTO, SINGLE_COPY, auto_way
+from instep.weights.way import AUTO, LORA, SINGLE_COPY, auto_way, way_of_adapters
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -191,9 +192,14 @@ class Deployment:
         return shared_folder(args.vllm_config_path) if external else self._memory.path
 
     def _chosen_way(self) -> str:
-        """The way of the weight syncs; says what `auto` means here."""
+        """The way of the weight syncs; says what `auto` and `lora` mean here."""
         assert self._cluster is not None
         way: str = self._args.weight_sync
+        if way == LORA:
+            sharing = None if expandable() else gpu_sharing(self._args)
+            way, how = way_of_adapters(self._cluster.one_host, sharing)
+            self._log.progress.line(f"adapters travel by {way} (--weight-sync lora: {how})")
+            return way
         if way != AUTO:
             return way
         way, why = auto_way(self._cluster.one_host, gpu_sharing(self._args))

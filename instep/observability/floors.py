@@ -119,5 +119,5 @@ def decoding(model: Model, turns: Samples, peak: Peak, num_engines: int, gpus_pe
 def transfer(way: str, num_bytes: float, peak: Peak) -> float | None:
     """Seconds in which the weights of a sync can travel by `way`, sent once; None for a way without a known rate."""
     rates = {"shm": peak.host, "lora": peak.host, "nccl": peak.peer}
-    rates |= {"ipc": peak.memory / 2, "single-copy": peak.memory / 2}  # read and written on one GPU
+    rates |= {way: peak.memory / 2 for way in ("ipc", "lora_ipc", "single-copy")}  # read and written on one GPU
     return num_bytes / rates[way] if way in rates else None

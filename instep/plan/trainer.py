@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from instep.algorithms.catalog import algorithm_of
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
-from instep.weights.way import SINGLE_COPY
+from instep.weights.way import LORA, SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -334,8 +334,10 @@ def moments(r: Rank) -> float:
 
 def _buckets(r: Rank) -> float:
     """What the ways of GPUs send weights from; it stays."""
-    ways = ("ipc", "nccl")
-    return 2.0 * r.args.update_weight_buffer_size if r.args.weight_sync in ways and r.role == "actor" else 0.0
+    way, size = r.args.weight_sync, 2.0 * r.args.update_weight_buffer_size
+    if r.role != "actor" or way not in ("ipc", "nccl", LORA):
+        return 0.0
+    return size if way != LORA else min(size, 2.0 * r.e * r.adapter) if r.args.colocate else 0.0
 
 
 def _gathered(r: Rank) -> float:

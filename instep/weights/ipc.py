@@ -5,7 +5,7 @@ gathers one tensor after another, packs them, and computes the checksums on the 
 from it, GPU to GPU. While the engine checks and loads one bucket, the next is filled. Buckets and lines stay open for
 the next session, as long as the same processes take part. On a CPU the buckets are files in shared memory.
 
-The engines pause when both buckets are full, not before.
+The engines pause when both buckets are full, not before; for an adapter when it has arrived (`lora_ipc.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ class _Stream:
             dist.broadcast(self._data[slot][: bytes_of(bucket)], 0)
             sums = _from_first(sums)
         synchronize(self.device)
-        tensors = [{**asdict(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
+        tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
         header = {"slot": slot, "num_bytes": bytes_of(bucket), "tensors": tensors}
         session = {"version": self.order.version, "nonce": self.order.nonce}
         self._guarded(lambda: self._tell({**header, **session}))
@@ -366,10 +366,15 @@ def _is_aborted(opened: _Open) -> bool:
 
 def _refuse_expandable(device: torch.device) -> None:
     """Raise SyncError where torch would allocate memory of which no CUDA IPC handle can be made."""
-    for name in ALLOCATOR_VARIABLES:
-        if device.type == "cuda" and "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            raise SyncError(
-                "a bucket in an expandable segment cannot be opened by another process",
-                where=f"--weight-sync ipc with {name}={os.environ[name]}",
-                remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
-            )
+    if device.type == "cuda" and (name := expandable()):
+        raise SyncError(
+            "a bucket in an expandable segment cannot be opened by another process",
+            where=f"--weight-sync ipc with {name}={os.environ[name]}",
+            remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
+        )
+
+
+def expandable() -> str | None:
+    """The environment variable, if one is set so, by which torch allocates memory without IPC handles."""
+    values = {name: os.environ.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_VARIABLES}
+    return next((name for name, value in values.items() if "expandable_segments:true" in value), None)

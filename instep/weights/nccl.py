@@ -167,7 +167,7 @@ class Nccl:
         def on_event(event: Event) -> None:
             if isinstance(event, Invitation):
                 invited.append(event)
-                info = {"backend": self.name, "invitation": asdict(event), "seconds": carriage.seconds_left()}
+                info = {"backend": self.name, **self._told(event), "seconds": carriage.seconds_left()}
                 loads.append(pool.submit(deliver, info, event))
             elif isinstance(event, Broken):
                 broken.append(event.reason)
@@ -198,6 +198,10 @@ class Nccl:
                 remedy="resume from the last checkpoint, and try --weight-sync disk if it happens again",
             ) from StreamBroken(broken[0])
         return Sent(tuple(tensors), self.digest_kind, {**seconds, "load": time.monotonic() - sent})
+
+    def _told(self, invitation: Invitation) -> dict[str, Any]:
+        """What the engines are told of a stream that begins."""
+        return {"invitation": asdict(invitation)}
 
     def _end(self, invitation: Invitation) -> None:
         """End the stream for all that wait in it."""

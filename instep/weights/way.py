@@ -22,9 +22,10 @@ SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trai
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # tells an engine where to share its weights
 ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE: tells an engine to touch no GPU before the file is there
 AUTO = "auto"  # the value of --weight-sync that stands for a way
-WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", "lora", "restart")
-ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY, "lora"})  # these need trainer and engines on one host
-OF_ADAPTERS = frozenset({"lora", "lora_disk"})  # these carry an adapter alone; the engines have its base
+LORA = "lora"
+WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", LORA, "restart")
+ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY, LORA})  # these need trainer and engines on one host
+OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapter alone; the engines have its base
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
 BROKEN = "the stream of weights broke"  # as an engine says it, instep-vllm, too: another's death may have done it
@@ -91,7 +92,10 @@ class Carriage(Protocol):
         """Let every worker `send` into `folder`; `on_event` gets what they emit on the way."""
 
     def pause(self) -> None:
-        """Let the engines generate nothing until the end of the session; `deliver` does so first, where it was not."""
+        """Let the engines generate nothing until the end of the session; `deliver` does so first, where it was not.
+
+        An adapter is delivered before that, as it is not in use before the session is finished.
+        """
 
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
         """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`.
@@ -144,12 +148,19 @@ def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     return "disk", "an engine is on another host than the trainer's rank 0 or this process"
 
 
+def way_of_adapters(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
+    """What `--weight-sync lora` means, and why; see `auto_way`."""
+    if auto_way(one_host, sharing)[0] == "ipc":
+        return "lora_ipc", "in buckets on the GPUs that trainer and engines share"
+    return LORA, "in shared memory"
+
+
 def golden(way: str) -> str:
     """The slow way that `way` is compared with; engines of the way `restart` may know no other one."""
     return "lora_disk" if way in OF_ADAPTERS else RESTART if way == RESTART else GOLDEN
 
 
 def way_named(name: str) -> Way:
-    """The way `name`, one of WAYS, or the golden way of one."""
+    """The way `name`: one of WAYS, the golden way of one, or one of `way_of_adapters`."""
     way: Way = importlib.import_module(f"instep.weights.{name.replace('-', '_')}").WAY
     return way

@@ -69,7 +69,7 @@ def in_worker() -> None:
 
     def tell_planted(self: Any, message: dict[str, Any]) -> None:
         if "tensors" in message:
-            if planted() == "flipped byte" and sending == ["ipc"]:
+            if planted() == "flipped byte" and sending in (["ipc"], ["lora_ipc"]):
                 self._data[message["slot"]][0] ^= 1
                 sending.append("flipped")
             session, bucket = {name: message[name] for name in ("version", "nonce")}, message["tensors"]
@@ -227,7 +227,8 @@ def in_header(plant: str, session: dict[str, str], buckets: list[list[Any]]) -> 
     import dataclasses
 
     for tensors in buckets:
-        places = [i for i, t in enumerate(tensors) if t.name in (f"{FIRST}.k_proj.weight", f"{FIRST}.v_proj.weight")]
+        ends = tuple(f"{FIRST}.{x}_proj.{last}" for x in "kv" for last in ("weight", "lora_B.weight"))
+        places = [i for i, t in enumerate(tensors) if t.name.endswith(ends)]
         if len(places) < 2:
             continue
         i, j = places

@@ -202,11 +202,16 @@ def forged(info: Info, kept: Path) -> Info:
     return _edited(info, "layers.1.mlp.up_proj", digest=tensor_digest(tensor))
 
 
+def _configured(info: Info, field: str, factor: int) -> Info:
+    """With another configuration of the adapter, which is in the manifest of a bucket, or beside an invitation."""
+    about = info.get("manifest", info)
+    about = {**about, "config": {**about["config"], field: factor * about["config"][field]}}
+    return {**info, "manifest": about} if "manifest" in info else about
+
+
 def other_alpha(info: Info, kept: Path) -> Info:
-    config = info["manifest"]["config"]
-    return {**info, "manifest": {**info["manifest"], "config": {**config, "lora_alpha": 3 * config["lora_alpha"]}}}
+    return _configured(info, "lora_alpha", 3)
 
 
 def other_rank(info: Info, kept: Path) -> Info:
-    config = info["manifest"]["config"]
-    return {**info, "manifest": {**info["manifest"], "config": {**config, "r": 2 * config["r"]}}}
+    return _configured(info, "r", 2)

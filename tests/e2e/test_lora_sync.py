@@ -22,6 +22,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.session import Session
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
+from instep.engines.http import get_json
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint
@@ -83,6 +84,35 @@ def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
         assert "adapters of this shape are written where" in log.read_text()
     sync.run([engine], "lora_disk")  # the golden way: the same adapter as a folder, by the engine's own loader
     assert sync.engine_scores() == scores[2]
+
+
+def test_an_adapter_in_buckets_that_both_have_open_is_the_same(stack, sync, monkeypatch):
+    """As on GPUs that trainer and engines share. No engine pauses before all of the adapter is there."""
+    args, actor, engine = stack
+    update, paused = Engine.update, []
+
+    def watched(self, info, *, timeout):
+        paused.append((info["backend"], get_json(f"{self.url}/is_paused", 10.0)["is_paused"]))
+        update(self, info, timeout=timeout)
+        paused.append((info["backend"], get_json(f"{self.url}/is_paused", 10.0)["is_paused"]))
+
+    monkeypatch.setattr(Engine, "update", watched)
+    for lr in (1e-2, 1e-3, 1e-2):
+        train_once(actor.workers, lr)
+        result = sync.run([engine], "lora_ipc")
+        assert result.num_tensors == 28 and result.probe_max_abs_diff <= result.tolerance
+        assert result.seconds_of["paused"] > result.seconds_of["load"]  # which counts as of the pause
+    assert paused == [("lora_ipc", False)] * 6
+    monkeypatch.undo()
+    scores = sync.engine_scores()
+    whole = sync._args
+    for size in (20_000, 20_000, 1 << 30):  # several buckets, and again one
+        sync._args = whole.replace(update_weight_buffer_size=size)
+        sync.run([engine], "lora_ipc")
+        assert sync.engine_scores() == scores
+    for way in ("lora", "lora_disk"):
+        sync.run([engine], way)
+        assert sync.engine_scores() == scores
 
 
 def test_merged_weights_give_the_same_scores(stack, sync, tiny, tmp_path):

@@ -122,7 +122,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture
 def sync(stack: Stack) -> Iterator[WeightSync]:
     scratch = Scratch(f"{SYNC}gpu-", memory_root())
-    made = WeightSync(stack.args, stack.actor, "lora", scratch.path, vocab_size=50, max_len=128)
+    made = WeightSync(stack.args, stack.actor, "lora_ipc", scratch.path, vocab_size=50, max_len=128)
     yield made
     made.close()
     scratch.remove()
@@ -157,6 +157,7 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
         ours = stack.trained(tokens, len(log_probs))
         gap = max(abs(a - b) for a, b in zip(log_probs, ours, strict=True))
         trips = {path.rpartition("/")[2]: round(1e3 * s, 1) for path, s in seconds.items()}
+        trips |= {name: round(1e3 * result.seconds_of[name], 1) for name in ("load", "paused")}
         print(f"swap {number}: probe {result.probe_max_abs_diff:.3g}, decoded {gap:.3g}, ms {trips}")
         assert gap <= max(NOISE, result.tolerance) and log_probs != before
         assert result.num_tensors == 2 * 7 * LAYERS
@@ -196,5 +197,5 @@ def test_what_is_not_finite_is_named(stack: Stack, sync: WeightSync, monkeypatch
     with monkeypatch.context() as patch:
         tamper(patch, lambda manifest: with_bytes(manifest, spoil))
         with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.weight is not finite"):
-            sync.run([stack.engine])
+            sync.run([stack.engine], "lora")  # whose buckets are files
     assert sync.run([stack.engine]).num_tensors == 2 * 7 * LAYERS

@@ -7,11 +7,13 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from instep.controller import deployment
 from instep.errors import SyncError
 from instep.weights import handles, ipc
 from instep.weights.handles import Receiver, connect, listen
@@ -211,6 +213,21 @@ def test_memory_that_cannot_be_exported_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
     with pytest.raises(SyncError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
         ipc._refuse_expandable(torch.device("cuda"))
+    ipc._refuse_expandable(torch.device("cpu"))
+    assert ipc.expandable() == "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert ipc.expandable() is None
+
+
+@pytest.mark.parametrize("allocator, way", [("", "lora_ipc"), ("expandable_segments:True", "lora")])
+def test_a_run_says_how_its_adapters_travel(monkeypatch, allocator, way):
+    lines, args = [], SimpleNamespace(weight_sync="lora")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    monkeypatch.setattr(deployment, "gpu_sharing", lambda args: "shared")
+    log = SimpleNamespace(progress=SimpleNamespace(line=lines.append))
+    run = SimpleNamespace(_args=args, _cluster=SimpleNamespace(one_host=True), _log=log)
+    assert deployment.Deployment._chosen_way(run) == way
+    assert f"adapters travel by {way} (--weight-sync lora:" in lines[0]
 
 
 def trainer_that_dies(folder, where):

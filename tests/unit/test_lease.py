@@ -226,6 +226,13 @@ async def bucket(llm, trainer):
     await trainer.update()
 
 
+def of_adapter(way):
+    async def step(llm, trainer):
+        await trainer.update(way)
+
+    return step
+
+
 async def complete(llm, trainer):
     await trainer.update("complete")
 
@@ -255,6 +262,10 @@ LOADED = "; some weights of the session were loaded before"
     [
         ([], "resume"),
         ([bucket], "end"),
+        ([of_adapter("lora")], "resume"),  # which is not in use before the session is complete
+        ([of_adapter("lora_ipc"), of_adapter("lora_ipc")], "resume"),
+        ([of_adapter("lora_disk"), complete], "end"),
+        ([bucket, of_adapter("lora")], "end"),
         ([bucket, complete, finish], "resume"),
         ([bucket, finish], "end"),  # so a session is given up that another trainer has left
         ([refused(TORN)], "resume"),  # the first bucket: nothing was loaded

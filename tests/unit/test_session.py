@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,29 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
         return Session(args, actor, engines, 1, Path("nowhere"))
 
     return made
+
+
+@pytest.mark.parametrize("way", ["nccl", "lora", "lora_ipc", "lora_disk"])
+def test_engines_go_on_while_an_adapter_arrives(transfer: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Its workers take the buckets between two steps: these seconds count as of the pause, too."""
+    calls: list[str] = []
+    engine = Scripted("one", lambda engine: time.sleep(0.2))
+    for name in ("pause", "update", "finish_update", "reset_cache", "resume"):
+        call = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *g, _n=name, _c=call, **o: calls.append(_n) or _c(*g, **o))
+    session = transfer(engine)
+    session.transfer(way)
+    begun = ["pause", "update"] if way == "nccl" else ["update", "pause"]
+    assert calls == [*begun, "finish_update", "reset_cache", "resume"]
+    assert session.seconds["paused"] >= session.seconds["load"] >= 0.2
+
+
+def test_an_adapter_that_is_refused_pauses_nobody(transfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, paused = Scripted("one", refuses("up is not finite", "up", 500)), list[str]()
+    monkeypatch.setattr(engine, "pause", lambda mode, *, timeout: paused.append(mode))
+    with pytest.raises(SyncError, match="not finite"):
+        transfer(engine).transfer("lora_ipc")
+    assert not paused
 
 
 @pytest.mark.parametrize("dead_is_first", [True, False])

@@ -20,6 +20,7 @@ from instep.errors import SyncError
 from instep.ports import users_listening
 from instep.weights import nccl, stream
 from instep.weights.handles import Receiver
+from instep.weights.lora_ipc import LoraIpc
 from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
@@ -44,6 +45,7 @@ from instep.weights.stream import (
 )
 from instep.weights.way import (
     GOLDEN,
+    OF_ADAPTERS,
     ON_ONE_HOST,
     RESTART,
     SINGLE_COPY,
@@ -52,9 +54,11 @@ from instep.weights.way import (
     auto_way,
     golden,
     way_named,
+    way_of_adapters,
 )
 from tests.assets import make_checkpoint
 
+NAMES = sorted({*WAYS, *OF_ADAPTERS, *map(golden, WAYS)} - {SINGLE_COPY})  # which samples
 TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
 
 
@@ -92,7 +96,9 @@ class Carriage:
         if self._way == "nccl":
             receive_stream(info, lambda tensors: self.loaded.update(tensors))
             return
-        if self._way == "ipc":
+        if self._way == "lora_ipc":
+            assert info["config"] == {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
+        if self._way in ("ipc", "lora_ipc"):
             receive_buckets(info, lambda tensors: self.loaded.update({n: t.clone() for n, t in tensors.items()}))
             return
         manifest = BucketManifest.from_json(info["manifest"])
@@ -131,14 +137,14 @@ def receive_buckets(info, load, session=None):
         receiver.close()
 
 
-@pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     carriage = Carriage(name, tmp_path)
     sent = way_named(name).drive(carriage)
     assert sent.digests == {tensor: way_named(name).digest(t) for tensor, t in TENSORS.items()}
     assert sum(record.nbytes for record in sent.tensors) == 5 * 24
     parts = {"nccl": {"gather", "meet", "send", "load"}, "ipc": {"gather", "send", "load"}}
-    assert set(sent.seconds) == parts.get(name, set())
+    assert set(sent.seconds) == parts.get(name.removeprefix("lora_"), set())
     assert carriage.loaded.keys() == TENSORS.keys()
     assert all(torch.equal(carriage.loaded[name], t) for name, t in TENSORS.items())
     assert not list(tmp_path.rglob("*.bin"))  # nothing is left of it
@@ -256,7 +262,7 @@ def test_a_bucket_whose_offsets_lie_is_refused_by_name():
         assert refused.value.tensor == name
 
 
-@pytest.mark.parametrize("name", sorted({*WAYS, *map(golden, WAYS)} - {SINGLE_COPY}))  # which samples
+@pytest.mark.parametrize("name", NAMES)
 def test_a_digest_tells_every_byte(name):
     digest = way_named(name).digest
     weight = torch.zeros(5000)
@@ -273,6 +279,28 @@ def test_auto_stays_in_memory_on_one_host_alone():
     assert auto_way(True, "shared")[0] == "ipc" and auto_way(False, "shared")[0] == GOLDEN
     assert auto_way(True, "apart")[0] == auto_way(False, "apart")[0] == "nccl"
     assert set(WAYS) == {"nccl", "ipc", "shm", "single-copy", "disk", "restart", "lora"}
+
+
+def test_adapters_stay_on_the_gpus_where_auto_does():
+    for one_host, sharing in ((True, "shared"), (False, "shared"), (True, "apart"), (True, None), (False, None)):
+        expected = "lora_ipc" if auto_way(one_host, sharing)[0] == "ipc" else "lora"
+        assert way_of_adapters(one_host, sharing)[0] == expected
+    assert golden("lora_ipc") == golden("lora") == "lora_disk"
+
+
+def test_the_buckets_are_as_large_as_the_adapter(tmp_path):
+    """However large those of all weights would be."""
+    way, told = LoraIpc(), []
+    (folder := tmp_path / f"{SYNC}1").mkdir(mode=0o700)
+    order = Order("3", "nonce", folder, 1 << 40, folder, 30.0, "engine", 1)
+
+    def emit(event):
+        if isinstance(event, Invitation):
+            info = {"invitation": way._told(event)["invitation"]}
+            threading.Thread(target=receive_buckets, args=(info, told.append), daemon=True).start()
+
+    way.send(Source(), order, emit)
+    assert way._kept.num_bytes == len(TENSORS) * ROW_BYTES and set(told[0]) == set(TENSORS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

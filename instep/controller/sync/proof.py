@@ -241,7 +241,9 @@ class Proof:
     def _name_culprits(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
         """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
         wrong_sent = self._wrongly_sent(session, way, sent)
-        if way in OF_ADAPTERS and not wrong_sent:
+        if way in OF_ADAPTERS:
+            if wrong_sent:
+                return f"Tensors that were sent wrongly: {', '.join(wrong_sent[:8])}."
             return (
                 "The adapter is the trainer's, tensor by tensor: the engine has another base than --hf-checkpoint or "
                 "another alpha, or its requests do not use the adapter."

@@ -3,6 +3,8 @@
     drain -> start -> workers publish -> pause when the first part is ready -> engines load -> finish (version)
     -> reset caches -> resume
 
+An adapter is not in use before `finish`: the engines receive it while they generate, and pause when all of it is there.
+
 The proof (`proof.py`) follows while the engines serve already. `--pause-mode` says what becomes of requests that are
 under way; no new one is admitted before the end of the session, nor, but with `keep`, before the proof:
 
@@ -31,7 +33,7 @@ from instep.processes import in_thread
 from instep.rollout import admission
 from instep.spans import span
 from instep.weights.stream import StreamBroken
-from instep.weights.way import BROKEN, GOLDEN, Order, Sent, way_named
+from instep.weights.way import BROKEN, GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -75,7 +77,8 @@ class Session:
         self._began = {engine.url: engine.process for engine in engines}
         self._memory_folder, self._start_anew = memory_folder, start_anew
         self.started = time.monotonic()
-        self.seconds: dict[str, float] = {}  # by step; `paused`: how long the engines generated nothing
+        # By step. `paused`: how long the engines generated nothing; they stand still, too, while they read an adapter.
+        self.seconds: dict[str, float] = {}
         self._paused: float | None = None  # since when
         self._on_leave: Callable[[], None] | None = None  # called when an engine leaves
         self.renew()
@@ -125,6 +128,11 @@ class Session:
             with self.timed("pause"):
                 self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
             self._paused = began
+
+    def stood_still(self, seconds: float) -> None:
+        """Count these seconds as of a pause: an engine that is not paused makes no step while its workers read."""
+        if self._paused is None:
+            self.seconds["paused"] = self.seconds.get("paused", 0.0) + seconds
 
     def resume(self) -> None:
         """Let the engines generate again, with no keys and values of former weights."""
@@ -192,6 +200,7 @@ class Session:
             with self.timed("transfer"):
                 sent = way_named(way).drive(carriage)
             names = [t.name for t in sent.tensors]
+            self.pause()
             with self.timed("finish"):
                 self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
             for engine in self.engines:
@@ -299,7 +308,7 @@ class _Carriage:
         self._session.pause()
 
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
-        session = self._session
+        session, began = self._session, time.monotonic()
 
         def load(engine: Engine) -> None:
             try:
@@ -311,11 +320,13 @@ class _Carriage:
 
         session._on_leave = failed
         try:
-            self.pause()
+            if self._way not in OF_ADAPTERS:
+                self.pause()
             if failed is not None and len(session.engines) < len(self._receiving):
                 failed()  # for those who would wait for one that has left meanwhile
             with session.timed("load"):
                 session.each(load)
+            session.stood_still(time.monotonic() - began)
         finally:
             session._on_leave = None
 

@@ -17,6 +17,7 @@ from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
+from instep.weights.way import OF_ADAPTERS
 
 
 class Scheduler:
@@ -52,7 +53,7 @@ class Scheduler:
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),
             "POST /start_profile": lambda body: spans.start(""),
             "POST /stop_profile": lambda body: {"spans": spans.stop()},
-            "POST /finish_weight_update": lambda body: self.set_version(weights.finish(body.get("weight_version"))),
+            "POST /finish_weight_update": self.finish_update,
             "num_running": lambda: len(self.running),
             "submit": self.submit,
             "abort": self.abort,
@@ -179,9 +180,19 @@ class Scheduler:
         self.weights.start(body.get("version"), body.get("nonce"))
 
     def update_weights(self, body: dict[str, Any]) -> dict[str, int]:
+        info = body.get("update_info")
+        if not (isinstance(info, dict) and info.get("backend") in OF_ADAPTERS):  # which `finish_update` loads
+            self._check_paused()
+        return {"num_tensors": self.weights.update(info)}
+
+    def finish_update(self, body: dict[str, Any]) -> dict[str, str]:
+        if self.weights.adapter.received:
+            self._check_paused()
+        return self.set_version(self.weights.finish(body.get("weight_version")))
+
+    def _check_paused(self) -> None:
         if self.paused is None:
             raise HttpError("SessionError", "weights change under a pause only: POST /pause first")
-        return {"num_tensors": self.weights.update(body.get("update_info"))}
 
     def _prefill(self) -> None:
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once

@@ -20,7 +20,7 @@ from instep.weights.manifest import BucketManifest, digest, dtype_name, record_o
 from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
 from instep.weights.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
-from instep.weights.way import BROKEN
+from instep.weights.way import BROKEN, OF_ADAPTERS
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 
@@ -59,14 +59,16 @@ class LiveWeights:
             raise HttpError("SessionError", NOT_STARTED)
         try:
             loaders = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}
-            loaders["ipc"] = self._receive
+            loaders |= {"ipc": self._receive, "lora_ipc": self._receive}
             loaders |= {"lora": self._receive_bucket, "lora_disk": self._receive_checkpoint}
             loaders["restart"] = self._compare_checkpoint
             written = loaders[info["backend"]](info)
         except (KeyError, TypeError) as error:  # also a backend that is none of these
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except HttpError as error:
-            self.failure, self.session = f"{FAILED}: {error}", None
+            self.session = None
+            if info["backend"] not in OF_ADAPTERS:  # which write nothing before `finish`
+                self.failure = f"{FAILED}: {error}"
             raise
         self.delivered.update(written)
         return len(written)
@@ -89,7 +91,7 @@ class LiveWeights:
 
     def abandon(self) -> None:
         """Drop an unfinished session; if it has written weights already, this is a failure."""
-        if self.session is not None and self.delivered:
+        if self.session is not None and self.delivered and not self.adapter.received:
             self.failure = f"{FAILED}: it was not finished"
         self.session = None
 
@@ -139,13 +141,17 @@ class LiveWeights:
             raise HttpError("WeightMismatch", str(error), error.tensor) from error
 
     def _receive(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Receive all weights as a stream."""
+        """Receive all weights, or an adapter, as a stream."""
         invitation, seconds = Invitation(**info["invitation"]), float(info["seconds"])
         deadline = time.monotonic() + seconds
         version, nonce = self.session or (None, None)
         received: dict[str, torch.Tensor] = {}
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
+            if info["backend"] == "lora_ipc":
+                self.adapter.receive(tensors, info["config"])
+                received.update({name: self.adapter.received[name] for name in tensors})
+                return
             if isinstance(self.group, Receiver):  # `pending` keeps some of them
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             written = self._write(tensors, exact=True)
@@ -156,7 +162,7 @@ class LiveWeights:
             if self.group is None or self.group.name != invitation.group:
                 self._leave_group()
                 device = next(iter(self.weights.values())).device
-                if info["backend"] == "ipc":
+                if info["backend"] != "nccl":
                     self.group = Receiver(invitation, device, deadline, alive=pulse)
                 else:
                     self.group = Group(open_store(invitation.store, seconds), invitation, device, seconds, alive=pulse)

@@ -27,6 +27,7 @@ from instep_vllm.loaded import Loaded
 logger = logging.getLogger("vllm.instep")
 GRACE = 10.0  # seconds from SIGTERM to the end
 LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
+ADAPTERS = ("lora", "lora_ipc", "lora_disk")  # updates after which the engine computes as before: "complete" loads them
 WRAPPED = {  # methods of AsyncLLM, with the parameters that are read here
     "init_weight_transfer_engine": ["request"],
     "update_weights": ["request"],
@@ -60,13 +61,15 @@ class Keeper:
 
     async def update(self, load: Callable[[], Awaitable[None]], info: Any) -> None:
         self.check()
-        before, self._torn, self._complete = self._torn, True, False
+        backend = info.get("backend") if isinstance(info, dict) else None
+        before, self._complete = self._torn, False
+        self._torn = before or backend not in ADAPTERS
         try:
             await load()
         except Exception as error:  # whatever vLLM raises: parts may be loaded
-            self._torn = before or self._several or LOADED in str(error)
+            self._torn = before or (self._several and backend not in ADAPTERS) or LOADED in str(error)
             raise
-        self._complete = isinstance(info, dict) and info.get("backend") == "complete"
+        self._complete = backend == "complete"
 
     async def finish(self, finish: Callable[[], Awaitable[None]]) -> None:
         self.check()

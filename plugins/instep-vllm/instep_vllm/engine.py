@@ -7,9 +7,12 @@ A session uses vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
                                                                     or "nccl" or "ipc", "invitation", "seconds"
                           "restart" with path and manifest of the checkpoint that the engine was started on
-                          an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk"
+                          an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk";
+                          "lora_ipc", with "config" beside what "ipc" needs
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
+
+An adapter is in use from "complete" on: the engine may generate until then.
 
 Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all
 refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
@@ -69,7 +72,7 @@ class Update(WeightTransferUpdateInfo):
     """One step of a session.
 
     `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
-    (`invitation`, `seconds`) or complete (`names`).
+    (`invitation`, `seconds`), lora_ipc (`config`, too) or complete (`names`).
     """
 
     backend: str
@@ -78,6 +81,7 @@ class Update(WeightTransferUpdateInfo):
     names: list[str] | None = None
     invitation: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
@@ -175,8 +179,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             self._load(self._checkpoint(update_info))
         elif update_info.backend == "restart":
             self._compare_start(update_info)
-        elif update_info.backend in ("nccl", "ipc"):
-            self._receive(update_info.backend, Invitation(**update_info.invitation), update_info.seconds)
+        elif update_info.backend in ("nccl", "ipc", "lora_ipc"):
+            self._receive(update_info)
         elif update_info.backend == "lora":
             manifest = self._of_session(Manifest.from_json(update_info.manifest))
             self._receive_adapter(read(manifest), update_info.manifest["config"])
@@ -302,11 +306,15 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
         self._delivered.update(tensors)
 
-    def _receive(self, backend: str, invitation: Invitation, seconds: float) -> None:
-        """Receive all weights as a stream, and load one bucket after another."""
+    def _receive(self, info: Update) -> None:
+        """Receive all weights, or an adapter, as a stream, and load one bucket after another."""
         assert self._session is not None, "receive_weights checks it"
+        backend, invitation, seconds = info.backend, Invitation(**info.invitation), info.seconds
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
+            if backend == "lora_ipc":
+                self._receive_adapter(tensors, info.config)
+                return
             self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
             if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
                 tensors = {name: t.clone() for name, t in tensors.items()}
@@ -317,7 +325,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         try:
             if self._group is None or self._group.name != invitation.group:
                 self._leave_group()
-                if backend == "ipc":
+                if backend != "nccl":
                     self._group = IpcReceiver(invitation, self.device, deadline)
                 else:
                     self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)

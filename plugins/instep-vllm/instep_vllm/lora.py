@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -29,7 +29,7 @@ logger = init_logger("vllm.instep")
 REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
-_held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # tensors and peft's configuration, in a worker
+_held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # `Receiver.tensors`, peft's configuration
 
 
 def install() -> None:
@@ -59,7 +59,7 @@ def install() -> None:
         if _held is None:  # no session has brought one yet: zeros leave the base as it is
             rank = manager.lora_config.max_lora_rank
             return manager.create_dummy_lora(REQUEST.lora_int_id, rank, self.embedding_modules)
-        return _model(manager, _moved(_held[0], manager.device), _held[1])
+        return _model(manager, *_held)
 
     @functools.wraps(layers)
     def get_supported_lora_modules(model: torch.nn.Module) -> list[str]:
@@ -72,49 +72,64 @@ def install() -> None:
     model_manager.get_supported_lora_modules = get_supported_lora_modules
 
 
+class Layout(NamedTuple):
+    """Where a tensor lies: the number of the piece of memory, its first byte there, dtype and shape."""
+
+    number: int
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 @dataclass
 class Places:
     """Where vLLM keeps the adapter that it has loaded. Another one of the same shape is written there, which takes a
     tenth of the time: vLLM's loader parses hundreds of names, packs layers and clears their buffers.
 
     Attributes:
-        adapter, shapes: peft's configuration, and the shapes of the tensors by name.
+        adapter, layout: peft's configuration, and where each tensor lies in `wholes` (`Receiver`).
         model, slot: vLLM's object of the adapter, and which of its buffers it is in.
-        kept: the tensors by name, from which vLLM fills these buffers when it has used them for another adapter.
-        buffers, sources: slices of them, and what of `kept` belongs there.
+        tensors, wholes: what this object refers to: vLLM fills these buffers from there when it has used them for
+            another adapter.
+        copies: slices of the buffers, and what of `tensors` belongs there.
     """
 
     adapter: dict[str, Any]
-    shapes: dict[str, torch.Size]
+    layout: dict[str, Layout]
     model: LoRAModel
     slot: int
-    kept: dict[str, torch.Tensor]
-    buffers: list[torch.Tensor]
-    sources: list[torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    wholes: list[torch.Tensor]
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
-    def are_those_of(self, manager: Any, adapter: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether they are still in use, and fit these tensors."""
+    def are_those_of(
+        self, manager: Any, adapter: dict[str, Any], layout: dict[str, Layout], wholes: list[torch.Tensor]
+    ) -> bool:
+        """Whether they are still in use, and fit an adapter that lies so in `wholes`."""
         return (
             manager.lora_index_to_id[self.slot] == self.model.id
             and manager.get_adapter(self.model.id) is self.model
             and self.adapter == adapter
-            and self.shapes == {name: tensor.shape for name, tensor in tensors.items()}
+            and self.layout == layout
+            and [whole.shape for whole in self.wholes] == [whole.shape for whole in wholes]
         )
 
     @torch.no_grad()
-    def write(self, live: dict[str, torch.Tensor]) -> None:
-        scale = PEFTHelper.from_dict(self.adapter).vllm_lora_scaling_factor
-        torch._foreach_copy_(list(self.kept.values()), [live[name] for name in self.kept])
-        if scale != 1:  # as vLLM does it
-            torch._foreach_mul_([tensor for name, tensor in self.kept.items() if name.endswith(B)], scale)
-        torch._foreach_copy_(self.buffers, self.sources)
+    def write(self, wholes: list[torch.Tensor]) -> None:
+        for whole, new in zip(self.wholes, wholes, strict=True):
+            whole.copy_(new)
+        for buffers, sources in self.copies:
+            torch._foreach_copy_(buffers, sources)
 
 
 class Receiver:
-    """A worker's side of a session that brings an adapter.
+    """A worker's side of a session that brings an adapter. Nothing that is in use changes before `load`.
 
     Args:
         shapes: those of the base's weights by name; empty where they are unknown.
+
+    Attributes:
+        tensors: what has arrived, on the device; B is multiplied by alpha / rank already, so that `load` only copies.
     """
 
     def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
@@ -124,11 +139,12 @@ class Receiver:
 
     def clear(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._live: dict[str, torch.Tensor] = {}  # the same on the device, for vLLM's to change
+        self._wholes: list[torch.Tensor] = []  # the memory of `tensors`: one piece for each of those they came in
+        self._layout: dict[str, Layout] = {}
         self._adapter: dict[str, Any] = {}
 
     def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> None:
-        """Check and keep tensors of the adapter that peft's configuration `adapter` describes.
+        """Check tensors of the adapter that peft's configuration `adapter` describes, and keep copies of them.
 
         Raises:
             WeightMismatch: the engine takes no adapters; a tensor belongs to no layer, has another rank or shape, is
@@ -145,9 +161,9 @@ class Receiver:
             raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
         self._adapter = adapter
         known, mapper = _layers(self._model.lora_manager), _mapper(self._model)
-        before = self._places.shapes if self._places is not None and self._places.adapter == adapter else {}
+        before = self._places.tensors if self._places is not None and self._places.adapter == adapter else {}
         for name, tensor in tensors.items():
-            if before.get(name) == tensor.shape:
+            if name in before and before[name].shape == tensor.shape:
                 continue
             layer = name.removeprefix(PEFT).removesuffix(A).removesuffix(B)
             base = self._shapes.get(f"{layer}.weight", ())
@@ -159,12 +175,30 @@ class Receiver:
                 shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
                 if tuple(tensor.shape) != shape:
                     raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {shape}", name)
-        live = _moved(tensors, self._model.lora_manager.device)
-        finite = torch.stack(torch._foreach_norm(list(live.values()))).isfinite().tolist() if live else []
-        if odd := next((name for name, is_finite in zip(live, finite, strict=True) if not is_finite), None):
+        copies = self._copied(tensors)
+        finite = torch.stack(torch._foreach_norm(list(copies.values()))).isfinite().tolist() if copies else []
+        if odd := next((name for name, is_finite in zip(copies, finite, strict=True) if not is_finite), None):
             raise WeightMismatch(f"{odd} is not finite", odd)
-        self.tensors |= tensors
-        self._live |= live
+        scale = PEFTHelper.from_dict(adapter).vllm_lora_scaling_factor
+        if scale != 1 and (to_scale := [tensor for name, tensor in copies.items() if name.endswith(B)]):
+            torch._foreach_mul_(to_scale, scale)
+        self.tensors |= copies
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies on the device; those of one bucket are copied at once, as there are hundreds."""
+        device, numbers = self._model.lora_manager.device, dict[int, int]()  # by the address of the memory
+        copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            if (address := storage.data_ptr()) not in numbers:
+                numbers[address] = len(self._wholes)
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self._wholes.append(whole.to(device, copy=True))
+            number, start = numbers[address], tensor.storage_offset() * tensor.element_size()
+            self._layout[name] = Layout(number, start, tensor.dtype, tensor.shape)
+            flat = self._wholes[number][start : start + tensor.nbytes]
+            copies[name] = flat.view(tensor.dtype).view(tensor.shape)
+        return copies
 
     def load(self) -> None:
         """Make the adapter that has arrived the one that requests use.
@@ -180,8 +214,9 @@ class Receiver:
         manager: Any = self._model.lora_manager
         try:
             places, self._places = self._places, None  # until it is done
-            if places is not None and places.are_those_of(manager, self._adapter, self.tensors):
-                places.write(self._live)
+            if places is not None and places.are_those_of(manager, self._adapter, self._layout, self._wholes):
+                places.write(self._wholes)
+                _held = (places.tensors, self._adapter)
             else:
                 places = self._load(manager)
             self._places = places
@@ -192,46 +227,37 @@ class Receiver:
 
     def _load(self, manager: Any) -> Places | None:
         """Let vLLM load the adapter; returns where it is, or None if not all of it was copied as it is."""
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        model = _model(manager, self._live, self._adapter)
+        model = _model(manager, self.tensors, self._adapter)
         manager.remove_adapter(model.id)
         manager.add_adapter(model)
         layers = manager.modules.values()
         stacked = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
         recorder = Recorder(stacked)
-        recorder.sources = dict(self._live)
+        recorder.sources = dict(self.tensors)
         with recorder:
             manager.activate_adapter(model.id)
-        if recorder.unknown or recorder.slices.keys() != shapes.keys():
+        if recorder.unknown or recorder.slices.keys() != self.tensors.keys():
             return None
-        found = [(part.view, part.of(self._live[name])) for name, parts in recorder.slices.items() for part in parts]
-        buffers, sources = [view for view, _ in found], [source for _, source in found]
+        # torch copies a list at once where each pair is contiguous on a GPU, and else one by one: a list for each kind.
+        copies: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for name, parts in recorder.slices.items():
+            for part in parts:
+                source = part.of(self.tensors[name])
+                kind = copies.setdefault(part.view.is_contiguous() and source.is_contiguous(), ([], []))
+                kind[0].append(part.view)
+                kind[1].append(source)
         slot = manager.lora_index_to_id.index(model.id)
         logger.info_once("instep: further adapters of this shape are written where vLLM keeps this one")
-        return Places(self._adapter, shapes, model, slot, self._live, buffers, sources)
+        given = self.tensors, self._wholes, list(copies.values())
+        return Places(self._adapter, self._layout, model, slot, *given)
 
 
-def _moved(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of the tensors on `device`; those of one bucket are copied at once, as there are hundreds."""
-    wholes: dict[int, torch.Tensor] = {}
-    moved: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in wholes:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            wholes[storage.data_ptr()] = whole.to(device, copy=True)
-        start = tensor.storage_offset() * tensor.element_size()
-        flat = wholes[storage.data_ptr()][start : start + tensor.nbytes]
-        moved[name] = flat.view(tensor.dtype).view(tensor.shape)
-    return moved
-
-
-def _model(manager: Any, live: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
-    """The adapter as vLLM's; `live` becomes its own, as vLLM multiplies B by alpha / rank in place."""
+def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
+    """The adapter as vLLM's, which refers to `tensors`; its scale is 1, as B has been multiplied."""
     return LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
-        live,
-        PEFTHelper.from_dict(adapter),
+        tensors,
+        PEFTHelper.from_dict({**adapter, "lora_alpha": adapter["r"], "use_rslora": False}),
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=_mapper(manager.model),
