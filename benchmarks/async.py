@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--size", help="dimensions of random_model.py; default: 0.6b on GPUs, 5 M on a CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--rollouts", type=int, help="default: 20, on GPUs 10")
+    parser.add_argument("--prompts", type=int, help=f"of a rollout, {GROUP} samples each; default: 16, on GPUs 32")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2, on GPUs 0")
     parser.add_argument("--more", default="", help="further flags of instep")
     parser.add_argument("--limit", type=float, help="seconds for all of it; default: 1800 for each run")
@@ -97,6 +98,7 @@ def main() -> None:
     given.rollout_backend = given.rollout_backend or ("vllm" if on_gpu else "embedded")
     given.size = given.size or ("0.6b" if on_gpu else None)
     given.rollouts = given.rollouts or (10 if on_gpu else 20)
+    given.prompts = given.prompts or PROMPTS[given.device]
     given.seeds = given.seeds if given.seeds is not None else [0] if on_gpu else [0, 1, 2]
     given.out = given.out or HERE / "results" / f"async-{given.device}.json"
     if given.rollouts <= SKIPPED:
@@ -146,7 +148,7 @@ def is_shared(given: argparse.Namespace) -> bool:
 
 def flags(given: argparse.Namespace) -> str:
     words = FLAGS + (ON_GPU if given.device == "cuda" else ON_CPU) + f"--rollout-backend {given.rollout_backend} "
-    words += f"--rollout-batch-size {PROMPTS[given.device]} "
+    words += f"--rollout-batch-size {given.prompts} "
     words += VLLM[given.device] if given.rollout_backend == "vllm" else ""
     if given.device == "cuda":
         words += SHARED if is_shared(given) else APART
@@ -160,7 +162,7 @@ def make_inputs(given: argparse.Namespace, folder: Path, seed: int) -> None:
     else:
         make_small_model(folder / "model", seed)
     words = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
-    for name, number in (("train", given.rollouts * PROMPTS[given.device]), ("held-out", HELD_OUT)):
+    for name, number in (("train", given.rollouts * given.prompts), ("held-out", HELD_OUT)):
         seeds = range(1_000_000 * (seed + 1), 1_000_000 * (seed + 1) + number) if name == "train" else range(number)
         texts = (prompt(PROMPT_LENGTH, words, i) for i in seeds)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -252,7 +254,7 @@ def simulated(given: argparse.Namespace, out: Path, busy: list[tuple[float, floa
     steps = steps_of(out)
     rows = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
     responses = {(r["group"], r["index"]): r for r in rows if r["ended"] < steps[-1]["time"]}  # not the evaluation's
-    batch = PROMPTS[given.device]
+    batch = given.prompts
     groups: list[list[int]] = [[] for _ in range(given.rollouts * batch)]
     rounds: list[list[dict[str, Any]]] = [[] for _ in range(given.rollouts)]
     for (group, _), response in sorted(responses.items()):
@@ -305,7 +307,7 @@ def figures(given: argparse.Namespace, out: Path) -> dict[str, Any]:
     seconds = steps[-1]["time"] - steps[SKIPPED - 1]["time"]
     counted = steps[SKIPPED:]
     found = {
-        "samples_per_s": len(counted) * PROMPTS[given.device] * GROUP / seconds,
+        "samples_per_s": len(counted) * given.prompts * GROUP / seconds,
         "held_out_reward": next(row["eval/held-out/reward_mean"] for row in rows if "eval/held-out/reward_mean" in row),
         "staleness_mean": mean(row.get("async/staleness_mean", 0.0) for row in counted),
         "effective_sample_ratio": min(row["train/effective_sample_ratio"] for row in counted),
@@ -356,7 +358,7 @@ def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
         "workload": {
             "rollouts": given.rollouts,
             "skipped": SKIPPED,
-            "prompts": PROMPTS[given.device],
+            "prompts": given.prompts,
             "samples_per_prompt": GROUP,
             "length_law": f"log-normal, median {MEDIAN}, sigma {SIGMA}, cut at {SHORTEST} and {LONGEST}",
             "mean_length": mean(length(f"p{i}", i) for i in range(10000)),
