@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from instep.rollout.vllm_rollout import generate as generate_response
 from instep.types import Sample, Status
 
 FLAGS = ["--custom-rollout-log-function-path", "tests.e2e.prefix_hits.log"]
-FLAGS += ["--custom-generate-function-path", "tests.e2e.prefix_hits.generate"]
+# Few samples of many tokens, so that a step takes less time than a response.
+FLAGS += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2"]
+FLAGS += ["--rollout-max-response-len", "700", "--custom-generate-function-path", "tests.e2e.prefix_hits.generate"]
 _FILE = "prefix-hits.json"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """A response of as many tokens as it may have, so that it meets a sync, and goes on after it."""
-    params = {**sampling_params, "ignore_eos": True}
+    """Groups have lengths of their own, so that they end one after the other, and some are under way at each sync."""
+    length = random.Random(sample.group_index).randrange(400, sampling_params["max_new_tokens"])
+    params = {**sampling_params, "max_new_tokens": length, "ignore_eos": True}
     while (sample := await generate_response(args, sample, params)).status is Status.ABORTED:
         await asyncio.sleep(0.02)
     return sample

@@ -29,7 +29,7 @@ def test_every_token_is_of_the_version_it_claims_while_both_share_a_gpu(long, mo
         pytest.skip("this vLLM does not say which weights made a token")
     gap, hits = gap_with_prefix_hits(long, mode, *on_vllm(ENGINES))
     print(f"{mode}: the largest gap is {gap:.1e} nats; tokens found in the {ENGINES} caches: {hits}")
-    assert gap < NEAR and len(hits) == ENGINES and min(hits) > 1000
+    assert gap < NEAR and len(hits) == ENGINES and min(hits) > 500
     rows = [json.loads(line) for line in (long / f"fresh-{mode}" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
     assert len(steps) == NUM_ROLLOUT and max(row["async/staleness_max"] for row in steps) <= 2
