@@ -52,6 +52,7 @@ from machine import cores  # noqa: E402
 from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
 
 PROMPTS, GROUP, PROMPT_LENGTH, HELD_OUT = {"cpu": 16, "cuda": 32}, 8, 16, 64
+LATE = 124  # as the exit code of a run that was interrupted
 ENDING = 20.0  # seconds in which a run that was interrupted ends its processes
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
 MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
@@ -212,14 +213,15 @@ def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int, deadl
             run.send_signal(signal.SIGINT)  # so that it ends its processes
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.wait(timeout=ENDING)
-            code = 124
+            code = LATE
         finally:
             run.kill()  # without effect on one that has ended
             ended.set()
             pinning.join()
         if code:
             output.seek(0)
-            return {"error": f"exit code {code}", "log": output.read()[-4000:].splitlines()}
+            error = "its time was over" if code == LATE else f"exit code {code}"
+            return {"error": error, "log": output.read()[-4000:].splitlines()}
     found = figures(given, out)
     return found | (simulated(given, out, busy) if mode == SYNCHRONOUS else {})
 
