@@ -52,6 +52,8 @@ from machine import cores  # noqa: E402
 from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
 
 PROMPTS, GROUP, PROMPT_LENGTH, HELD_OUT = {"cpu": 16, "cuda": 32}, 8, 16, 64
+LATE = 124  # as the exit code of a run that was interrupted
+ENDING = 20.0  # seconds in which a run that was interrupted ends its processes
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
 MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 MODEL |= dict(num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY, tie_word_embeddings=True)
@@ -60,6 +62,7 @@ MODES: dict[str, tuple[str, ...]] = {
     AHEAD: ("train-async",),
     "2 versions": ("train-async", "--max-staleness", "2"),
 }
+NAMES = {AHEAD: "", "2 versions": "_2_versions"}  # the ends of their keys in `headline`
 SCHEDULES: dict[str, str | int] = {SYNCHRONOUS: SYNCHRONOUS, AHEAD: AHEAD, "2 versions": 2}
 FLAGS = f"--input-key prompt --n-samples-per-prompt {GROUP} --rollout-shuffle "
 FLAGS += f"--rollout-max-response-len {LONGEST} --custom-generate-function-path length_law.generate "
@@ -83,9 +86,10 @@ def main() -> None:
     parser.add_argument("--size", help="dimensions of random_model.py; default: 0.6b on GPUs, 5 M on a CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--rollouts", type=int, help="default: 20, on GPUs 10")
+    parser.add_argument("--prompts", type=int, help=f"of a rollout, {GROUP} samples each; default: 16, on GPUs 32")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2, on GPUs 0")
     parser.add_argument("--more", default="", help="further flags of instep")
-    parser.add_argument("--limit", type=float, default=1800, help="seconds for each run")
+    parser.add_argument("--limit", type=float, help="seconds for all of it; default: 1800 for each run")
     parser.add_argument("--logs", type=Path, help="a folder for runs and logs; default: removed at the end")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     parser.add_argument("--add", action="store_true", help="to the runs that --out has, of the same machine and flags")
@@ -95,6 +99,7 @@ def main() -> None:
     given.rollout_backend = given.rollout_backend or ("vllm" if on_gpu else "embedded")
     given.size = given.size or ("0.6b" if on_gpu else None)
     given.rollouts = given.rollouts or (10 if on_gpu else 20)
+    given.prompts = given.prompts or PROMPTS[given.device]
     given.seeds = given.seeds if given.seeds is not None else [0] if on_gpu else [0, 1, 2]
     given.out = given.out or HERE / "results" / f"async-{given.device}.json"
     if given.rollouts <= SKIPPED:
@@ -105,12 +110,14 @@ def main() -> None:
         for mode in given.modes:
             print(" ".join(command(given, Path("FOLDER"), mode, given.seeds[0])))
         return
+    limit = given.limit or 1800.0 * len(given.seeds) * len(given.modes)
+    deadline = time.monotonic() + limit - ENDING
     rows = json.loads(given.out.read_text())["rows"] if given.add and given.out.exists() else []
     for seed in given.seeds:
         with work_folder(given.logs, seed) as folder:
             make_inputs(given, folder, seed)
             for mode in given.modes:
-                rows.append({"mode": mode, "seed": seed, **measure(given, folder, mode, seed)})
+                rows.append({"mode": mode, "seed": seed, **measure(given, folder, mode, seed, deadline)})
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
                 result = report(given, rows)  # so far
                 given.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -142,7 +149,7 @@ def is_shared(given: argparse.Namespace) -> bool:
 
 def flags(given: argparse.Namespace) -> str:
     words = FLAGS + (ON_GPU if given.device == "cuda" else ON_CPU) + f"--rollout-backend {given.rollout_backend} "
-    words += f"--rollout-batch-size {PROMPTS[given.device]} "
+    words += f"--rollout-batch-size {given.prompts} "
     words += VLLM[given.device] if given.rollout_backend == "vllm" else ""
     if given.device == "cuda":
         words += SHARED if is_shared(given) else APART
@@ -156,7 +163,7 @@ def make_inputs(given: argparse.Namespace, folder: Path, seed: int) -> None:
     else:
         make_small_model(folder / "model", seed)
     words = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
-    for name, number in (("train", given.rollouts * PROMPTS[given.device]), ("held-out", HELD_OUT)):
+    for name, number in (("train", given.rollouts * given.prompts), ("held-out", HELD_OUT)):
         seeds = range(1_000_000 * (seed + 1), 1_000_000 * (seed + 1) + number) if name == "train" else range(number)
         texts = (prompt(PROMPT_LENGTH, words, i) for i in seeds)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -185,8 +192,10 @@ def run_folder(folder: Path, mode: str) -> Path:
     return folder / mode.replace(" ", "-")
 
 
-def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
-    """Run one command; returns its samples a second, seconds by phase, and held-out reward."""
+def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int, deadline: float) -> dict[str, Any]:
+    """Run one command; returns its samples a second, seconds by phase, and held-out reward; else its error."""
+    if time.monotonic() >= deadline:
+        return {"error": "no time was left", "log": []}
     words, out = command(given, folder, mode, seed), run_folder(folder, mode)
     path = os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
@@ -199,19 +208,20 @@ def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int) -> di
         pinning = threading.Thread(target=pin, args=(run.pid, pinned, ended))
         pinning.start()
         try:
-            code = run.wait(timeout=given.limit)
+            code = run.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGINT)  # so that it ends its processes
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(timeout=60)
-            code = 124
+                run.wait(timeout=ENDING)
+            code = LATE
         finally:
             run.kill()  # without effect on one that has ended
             ended.set()
             pinning.join()
         if code:
             output.seek(0)
-            return {"error": f"exit code {code}", "log": output.read()[-4000:].splitlines()}
+            error = "its time was over" if code == LATE else f"exit code {code}"
+            return {"error": error, "log": output.read()[-4000:].splitlines()}
     found = figures(given, out)
     return found | (simulated(given, out, busy) if mode == SYNCHRONOUS else {})
 
@@ -246,7 +256,7 @@ def simulated(given: argparse.Namespace, out: Path, busy: list[tuple[float, floa
     steps = steps_of(out)
     rows = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
     responses = {(r["group"], r["index"]): r for r in rows if r["ended"] < steps[-1]["time"]}  # not the evaluation's
-    batch = PROMPTS[given.device]
+    batch = given.prompts
     groups: list[list[int]] = [[] for _ in range(given.rollouts * batch)]
     rounds: list[list[dict[str, Any]]] = [[] for _ in range(given.rollouts)]
     for (group, _), response in sorted(responses.items()):
@@ -299,7 +309,7 @@ def figures(given: argparse.Namespace, out: Path) -> dict[str, Any]:
     seconds = steps[-1]["time"] - steps[SKIPPED - 1]["time"]
     counted = steps[SKIPPED:]
     found = {
-        "samples_per_s": len(counted) * PROMPTS[given.device] * GROUP / seconds,
+        "samples_per_s": len(counted) * given.prompts * GROUP / seconds,
         "held_out_reward": next(row["eval/held-out/reward_mean"] for row in rows if "eval/held-out/reward_mean" in row),
         "staleness_mean": mean(row.get("async/staleness_mean", 0.0) for row in counted),
         "effective_sample_ratio": min(row["train/effective_sample_ratio"] for row in counted),
@@ -331,16 +341,17 @@ def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
     seeds_run = sorted({seed for _, seed in measured})
     both = {mode: [s for s in seeds_run if {(mode, s), (SYNCHRONOUS, s)} <= measured.keys()] for mode in MODES}
     headline: dict[str, float] = {}
-    for mode, name in ((AHEAD, ""), ("2 versions", "_2_versions")):
-        if not (seeds := both[mode]):
+    for mode, name in NAMES.items():
+        if not (seeds := both[mode] or both[SYNCHRONOUS]):
             continue
         slow = {seed: measured[SYNCHRONOUS, seed] for seed in seeds}
         reached = {s: slow[s]["simulated_samples_per_s"] for s in seeds}
-        ratio = median(measured[mode, s]["samples_per_s"] / slow[s]["samples_per_s"] for s in seeds)
-        bound = median(reached[s][mode] / reached[s][SYNCHRONOUS] for s in seeds)
-        rewards = [measured[mode, s]["held_out_reward"] - slow[s]["held_out_reward"] for s in seeds]
-        headline |= {f"samples_ratio{name}": ratio, f"bound{name}": bound, f"share_of_bound{name}": ratio / bound}
-        headline["reward_difference"] = min(mean(rewards), headline.get("reward_difference", 1.0))
+        bound = headline[f"bound{name}"] = median(reached[s][mode] / reached[s][SYNCHRONOUS] for s in seeds)
+        if both[mode]:
+            ratio = median(measured[mode, s]["samples_per_s"] / slow[s]["samples_per_s"] for s in seeds)
+            rewards = [measured[mode, s]["held_out_reward"] - slow[s]["held_out_reward"] for s in seeds]
+            headline |= {f"samples_ratio{name}": ratio, f"share_of_bound{name}": ratio / bound}
+            headline["reward_difference"] = min(mean(rewards), headline.get("reward_difference", 1.0))
     return {
         "benchmark": "async",
         "device": device(given),
@@ -349,7 +360,7 @@ def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
         "workload": {
             "rollouts": given.rollouts,
             "skipped": SKIPPED,
-            "prompts": PROMPTS[given.device],
+            "prompts": given.prompts,
             "samples_per_prompt": GROUP,
             "length_law": f"log-normal, median {MEDIAN}, sigma {SIGMA}, cut at {SHORTEST} and {LONGEST}",
             "mean_length": mean(length(f"p{i}", i) for i in range(10000)),
@@ -380,11 +391,21 @@ def show(result: dict[str, Any]) -> None:
         if not mine:
             continue
         table.add_row(mode, *(f"{median(row[name] for row in mine):.3f}" for name in columns))
-    Console().print(table)
+    Console(width=180).print(table)
     for row in result["rows"]:
+        if "error" in row:
+            print(f"{row['mode']}, seed {row['seed']}: {row['error']}", *row["log"][-5:], sep="\n    ")
         if "rates" in row:
-            print(json.dumps({name: row[name] for name in ("seed", "rates", "busy", "simulated_samples_per_s")}))
-    print(json.dumps(result["headline"]))
+            print(json.dumps({name: row[name] for name in ("seed", "rates", "busy")}))
+    found = result["headline"]
+    for mode, name in NAMES.items():
+        if (bound := found.get(f"bound{name}")) is not None:
+            text = "not measured"
+            if f"samples_ratio{name}" in found:
+                share = found[f"share_of_bound{name}"]
+                text = f"{found[f'samples_ratio{name}']:.2f} times are reached, {share:.0%} of it"
+            print(f"{mode}: the simulator's bound is {bound:.2f} times the synchronous samples/s; {text}")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -224,6 +224,8 @@ def _written(command: str, prompts: Iterable[Any], flags: Mapping[str, Any]) -> 
     from instep.atomic import write_text
 
     rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
+    if not rows:
+        raise DataError("there are no rows", where="prompts or data sets that were given", remedy="give one at least")
     lines = []
     for number, row in enumerate(rows):
         try:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, InstepError, RolloutError
 
+_OURS = str(Path(__file__).parent) + os.sep
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
@@ -154,13 +157,17 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`."""
+    """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
+    not fit the function, its definition."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
     own = [f for f in frames if f.filename == source] if source else []
     last = (own or frames)[-1]
+    if source and not own and isinstance(error, TypeError) and last.filename.startswith(_OURS):
+        code = inspect.unwrap(function).__code__  # type: ignore[union-attr, arg-type]
+        return f"{source}:{code.co_firstlineno}, the definition of {code.co_name}"
     return f"{last.filename}:{last.lineno} in {last.name}"
 
 

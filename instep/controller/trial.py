@@ -229,7 +229,9 @@ class HookTrial:
             source.load_state_dict(state)
 
     def _check_source(self) -> None:
-        needed = ["get_samples", "add_samples"] if self._args.partial_rollout else ["get_samples"]
+        # What was outstanding at a save is read again from the cursor, and put back.
+        puts_back = self._args.partial_rollout or (self._args.save and hasattr(self._source, "cursor"))
+        needed = ["get_samples", "add_samples"] if puts_back else ["get_samples"]
         missing = [name for name in needed if not hasattr(self._source, name)]
         kinds = (("state_dict", "load_state_dict"), ("save", "load"))
         if self._args.save and not any(all(hasattr(self._source, n) for n in kind) for kind in kinds):

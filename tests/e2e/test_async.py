@@ -115,3 +115,29 @@ def kills_of_groups(tiny, root, backend, kills):
     assert state(whole, 2 * kills + 4)["ledger"]["dropped"]
     assert undocumented({name for row in rows for name in row}) == set()
     return [row["async/staleness_mean"] for row in rows if "train/loss" in row]
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_trained_twice_without_determinism(tiny, tmp_path):
+    num_rollout, kills = 11, [("train", "tree"), ("train", "engine"), ("sync", "worker"), ("save", "controller")]
+    words = ["--max-staleness", "2", "--dynamic-sampling-filter-path", "tests.e2e.observed.two_of_three"]
+    words = arguments(tiny, tmp_path / "run", "hf", num_rollout, "--lr", "5e-3", "--eval-interval", "2", *words)
+    run, rng = Run(["train-async", *words[1:]], tmp_path / "run"), random.Random(SEED)
+    for phase, way in kills:
+        assert run.kill(rng, phase, way).exit_code != 0
+    assert run.finish(timeout=300).exit_code == 0, run.sessions[-1].stderr[-3000:]
+    rows = rows_of(run.run_dir)
+    rounds = {}
+    for row in rows:
+        if row["split"] == "train":
+            rounds.setdefault(row["rollout_id"], []).append(row["group_index"])
+    trained = sorted(group for groups in rounds.values() for group in set(groups))
+    assert (
+        all(len(rounds[i]) == 16 for i in range(num_rollout)) and len(set(trained)) == len(trained) == 4 * num_rollout
+    )
+    ledger = state(run, num_rollout)["ledger"]
+    dropped = {i for i in range(ledger["num_issued"]) if i not in trained and str(i) not in ledger["open"]}
+    assert ledger["num_consumed"] == 4 * num_rollout and len(dropped) == sum(ledger["dropped"].values())
+    assert ledger["dropped"].keys() == {"filtered:two_of_three"} and max(trained) < ledger["num_issued"]
+    evaluated = {row["rollout_id"] for row in rows if row["split"] == "eval/held-out"}
+    assert len(evaluated) >= num_rollout // 2

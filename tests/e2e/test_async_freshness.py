@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from tests.e2e import prefix_hits
 from tests.e2e.commands import grpo_arguments, on_vllm, run
 from tests.e2e.test_pause_modes import load, log_probs_under
 
@@ -56,8 +59,17 @@ def test_every_token_is_of_the_version_it_claims_after_aborts(long):
     assert gap_of_every_token(long, "abort") < NEAR
 
 
+def gap_with_prefix_hits(folder, mode, *more):
+    """The same, where each rollout has the prompts of the one before; and the tokens that each engine found cached."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i} " + "and " * 70}], "label": "1"} for i in range(2)]
+    (folder / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gap = gap_of_every_token(folder, mode, "--prompt-data", str(folder / "same.jsonl"), *prefix_hits.FLAGS, *more)
+    return gap, prefix_hits.of(folder / f"fresh-{mode}")
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_every_token_of_vllm_is_of_the_version_it_claims(long, mode):
-    assert gap_of_every_token(long, mode, *on_vllm(2)) < NEAR
+    gap, hits = gap_with_prefix_hits(long, mode, *on_vllm(2))
+    assert gap < NEAR and len(hits) == 2 and min(hits) > 500

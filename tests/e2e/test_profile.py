@@ -85,6 +85,17 @@ def test_the_timeline_of_a_step_and_where_it_went(tiny: Path, tmp_path: Path, ca
     assert (folder / "step-2.txt").read_text().split("\n", 1)[1].strip() in printed and "ui.perfetto.dev" in printed
 
 
+def test_the_timeline_of_an_asynchronous_step_has_both_sides_at_work(tiny: Path, tmp_path: Path) -> None:
+    flags = ["--num-rollout", "2", "--profile", "--profile-step-start", "0", "--profile-step-end", "1"]
+    flags += ["--rollout-max-response-len", "64"]
+    assert main(["train-async", *grpo_arguments(tiny, tmp_path / "run", *flags)[1:]]) == 0
+    about, of = read(tmp_path / "run" / "profile" / "step-0.trace.json.gz")
+    begun, ended = one(of["controller"], "train")
+    decodes = [s["ts"] for s in of["engine 0"] if s["name"] == "decode"]
+    assert sum(begun < t < ended for t in decodes) > 3, "the engine makes rollout 1 while rollout 0 is trained"
+    assert {"wait", "train", "sync"} <= {row["phase"] for row in about["table"]}
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_timeline_has_what_vllm_records_of_itself(small: Path, tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def test_prompts_that_are_no_json() -> None:
     assert caught.value.where == "prompts[1]"
 
 
+def test_no_prompts() -> None:
+    with pytest.raises(DataError, match="there are no rows"):
+        instep.Run(prompts=[], **keywords(argv("", "--prompt-data")))
+
+
 def test_import_instep_is_light() -> None:
     code = "import sys, instep; print({'torch', 'transformers', 'numpy', 'aiohttp'} & {*sys.modules}, instep.train)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

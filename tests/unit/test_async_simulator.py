@@ -106,7 +106,7 @@ def test_commands_for_gpus_are_ones_of_instep(tmp_path, monkeypatch, num_gpus):
     monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark = importlib.import_module("async")
     monkeypatch.setattr(benchmark, "num_gpus", lambda: num_gpus)
-    given = argparse.Namespace(device="cuda", rollout_backend="vllm", size="tiny", rollouts=10, more="")
+    given = argparse.Namespace(device="cuda", rollout_backend="vllm", size="tiny", rollouts=10, prompts=8, more="")
     make = [sys.executable, str(BENCHMARKS / "random_model.py"), "tiny", str(tmp_path / "model")]
     subprocess.run(make, check=True)
     for name in ("train", "held-out"):
@@ -116,3 +116,20 @@ def test_commands_for_gpus_are_ones_of_instep(tmp_path, monkeypatch, num_gpus):
         args = parse(flags, name)
         assert (args.colocate, args.offload_train, args.offload_rollout) == (num_gpus == 1, False, False)
         assert args.device == "cuda" and args.rollout_backend == "vllm" and args.rollout_num_gpus == 1
+
+
+def test_the_bound_and_what_is_reached_of_it_are_the_last_lines(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = importlib.import_module("async")
+    found = json.loads((BENCHMARKS / "results" / "async-cpu.json").read_text())
+    given = argparse.Namespace(device="cpu", rollout_backend="embedded", size=None, rollouts=20, prompts=16, more="")
+    late = {"mode": "2 versions", "seed": 3, "error": "no time was left", "log": []}
+    result = benchmark.report(given, [*found["rows"], late])
+    assert result["headline"] == pytest.approx(found["headline"])
+    benchmark.show(result)
+    *_, ahead, behind, last = capsys.readouterr().out.splitlines()
+    assert "bound is 1.90 times the" in ahead and ahead.endswith("; 1.80 times are reached, 94% of it")
+    assert behind.startswith("2 versions: ") and json.loads(last) == result["headline"]
+    synchronous = [row for row in found["rows"] if row["mode"] == SYNCHRONOUS]
+    benchmark.show(benchmark.report(given, synchronous))  # the others were not in time
+    assert capsys.readouterr().out.splitlines()[-2].endswith("; not measured")

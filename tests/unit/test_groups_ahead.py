@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ TICK, LONGEST = 0.001, 60
 now: Any = None  # the `Run` that the hooks below belong to
 
 
-async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> Any:
     """A response whose length has a heavy tail; each half is of the version of its time."""
     length = random.Random(sample.group_index).paretovariate(0.7)
     halves = []
@@ -41,6 +42,8 @@ async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     sample.tokens = [1]
     sample.append_response_tokens([2, 3], [-1.0, -1.0], weight_versions=spans)
     sample.status = Status.COMPLETED
+    if sample.group_index in now.twins:  # fan-out
+        return [sample, copy.deepcopy(sample)]
     if sample.group_index in now.silent:
         sample.metadata["version"] = halves[0]
         sample.weight_versions = spans[1:] if sample.index % 2 else []
@@ -77,6 +80,7 @@ class Run:
         self.log = SimpleNamespace(phase=lambda *_: contextlib.nullcontext())
         self.broken, self.foreign, self.most, self.trained = None, set[int](), 0, list[list[int]]()
         self.silent: Any = ()
+        self.twins: Any = ()
         self.aborted = set[int]()
         self.ages: list[int] = []
         if state is not None:
@@ -153,6 +157,14 @@ def test_no_token_is_older_than_the_bound_and_no_group_is_dropped_for_it(make, b
     assert set(run.ledger.dropped) <= {"filtered:not_every_fifth"} and run.ledger.num_outstanding == 0
     assert filters == any(index % 5 == 4 for index in set(range(max(trained))) - set(trained))
     assert metrics[-1]["async/queue_length"] == 0
+
+
+def test_siblings_count_as_one_sample(make):
+    run = Run(make("--max-staleness", "2"))
+    run.twins = range(0, 1000, 3)
+    groups = [group for rollout in run.rounds() for group in rollout.groups]
+    assert [len(groups) for groups in run.trained] == [4] * 12 and 0 < max(run.ages) <= 2
+    assert all(len(group) == (4 if group[0].group_index in run.twins else 2) for group in groups)
 
 
 @pytest.mark.parametrize("stale, dropped", [("drop", {"stale": 2}), ("requeue", {})])

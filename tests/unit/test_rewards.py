@@ -290,6 +290,17 @@ def test_a_reward_that_fails_is_named(name: str, message: str, changed: dict[str
     assert "group 4, sample" in caught.value.where and caught.value.remedy
 
 
+def takes_nothing() -> float:
+    return 1.0
+
+
+def test_a_reward_that_cannot_be_called_is_named_where_it_stands() -> None:
+    with pytest.raises(RewardError, match="takes 0 positional arguments but 2 were given") as caught:
+        apply("takes_nothing")
+    assert f"{__file__}:{takes_nothing.__code__.co_firstlineno}, the definition of takes_nothing" in caught.value.where
+    assert "runtime.py" not in caught.value.where
+
+
 def test_a_group_reward_of_another_length_is_named() -> None:
     with pytest.raises(RewardError, match="for a group of 2 samples") as caught:
         apply("too_few", group_rm=True)

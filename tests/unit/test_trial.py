@@ -12,7 +12,7 @@ import torch
 from instep.arguments import parse
 from instep.controller.trial import HookTrial
 from instep.data.source import RolloutDataSourceWithBuffer
-from instep.errors import RolloutError
+from instep.errors import ConfigError, RolloutError
 from tests.assets import make_checkpoint, make_prompts
 
 END = "<|im_end|>"
@@ -122,3 +122,20 @@ def test_it_leaves_no_trace_in_rows_and_random_numbers(folder):
         numbers.append((random.random(), np.random.rand(), torch.rand(()).item()))
     assert numbers[0] == numbers[1]
     assert trial._source.state_dict() == source.state_dict()
+
+
+class Forgetful(RolloutDataSourceWithBuffer):
+    """It tells where it stands, and takes nothing back."""
+
+    add_samples = property()  # type: ignore[assignment]  # raises AttributeError
+
+
+def test_what_a_save_would_have_to_put_back_needs_add_samples(folder, tmp_path):
+    for save in ([], ["--save", str(tmp_path / "ckpt")]):
+        trial = trial_of(folder, "short", *save)
+        trial._source = Forgetful(trial._args)
+        if not save:
+            trial.before_start()
+            continue
+        with pytest.raises(ConfigError, match="has no add_samples"):
+            trial.before_start()

@@ -131,7 +131,7 @@ def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[A
         raise RewardError(
             f"it returned {out!r:.80} for a group of {len(samples)} samples",
             where=f"{_named(args, path)}: group {samples[0].group_index}",
-            remedy="for a list of samples (--group-rm, fan-out), return a list with one reward per sample",
+            remedy="return a list with one reward per sample: it takes lists (--group-rm, fan-out, TRL's completions)",
         )
     return rewards
 
@@ -164,7 +164,7 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
         raise RewardError(
             f"the reward function raised {error!r}",
             where=at,
-            remedy="correct that line, or catch the error there and return a reward, such as 0.0",
+            remedy="correct that line; with --skip-failed-groups a sample that has no reward costs its group",
         ) from error
 
 
