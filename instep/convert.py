@@ -42,7 +42,7 @@ from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
-from instep.models.shape import ModelShape, model_shape
+from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.training.megatron.weights import check_tensors
 from instep.weights.source import TensorSpec
@@ -134,9 +134,13 @@ def _shape(folder: Path, trusted: bool) -> ModelShape:
     try:
         with own_code_named(str(folder), "model"):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"no readable config.json: {error}", where="--hf-checkpoint", remedy=remedy) from error
-    return model_shape(config)
+    try:
+        return model_shape(config)
+    except ConfigError as error:
+        remedy = "nothing has to be converted for --train-backend hf, which reads and writes Hugging Face folders"
+        raise ConfigError(error.what, where=error.where, remedy=f"{remedy}; for megatron {KNOWN}") from error
 
 
 def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:

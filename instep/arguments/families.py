@@ -9,7 +9,7 @@ from instep.arguments import megatron, parallel
 from instep.arguments.args import Draft
 from instep.arguments.concern import Problem
 from instep.arguments.model import known_config
-from instep.models.shape import FAMILIES, unsupported
+from instep.models.shape import KNOWN, unsupported
 
 _RULES = (*megatron.RULES, *parallel.RULES)  # which know what hf does not take
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -37,7 +37,7 @@ def family(args: Draft, given: set[str]) -> Iterator[Problem]:
     yield Problem(
         f"the megatron train backend {why}",
         "--hf-checkpoint",
-        f"{whole}--train-backend hf{without}; or give one of {', '.join(FAMILIES)}",
+        f"{whole}--train-backend hf{without}; or {KNOWN}",
     )
 
 

@@ -32,6 +32,7 @@ from instep.models.shape import FAMILIES, num_experts
 _NO_EFFECT_WHY = "batches are packed, and as long as their samples"
 _NO_EFFECT = f"accepted for Megatron's scripts, without effect: {_NO_EFFECT_WHY}"
 ZERO = Number(float, 0, 0)
+NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
 SHAPE = FlagGroup(
     "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
@@ -80,6 +81,7 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ("--no-rope-fusion$", "accepted", "the rotary embedding is not fused", ""),
     ("--cross-entropy-(loss-fusion|fusion-impl)$", "accepted", "instep makes log-probs in fused chunks", ""),
     ("--(embedding-)?init-method-std$", "accepted", "weights are read from --hf-checkpoint or --load", ""),
+    ("--no-position-embedding$", "accepted", "the position embedding is that of config.json", ""),
     ("--no-async-tensor-model-parallel-allreduce$", "accepted", "megatron-core 0.16 does not read it", ""),
     ("--use-precision-aware-optimizer$", "accepted", "gradients, masters and moments are fp32 unless a flag says", ""),
     (
@@ -101,20 +103,25 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ("--batch-invariant-mode$", "refused", "needs kernels that instep's trainer does not use", "--deterministic-mode"),
     ("--(disable-bf16-reduced|pipeline-model-parallel-comm-backend|num-distributed-optimizer-inst)", "refused", "", ""),
     ("--account-for-", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
-    (
-        "--moe-(token-dispatcher-type|token-drop-policy)",
-        "refused",
-        "experts have no capacity; tokens travel by alltoall",
-        "",
-    ),
-    ("--moe-shared-expert-gate", "refused", "read from config.json", "--hf-checkpoint"),
+    ("--moe-token-dispatcher-type", "refused", "tokens travel by alltoall", ""),
+    ("--moe-(enable-deepep|deepep-num|flex-disp|hybridep)", "refused", "tokens travel by alltoall, not by DeepEP", ""),
+    ("--moe-(token-drop-policy|expert-capacity|pad-expert-input)", "refused", "experts have no capacity", ""),
+    ("--moe-(permute|router)-fusion$", "accepted", "Transformer Engine's kernel is not used; results are the same", ""),
+    ("--moe-layer-recompute$", "refused", NOT_HONOURED, "--recompute-granularity full"),
+    ("--moe-(shared-expert-gate|latent-size)", "refused", "read from config.json", "--hf-checkpoint"),
     (
         "--moe-enable-routing-replay",
         "refused",
         "instep's routers replay by themselves",
         "--use-rollout-routing-replay or --use-routing-replay",
     ),
-    ("--(moe-|overlap-moe|ep-overlap|delay-wgrad)", "later", "experts are computed one after another", ""),
+    (
+        "--(overlap-moe|moe-shared-expert-overlap|ep-overlap|delay-wgrad)",
+        "later",
+        "tokens travel between experts while nothing is computed",
+        "",
+    ),
+    ("--moe-", "refused", "", ""),
     (
         "--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)",
         "refused",
@@ -197,7 +204,7 @@ _INSTEAD = {
     "--exit-interval": "--num-rollout",
     "--persistent-save-interval": "--save-interval",
 }
-# Values of flags that do not act which ask for what instep does anyway.
+# Values of flags that do not act which ask for what instep does anyway; so does 0 where it is Megatron's default.
 _NEUTRAL = {
     "--attention-backend": ("auto", "flash"),
     "--cp-comm-type": ("p2p", "all_gather"),
@@ -209,10 +216,11 @@ _NEUTRAL = {
     "--weight-decay-incr-style": ("constant",),
     "--num-distributed-optimizer-instances": ("1",),
     "--pipeline-model-parallel-comm-backend": ("nccl",),
+    "--tp-comm-bootstrap-backend": ("nccl",),
     "--data-parallel-sharding-strategy": ("no_shard",),
+    "--outer-dp-sharding-strategy": ("no_shard",),
     **dict.fromkeys(("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"), ("fp32",)),
 }
-NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
 
 # Of the numbers that are handed to megatron-core. The other numbers of the table are not honoured.
@@ -239,6 +247,7 @@ def megatron_table() -> tuple[Flag, ...]:
     types: dict[str, Any] = {"int": _INT, "float": _FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
     flags = []
     for row in rows:
+        zero = ("0",) if row["type"] in ("int", "float") and row["default"] == 0 else ()
         status, note, instead = _verdict(row["names"][0], bool(row.get("config")) and row["type"] in types)
         flags.append(
             Flag(
@@ -254,7 +263,7 @@ def megatron_table() -> tuple[Flag, ...]:
                 instead=instead,
                 whose="M",
                 constant=row["type"] != "false",
-                neutral=_NEUTRAL.get(row["names"][0], ()),
+                neutral=_NEUTRAL.get(row["names"][0], zero if status != "acts" else ()),
             )
         )
     return tuple(flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Given, Problem, Settings, flag_name, ranks_of_a_copy
-from instep.arguments.flag import COUNT, GPUS, Flag, FlagGroup, Number, attribute_name, hook, later, switch
+from instep.arguments.flag import COUNT, GPUS, Flag, FlagGroup, Number, attribute_name, hook, later, refused, switch
 from instep.arguments.model import known_config
 from instep.models.shape import FAMILIES, num_experts
 from instep.models.stages import stage_layers
@@ -112,6 +112,14 @@ PARALLEL = FlagGroup(
             help="MODULE and NAME of f(args, config[, vp_stage]): the spec of the transformer layers of a rank",
             nargs="2",
             whose="CM",
+        ),
+        *refused(  # of the Megatron that slime's scripts of Qwen3-Next, Qwen3.5 and GLM-4 run on
+            "the architecture is read from config.json",
+            "C",
+            "--use-gated-attention",
+            "--post-self-attn-layernorm",
+            "--post-mlp-layernorm",
+            instead="--hf-checkpoint",
         ),
         *later(
             "low-precision matrix products come later",

@@ -75,7 +75,9 @@ def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     for index, entry in enumerate(entries):
         place = f"{where}, megatron[{index}]"
         if not isinstance(entry, dict) or entry.get("role") not in ROLES:
-            yield Problem("has no role", place, "role: actor, or role: critic")
+            role = entry.get("role") if isinstance(entry, dict) else None
+            what = "has no role" if role is None else f"{role!r} is no role of a run"
+            yield Problem(what, place, f"role: {', or role: '.join(ROLES)}")
             continue
         yield from _unknown(entry, ("name", "role", "overrides"), place)
         role, overrides = entry["role"], entry.get("overrides") or {}

@@ -83,10 +83,11 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
         CheckpointError: the tracker or `--ckpt-step` names a checkpoint that does not exist, or `root` is one itself.
     """
     if root is not None and is_checkpoint(root):
+        number = "" if root.name == "release" else ", and its number by --ckpt-step (--ref-ckpt-step for --ref-load)"
         raise CheckpointError(
             f"{root.name} is a checkpoint itself, not a folder of checkpoints",
             where=str(root),
-            remedy=f"name {root.parent}, and its number by --ckpt-step (--ref-ckpt-step for --ref-load)",
+            remedy=f"name {root.parent}{number}",
         )
     iteration = step if step is not None else latest_iteration(root)
     if root is None or iteration is None:

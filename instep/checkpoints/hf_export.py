@@ -18,6 +18,7 @@ from instep.checkpoints.weight_files import INDEX, SINGLE, read_index
 from instep.documents import parse_json
 from instep.errors import CheckpointError, ConfigError
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
+from instep.models.shape import QUANTIZATION, with_quantization
 from instep.private import share
 from instep.scratch import Scratch
 
@@ -70,7 +71,7 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     remedy = "give a folder with config.json and safetensors weights, as save_pretrained writes it"
     if not path.is_dir():
         raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
-    config = _read_json(path / "config.json", remedy)
+    config = read_hf_config(path)
     check_causal_lm(config, where=str(path / "config.json"))
     files = [path / SINGLE]
     if (path / INDEX).exists():
@@ -86,8 +87,17 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder. Raises ConfigError: it is missing or no JSON object."""
-    return _read_json(folder / "config.json", "give a folder with the config.json of the model")
+    """The config.json of a Hugging Face folder, with its quantization (`with_quantization`).
+
+    Raises:
+        ConfigError: it is missing or no JSON object, or hf_quant_config.json cannot be read.
+    """
+    config = _read_json(folder / "config.json", "give a folder with config.json and safetensors weights")
+    try:
+        return with_quantization(config, folder)
+    except (OSError, ValueError) as error:
+        what, remedy = f"{QUANTIZATION} cannot be read: {error}", "copy or download the checkpoint again"
+        raise ConfigError(what, where=str(folder), remedy=remedy) from error
 
 
 def fp8_block(config: dict[str, Any], where: str) -> tuple[int, ...] | None:
@@ -111,7 +121,8 @@ def fp8_block(config: dict[str, Any], where: str) -> tuple[int, ...] | None:
             return ()
         said = f", weight_block_size {block}"
     elif method == "modelopt":
-        if (algorithm := how.get("quant_algo")) == "FP8":
+        algorithm = how.get("quant_algo")
+        if str(algorithm).upper() == "FP8":
             return ()
         said = f", quant_algo {algorithm}"
     elif method == "compressed-tensors":

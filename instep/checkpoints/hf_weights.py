@@ -116,7 +116,7 @@ def _quantized(
     if block and len(weight.shape) == 2:
         wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
     if block is None:
-        problem = "config.json has no quantization_config of FP8"
+        problem = "config.json has no quantization_config of FP8, nor is there a hf_quant_config.json"
     elif scale is None:
         problem = f"{weight.name}{SCALES[0 if block else 1]} is missing"
     elif not block:

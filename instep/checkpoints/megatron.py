@@ -241,12 +241,17 @@ class MegatronCheckpoint:
 
 def _check_backend(folder: Path) -> None:
     """Refuse what has an index like `torch_dist`'s, and other tensors. Raises CheckpointError."""
+    file = folder / "metadata.json"
     try:
-        backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError):
-        backend = None
+        backend = json.loads(file.read_text())["sharded_backend"] if file.exists() else None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        what, remedy = (
+            f"metadata.json does not name a format: {error!r}",
+            "copy the checkpoint again, with all its files",
+        )
+        raise CheckpointError(what, where=str(file), remedy=remedy) from error
     if backend != "torch_dist":
-        what = f"of the format {backend}" if backend else "of --train-backend hf, torch_dcp or fsdp_dtensor"
+        what = f"of the format {backend}" if backend else "without metadata.json: of --train-backend hf, or torch_dcp"
         raise CheckpointError(
             f"no Megatron checkpoint of the format torch_dist or torch: it is one {what}",
             where=str(folder),

@@ -12,6 +12,8 @@ from instep.errors import ConfigError
 from instep.models.mtp import num_mtp_layers
 from instep.models.rope import rope_by_layer
 
+QUANTIZATION = "hf_quant_config.json"
+
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
@@ -19,7 +21,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
     text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return with_quantization({**config, **text} if isinstance(text, dict) else config, folder)
+
+
+def with_quantization(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """`config` with the `quantization_config` that folders of ModelOpt may have in hf_quant_config.json alone.
+
+    Raises: OSError, ValueError.
+    """
+    file = Path(folder) / QUANTIZATION
+    if config.get("quantization_config") or not file.exists():
+        return config
+    there = parse_json(file.read_text(encoding="utf-8"))
+    how = there.get("quantization", there) if isinstance(there, dict) else None
+    if not isinstance(how, dict):
+        raise ValueError(f"{QUANTIZATION} has no object `quantization`")
+    of_weights = how.get("quant_algo", "")  # null, if the cache alone is quantized
+    return config if of_weights is None else {**config, "quantization_config": {"quant_method": "modelopt", **how}}
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,7 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts=True),
     "deepseek_v3": Family(experts=True, latent=True, sigmoid=True),
 }
+KNOWN = f"give one of {', '.join(FAMILIES)}"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -139,7 +158,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         raise ConfigError(
             f"the megatron train backend {why}",
             where="--hf-checkpoint, config.json",
-            remedy=f"use --train-backend hf; or one of {', '.join(FAMILIES)}",
+            remedy=f"use --train-backend hf; or {KNOWN}",
         )
     rope, latent = next(iter(rope_by_layer(c).values())), _latent(c) if family.latent else None
     return ModelShape(

@@ -147,6 +147,9 @@ LAYOUTS = {
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
     "tp2-qwen2": (2, "qwen2", dict(tensor_model_parallel_size=2)),
+    "pp2-qwen2": (2, "qwen2", dict(pipeline_model_parallel_size=2)),
+    "tp2-llama": (2, "llama", dict(tensor_model_parallel_size=2)),
+    "pp2-llama": (2, "llama", dict(pipeline_model_parallel_size=2)),
     "tp2-sp": (2, "untied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "tp2-sp-tied": (2, "tied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "dp2": (2, "untied", {}),
@@ -181,6 +184,7 @@ SLOW = {
     "cp2", "cp2-dist-opt", "one-deep", "pp2-deep", "one-moe", "one-moe-mixed", "one-moe-losses", "ep2", "ep2-dist-opt",
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
+    "pp2-qwen2", "tp2-llama", "pp2-llama",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [

@@ -17,6 +17,7 @@ from instep.errors import CheckpointError
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
+from tests.families import make_family
 
 LR, NUM_STEPS, CLIP = 3e-3, 3, 0.05
 LAYOUTS = {
@@ -28,6 +29,7 @@ LAYOUTS = {
     "megatron DP2": ("megatron", 2, ["--use-distributed-optimizer"]),
     "megatron PP2": ("megatron", 2, ["--pipeline-model-parallel-size", "2"]),
     "megatron CP2": ("megatron", 2, ["--context-parallel-size", "2"]),
+    "megatron CP2 EP2": ("megatron", 2, ["--context-parallel-size", "2", "--expert-model-parallel-size", "2"]),
 }
 
 
@@ -172,6 +174,7 @@ def golden(tmp_path_factory):
 FAST = [
     pytest.param(name, marks=pytest.mark.slow if name in ("megatron PP2", "megatron CP2", "megatron") else ())
     for name in LAYOUTS
+    if "EP" not in name
 ]
 
 
@@ -185,6 +188,25 @@ def test_values_and_steps_are_plain_torchs_in_every_layout(golden, tmp_path, nam
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
     assert got_metrics[1]["value_clipfrac"] > 0
+    assert after.abs().mean() > 0.1
+    torch.testing.assert_close(got_after, after, rtol=1e-5, atol=1e-5)
+    assert got_weights.keys() == weights.keys()
+    for key, want in weights.items():
+        assert (got_weights[key] - want).norm() < 1e-5 * want.norm(), key
+
+
+@pytest.mark.slow
+def test_a_critic_with_experts_is_that_of_the_hf_backend(tmp_path):
+    make_family("qwen3_moe", tmp_path / "hf")
+    make_prompts(tmp_path / "train.jsonl", 16)
+    results = []
+    for name in ("hf", "megatron CP2 EP2"):
+        (tmp_path / f"run {name}").mkdir()
+        results.append(run_layout(name, tmp_path, tmp_path / f"run {name}")[1:])
+    (metrics, after, weights), (got_metrics, got_after, got_weights) = results
+    for got, want in zip(got_metrics, metrics, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
     assert after.abs().mean() > 0.1
     torch.testing.assert_close(got_after, after, rtol=1e-5, atol=1e-5)
     assert got_weights.keys() == weights.keys()

@@ -11,6 +11,8 @@ TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-si
 LAYOUTS = [
     pytest.param("qwen3", TP2, id="tp2"),
     pytest.param("qwen3", PP2, id="pp2", marks=pytest.mark.slow),
+    pytest.param("qwen2", PP2, id="qwen2-pp2", marks=pytest.mark.slow),
+    pytest.param("llama", TP2, id="llama-tp2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", ["--expert-model-parallel-size", "2"], id="ep2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", [*TP2, "--sequence-parallel"], id="etp2", marks=pytest.mark.slow),
 ]

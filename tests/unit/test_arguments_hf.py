@@ -163,13 +163,14 @@ def test_the_shape_is_compared_with_config_json(backend: str, more: dict, words:
 
 NEUTRAL = """
 --attention-backend flash --cp-comm-type p2p --moe-token-dispatcher-type alltoall
---update-weight-mode full --transformer-impl local
+--update-weight-mode full --transformer-impl local --cpu-offloading-num-layers 0 --lr-warmup-samples 0
 """
 NOT_NEUTRAL = [
     ("--context-parallel-size 2 --train-backend hf", "the hf backend has no context parallelism"),
     ("--cp-comm-type a2a", "refused: context-parallel ranks gather keys and values"),
-    ("--moe-token-dispatcher-type flex", "refused: experts have no capacity"),
-    ("--moe-permute-fusion", "later: experts are computed one after another"),
+    ("--moe-token-dispatcher-type flex", "refused: tokens travel by alltoall"),
+    ("--delay-wgrad-compute", "later: tokens travel between experts while nothing is computed"),
+    ("--cpu-offloading-num-layers 2", "refused: needs Transformer Engine"),
     ("--attention-backend fused", "refused: instep chooses the attention kernel by device"),
     ("--update-weight-mode delta", "later: --weight-sync says how weights travel"),
     ("--transformer-impl transformer_engine", "refused: needs Transformer Engine"),

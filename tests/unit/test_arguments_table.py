@@ -208,7 +208,7 @@ def test_megatron_table_is_the_whole_command_line():
     assert by_name["--recompute-granularity"].choices == ("full", "selective")
     assert by_name["--no-rope-fusion"].constant is False
     assert by_name["--tokenizer-type"].status == "refused"
-    assert by_name["--moe-permute-fusion"].status == "later"
+    assert by_name["--moe-permute-fusion"].status == "accepted"
 
 
 def test_flags_that_pass_through_are_fields_of_megatron_core():

@@ -183,7 +183,8 @@ def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path, back):
     [
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda folder: os.truncate(folder / "__0_0.distcp", 1000), "__0_0.distcp is cut off"),
-        (lambda folder: (folder / "metadata.json").unlink(), "--train-backend hf, torch_dcp or fsdp_dtensor"),
+        (lambda folder: (folder / "metadata.json").unlink(), "without metadata.json: of --train-backend hf, or torch"),
+        (lambda folder: (folder / "metadata.json").write_text("{"), "metadata.json does not name a format"),
         (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "of the format zarr"),
         (lambda folder: (folder / ".metadata").unlink(), "neither .metadata"),
     ],
@@ -369,6 +370,23 @@ def test_an_expert_is_read_without_a_look_at_the_chunks_of_the_others():
         assert torch.equal(Part("", stored, (expert,)).read((1, 0), (3, 2)), whole[expert, 1:])
         assert [chunk.offsets[:1] for chunk in stored.at((expert,))] == [(expert - expert % 2,)] * 2
     assert stored.at(()) == list(chunks) and not stored.at((6,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "remedy"),
+    [
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM", "nothing has to be"),
+        ({"attention_bias": True}, "attention_bias=true", "nothing has to be converted for --train-backend hf"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "no readable config.json", "config.json of the model"),
+        ({"hidden_size": "big"}, "no readable config.json", "config.json of the model"),
+    ],
+)
+def test_a_model_that_megatron_does_not_know_is_one_error(models, tmp_path, capsys, changes, what, remedy):
+    hf = shutil.copytree(models / "untied", tmp_path / "hf")
+    (hf / "config.json").write_text(json.dumps(json.loads((hf / "config.json").read_text()) | changes))
+    assert to_megatron(hf, tmp_path / "m") == 2 and not (tmp_path / "m").exists()
+    error = capsys.readouterr().err
+    assert what in error and remedy in error.split("remedy:")[1] and error.count("remedy:") == 1
 
 
 def test_wrong_folders_and_iterations_are_said(models, tmp_path, capsys):

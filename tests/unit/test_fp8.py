@@ -120,6 +120,41 @@ def test_folders_with_one_scale_for_each_tensor_are_converted(tmp_path, capsys):
                 assert torch.equal(tensor, meant[name].bfloat16()), name
 
 
+def only_beside(hf: Path, text: str) -> None:
+    """How a folder is quantized stands in ModelOpt's file of its own alone."""
+    config = json.loads((hf / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (hf / "config.json").write_text(json.dumps(config))
+    (hf / "hf_quant_config.json").write_text(text)
+
+
+def test_a_file_of_modelopt_beside_config_json_says_how_they_are_quantized(tmp_path, capsys):
+    hf, save = tmp_path / "hf", tmp_path / "bf16"
+    random_model(MODELS["untied"]).bfloat16().save_pretrained(hf)
+    meant = quantize_tensors(hf, "modelopt")
+    how = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    only_beside(hf, json.dumps({"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": how}))
+    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(hf), "--save", str(save)]) == 0
+    written = weights(save)
+    assert written.keys() == meant.keys() and all(torch.equal(t, meant[key].bfloat16()) for key, t in written.items())
+    assert not (save / "hf_quant_config.json").exists()
+    capsys.readouterr()
+    for text, said in [
+        ('{"quantization": {"quant_algo": "NVFP4"}}', "are quantized (modelopt, quant_algo NVFP4)"),
+        ('{"quantization": {"quant_algo": "FP8_PB_WO"}}', "are quantized (modelopt, quant_algo FP8_PB_WO)"),
+        ('{"quantization": {}}', "are quantized (modelopt, quant_algo None)"),
+        ('{"quantization": 8}', "hf_quant_config.json has no object `quantization`"),
+        ("{", "hf_quant_config.json cannot be read"),
+    ]:
+        only_beside(hf, text)
+        for way in ("hf-to-megatron", "fp8-to-bf16"):
+            assert main(["convert", way, "--hf-checkpoint", str(hf), "--save", str(tmp_path / "new")]) == 2
+            error = " ".join(capsys.readouterr().err.split())
+            assert said in error and str(hf) in error and "remedy:" in error and not (tmp_path / "new").exists()
+    only_beside(save, '{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(save), "--save", str(tmp_path / "m")]) == 0
+
+
 def test_a_scale_of_a_tensor_is_one_number(tmp_path):
     random_model(MODELS["untied"]).bfloat16().save_pretrained(tmp_path)
     quantize_tensors(tmp_path, "compressed-tensors")
@@ -281,7 +316,7 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     assert command is not None, error.value.remedy
     assert main(shlex.split(command[1])) == 0
     check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16")))
-    change_config(tmp_path / "hf", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    only_beside(tmp_path / "hf", '{"quantization": {"quant_algo": "FP8"}}')
     with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot"):
         check_inputs(parse(words(tmp_path, tmp_path / "hf")))
 

@@ -42,7 +42,6 @@ MOONLIGHT = PUBLISHED | {
 }  # fmt: skip
 SILENT = {"--kv-channels", "--moe-router-pre-softmax"}  # which neither Megatron nor instep reads here
 SCRIPTS = Path(__file__).parent / "data/slime_scripts.json"
-KERNELS = ("--moe-permute-fusion",)  # about how experts compute, not about the model
 
 
 def model_flags(name: str) -> list[list[str]]:
@@ -52,7 +51,7 @@ def model_flags(name: str) -> list[list[str]]:
     flags: list[list[str]] = []
     for word in words:
         flags = [*flags, [word]] if word.startswith("--") else [*flags[:-1], [*flags[-1], word]]
-    return [flag for flag in flags if flag[0] not in KERNELS]
+    return flags
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from instep.engines.kind import served_dtype
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
 from instep.integrations.trl.command_line import COMMAND, LEVELS, Serving, read
+from instep.models.shape import read_config
 from instep.scratch import Scratch, memory_root
 from instep.serve import describe, serve
 from instep.weights.place import SYNC
@@ -156,8 +156,7 @@ def _layout(args: Args) -> Layout:
     from instep.integrations.trl.staging import Layout, dtype_of
 
     folder = Path(args.hf_checkpoint)
-    config = json.loads((folder / "config.json").read_text())
-    if quantization(args) or config.get("quantization_config"):
+    if quantization(args) or read_config(folder).get("quantization_config"):
         return Layout.none("the engines' weights are quantized, so that they would hold others than a trainer sends")
     try:
         dtype = dtype_of(served_dtype(args))
