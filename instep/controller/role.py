@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 logger = logging.getLogger(__name__)
+ENOUGH_TOKENS = 8192  # of a rank: no longer does a pass wait for the launches of its kernels
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
 
 Metrics = dict[str, float]
@@ -79,11 +80,11 @@ class RoleTrainer:
         return self._dp_size * self._layout[0].micro_batch_multiple
 
     def fills_ranks(self, lengths: Sequence[int]) -> bool:
-        """Whether samples of these lengths fill a micro-batch of each rank, so that nothing is gained by more."""
+        """Whether samples of these lengths fill a micro-batch of each rank, or are enough for an efficient one."""
         args, unit = self.args, self.samples_multiple
         if not args.use_dynamic_batch_size:
             return len(lengths) >= unit * (args.micro_batch_size or 1)
-        return sum(lengths) >= unit * (args.max_tokens_per_gpu or 0) * self._layout[0].cp_size
+        return sum(lengths) >= unit * min(args.max_tokens_per_gpu or 0, ENOUGH_TOKENS) * self._layout[0].cp_size
 
     def plan(self, batch: TokenBatch, num_steps: int | None = None) -> Schedule:
         """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks.

@@ -29,7 +29,7 @@ from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Ro
 from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices
 from instep.training.gap import COLUMN, FreshGap, measured
-from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
+from instep.training.losses import loss_fn_from_args, metrics_of_step, value_loss_fn
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
@@ -315,7 +315,8 @@ class Worker(Profiled):
                 break
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
-                metrics = self._reduce([*(begun.outputs if begun is not None and n == 0 else ()), *outputs])
+                outputs = [*(begun.outputs if begun is not None and n == 0 else ()), *outputs]
+                metrics = metrics_of_step(outputs, self.backend.parallel)
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
         self._settle()
         if not self.backend.parallel.is_output_rank:
@@ -344,22 +345,6 @@ class Worker(Profiled):
             return self.loss_fn(batch, outputs)
 
         return loss_fn
-
-    def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
-        """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
-        sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
-        for name in outputs[0].sums:
-            sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
-        maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
-        total = torch.stack(list(sums.values())).double()
-        largest = torch.stack([*maxes.values(), torch.zeros((), device=total.device)]).double()
-        group = self.backend.parallel.dp_group
-        if self.backend.parallel.dp_size > 1:
-            dist.all_reduce(total, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return finish_metrics(
-            dict(zip(sums, total.tolist(), strict=True)), dict(zip(maxes, largest.tolist()[:-1], strict=True))
-        )
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
         """Log-probs of a sync's probe, float32 `[num_response_tokens]`; all ranks score the same batch."""

@@ -23,9 +23,16 @@ TIS_AND_KL = "--use-tis --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 "
 LAYOUTS = {
     "hf": (1, "--train-backend hf --calculate-per-token-loss " + TIS_AND_KL),
     "hf, FSDP2 x2": (2, "--train-backend hf --kl-coef 0.1 --advantage-estimator rloo"),
+    "hf, mirrored x2": (2, "--train-backend hf --weight-sync single-copy --calculate-per-token-loss"),
+    "hf, TP2": (2, "--train-backend hf --tensor-model-parallel-size 2 " + TIS_AND_KL),
+    "hf, LoRA": (1, "--train-backend hf --lora-rank 4 --advantage-estimator max_rl"),
     "megatron": (1, "--train-backend megatron " + TIS_AND_KL),
     "megatron, DP2": (2, "--train-backend megatron --use-distributed-optimizer --calculate-per-token-loss"),
     "megatron, PP2": (2, "--train-backend megatron --pipeline-model-parallel-size 2 --entropy-coef 0.01"),
+    "megatron, PP2, virtual stages": (
+        2,
+        "--train-backend megatron --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
     "megatron, TP2": (2, "--train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel"),
     "megatron, CP2": (2, "--train-backend megatron --context-parallel-size 2"),
 }
@@ -82,7 +89,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("early")
-    make_checkpoint(folder / "hf", layers=2)
+    make_checkpoint(folder / "hf", layers=4)
     make_prompts(folder / "train.jsonl", 16)
     return folder
 
