@@ -53,6 +53,7 @@ def why_not(args: Settings, samples_multiple: int = 1) -> str:
         or (args.use_opd and args.opd_type != "model"),
         "a loss of the user's": args.loss_type != "policy_loss",
         "a hook sees all samples": any(getattr(args, name) for name in OF_ALL),
+        "a rollout function of the user's": not args.rollout_function_path.startswith("instep."),
         "losses and biases of routers are of all tokens of the step": args.moe_aux_loss_coeff
         or args.moe_z_loss_coeff
         or args.moe_router_bias_update_rate

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments import parse
 from instep.controller.early import scores_early
 from instep.controller.early_step import OF_ALL, why_not
@@ -23,7 +24,7 @@ EARLY: dict[str, Any] = dict(
     offload_train=False, offload_rollout=False, deterministic_mode=False, use_routing_replay=False,
     custom_megatron_before_log_prob_hook_path=None, num_steps_per_rollout=2, rollout_batch_size=3,
     moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_router_bias_update_rate=0.0, megatron_overrides={},
-    **dict.fromkeys(OF_ALL),
+    **dict.fromkeys(OF_ALL), rollout_function_path=DEFAULT_ROLLOUT,
 )  # fmt: skip
 
 
@@ -209,6 +210,7 @@ def test_what_was_begun_with_a_sample_that_has_changed_is_computed_again() -> No
         ("--colocate --device cuda", "take turns"),
         ("--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss", "of the user's"),
         ("--custom-reward-post-process-path tests.loss_hooks.ppo_loss", "all samples"),
+        ("--rollout-function-path tests.loss_hooks.ppo_loss", "rollout function"),
         ("--rollout-sample-filter-path tests.loss_hooks.ppo_loss", "all samples"),
         ("--rollout-data-postprocess-path tests.loss_hooks.ppo_loss", "all samples"),
         ("--train-backend megatron --moe-aux-loss-coeff 0.01", "routers"),
