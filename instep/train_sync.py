@@ -2,12 +2,12 @@
 
                 | generate        | train            | sync            | finish_step, save | evaluate
     engines     | # responses     | .                | # load, probe   | .                 | # responses
-    workers     | # score early   | # score, steps   | # send, probe   | # files           | .
+    workers     | # begin early   | # score, steps   | # send, probe   | # files           | .
     controller  | # rewards       | # advantages     | # proof         | # metrics, state  | # rewards
                   -> Rollout        -> TrainedRollout  -> a version
 
-The workers train on the whole rollout, which was made with the very weights that they hold; groups that are finished
-before they may score (`controller/early.py`). The engines wait for the
+The workers train on the whole rollout, which was made with the very weights that they hold; with groups that
+are finished before they may begin (`controller/early.py`, `early_step.py`). The engines wait for the
 training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs;
 with --async-save the workers copy their state to host memory, and threads write it while the next rounds run.
 """

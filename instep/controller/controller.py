@@ -237,9 +237,10 @@ class Controller:
         version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
         data, early = self.data_source.of_round(rollout_id, version), None
         if self.deployment.trainer is not None:
-            early = self._training.early_scores(critic_only=rollout_id < self.args.num_critic_only_steps)
+            critic_only, of_trainer = rollout_id < self.args.num_critic_only_steps, self.deployment.trained_version
+            early = self._training.early(rollout_id, of_trainer, critic_only=critic_only)
         runtime.set_kept_listener(early.add if early is not None else None)
-        more = {"meanwhile": early.score} if early is not None else {}
+        more = {"meanwhile": early.work} if early is not None else {}
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self.call(call, f"rollout {rollout_id}", **more), self._rollout_hook)
@@ -358,13 +359,12 @@ class Controller:
         # Syncs and evaluations belong to no round: those since the last line.
         seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval", "wait")}
         generated = rollout.num_response_tokens if self.deployment.engines else None
-        metrics = {**rollout.metrics, **trained.metrics, **speed_metrics(seconds, generated, trained.num_tokens)}
+        early = rollout.early.metrics() if rollout.early is not None else {}
+        speed = speed_metrics(seconds, generated, trained.num_tokens, early.get("perf/early_train_seconds", 0.0))
+        metrics = {**rollout.metrics, **trained.metrics, **early, **speed}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        early = rollout.early.seconds if rollout.early is not None else 0.0
-        if rollout.early is not None:
-            metrics["perf/early_log_probs_seconds"] = early
         metrics |= self.deployment.turn_seconds() | self._saves.metrics()
-        metrics |= self._idle.take(early + seconds.get("train", 0.0))
+        metrics |= self._idle.take(sum(early.values()) + seconds.get("train", 0.0))
         metrics |= runtime.take_array_share()
         if self.last_sync is not None:
             metrics |= {**self.last_sync.metrics(), **self.deployment.memory("sync")}

@@ -1,9 +1,10 @@
-"""Log-probs of a rollout's finished groups, which the trainer computes while the engines generate the others.
+"""What the trainer computes of a rollout's finished groups while the engines generate the others: their log-probs, and
+where a rollout is one step, gradients (`early_step.py`).
 
     engines     | # responses                                       |
     workers     | .         # groups 3, 5  .  # group 0  .  # 1, 7  | # score the rest, steps
 
-Who watches the rollout calls `EarlyScores.score` again and again, so that nothing else asks the workers meanwhile.
+Who watches the rollout calls `Early.work` again and again, so that nothing else asks the workers meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from instep.controller.role import RoleTrainer
-from instep.errors import RolloutError
+from instep.errors import RewardError, RolloutError
 from instep.rollout.outputs import flatten
 from instep.types import Group, Schedule, TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.controller.early_step import EarlyStep
 
 _Key = tuple[bytes, int, float]  # all that a score depends on: tokens, how many of them respond, temperature
 
@@ -35,19 +37,25 @@ def scores_early(args: Settings) -> bool:
     return is_there and not (args.deterministic_mode or of_all or args.use_rollout_routing_replay)
 
 
-class EarlyScores:
+class Early:
     """What is known of the samples of one rollout before it has ended; the trainer's weights are those of its training.
 
     Args:
         wanted: the token columns that each role computes.
         build: makes a batch of groups.
+        step: is begun with what was scored; None: groups are only scored.
 
     Attributes:
-        seconds: in which the workers have computed it.
+        seconds: in which the workers have scored.
     """
 
-    def __init__(self, wanted: list[tuple[RoleTrainer, list[str]]], build: Callable[[list[Group]], TokenBatch]):
-        self._wanted, self._build = wanted, build
+    def __init__(
+        self,
+        wanted: list[tuple[RoleTrainer, list[str]]],
+        build: Callable[[list[Group]], TokenBatch],
+        step: EarlyStep | None = None,
+    ):
+        self._wanted, self._build, self.step = wanted, build, step
         self._waiting: list[Group] = []
         self._rows: defaultdict[_Key, dict[str, torch.Tensor]] = defaultdict(dict)  # columns of a sample
         self.seconds = 0.0
@@ -56,28 +64,45 @@ class EarlyScores:
         """Take a group that is going to be trained on; any thread may call it."""
         self._waiting.append(group)
 
-    def score(self) -> None:
-        """Score the groups that wait, but for the last ones if the ranks could not share them evenly."""
-        multiple = math.lcm(*(role.samples_multiple for role, _ in self._wanted))
-        waiting, size, count = list(self._waiting), 0, 0
-        for n, group in enumerate(waiting, 1):
-            size += sum(1 for _ in flatten(group))
-            count = n if size % multiple == 0 else count
-        if not count:
+    def work(self) -> None:
+        """Score the groups that wait, and begin the step with them."""
+        if not (groups := self._take()):
             return
-        del self._waiting[:count]
         try:
-            batch = self._build(waiting[:count])
-        except RolloutError:
+            batch = self._build(groups)
+        except (RewardError, RolloutError):
             return  # that of the whole rollout raises it, if no hook mends the sample before
+        self._score(batch)
+        if self.step is not None:
+            self.step.begin(len(groups), [sample for group in groups for sample in flatten(group)], batch)
+
+    def _take(self) -> list[Group]:
+        """The groups that wait, without the last ones if the ranks cannot share them evenly; none if they are few."""
+        multiple = math.lcm(*(role.samples_multiple for role, _ in self._wanted))
+        waiting, lengths, count, size = list(self._waiting), list[int](), 0, 0
+        for n, group in enumerate(waiting, 1):
+            lengths += [len(sample.tokens) for sample in flatten(group)]
+            count, size = (n, len(lengths)) if len(lengths) % multiple == 0 else (count, size)
+        if self.step is not None and not self.step.has_enough(lengths[:size]):
+            return []
+        del self._waiting[:count]
+        return waiting[:count]
+
+    def _score(self, batch: TokenBatch) -> None:
         began = time.monotonic()
-        for finish in [role.score(batch, role.plan(batch, num_steps=1), names) for role, names in self._wanted]:
+        wanted = [(role, names) for role, names in self._wanted if names]
+        for finish in [role.score(batch, role.plan(batch, num_steps=1), names) for role, names in wanted]:
             finish()
-        self.seconds += time.monotonic() - began
+        self.seconds += time.monotonic() - began if wanted else 0.0
         keys, lengths = _keys(batch), batch.response_lengths.tolist()
-        for name in (name for _, names in self._wanted for name in names):
+        for name in (name for _, names in wanted for name in names):
             for key, row in zip(keys, batch.token_columns[name].split(lengths), strict=True):
                 self._rows[key][name] = row
+
+    def metrics(self) -> dict[str, float]:
+        """The seconds of the workers, by name of the metric; of what is not computed early none."""
+        out = {"perf/early_log_probs_seconds": self.seconds} if any(names for _, names in self._wanted) else {}
+        return out if self.step is None else {**out, "perf/early_train_seconds": self.step.seconds}
 
     def score_rest(
         self, role: RoleTrainer, batch: TokenBatch, schedule: Schedule, names: list[str]

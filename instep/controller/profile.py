@@ -132,11 +132,11 @@ class StepProfile:
         trained = [s for group in self._rollout.groups for s in group]
         samples = [(len(s.tokens) - s.response_length, s.response_length) for s in trained]
         lora, gpus = bool(args.lora_rank), args.world_size
-        out: dict[str, float | None] = {
-            "forward and backward": floors.training(model, samples, peak, gpus, lora=lora),
-            "optimizer": None if lora else floors.optimizer(model, peak, gpus),
-        }
-        if not (self._rollout.early and self._rollout.early.seconds):  # else a part of them is left
+        early = self._rollout.early.metrics() if self._rollout.early is not None else {}
+        out: dict[str, float | None] = {"optimizer": None if lora else floors.optimizer(model, peak, gpus)}
+        if not early.get("perf/early_train_seconds"):  # else a part of it is left
+            out["forward and backward"] = floors.training(model, samples, peak, gpus, lora=lora)
+        if not early.get("perf/early_log_probs_seconds"):
             out["log-probs"] = num_scored(found) * floors.scoring(model, samples, peak, gpus)
         turns = [(s.facts["prompt_tokens"], s.facts.get("tokens", 0)) for s in found if s.name == "turn"]
         if turns and (engines := [e for e in plan_engines(args) if e.update_weights]):

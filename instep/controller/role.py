@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 logger = logging.getLogger(__name__)
+ENOUGH_TOKENS = 8192  # of a rank: no longer does a pass wait for the launches of its kernels
 MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
 
 Metrics = dict[str, float]
@@ -77,6 +78,13 @@ class RoleTrainer:
     def samples_multiple(self) -> int:
         """A multiple of so many samples always makes as many micro-batches for every rank."""
         return self._dp_size * self._layout[0].micro_batch_multiple
+
+    def fills_ranks(self, lengths: Sequence[int]) -> bool:
+        """Whether samples of these lengths fill a micro-batch of each rank, or are enough for an efficient one."""
+        args, unit = self.args, self.samples_multiple
+        if not args.use_dynamic_batch_size:
+            return len(lengths) >= unit * (args.micro_batch_size or 1)
+        return sum(lengths) >= unit * min(args.max_tokens_per_gpu or 0, ENOUGH_TOKENS) * self._layout[0].cp_size
 
     def plan(self, batch: TokenBatch, num_steps: int | None = None) -> Schedule:
         """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks.
@@ -134,6 +142,21 @@ class RoleTrainer:
 
         return finish
 
+    def begin_step(
+        self, batch: TokenBatch, schedule: Schedule, rollout_id: int
+    ) -> Callable[[], dict[int, torch.Tensor]]:
+        """Begin `Worker.begin_step`; returns a function that waits for the log-probs, by number of the sample."""
+        shares = self._shares(batch, schedule)
+        parts = [(share.batch, share.steps[0], rollout_id) for share in shares]
+        per_rank = [parts[p.dp_rank] for p in self._layout]
+        wait = self.workers.start("begin_step", timeout=self.args.train_timeout, per_rank=per_rank)
+
+        def finish() -> dict[int, torch.Tensor]:
+            answers = [(shares[p.dp_rank].order, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
+            return {order[n]: row for order, answer in answers for n, row in answer.items()}
+
+        return finish
+
     def train(
         self,
         batch: TokenBatch,
@@ -142,12 +165,13 @@ class RoleTrainer:
         keep_log_probs: Collection[int] = (),
         gap_limit: float = math.inf,
         rollout_id: int = 0,
+        scale: float | None = None,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin the optimizer steps of `schedule`.
 
         Args:
             keep_log_probs: the numbers of the samples whose log-probs are wanted.
-            gap_limit: see `Worker.train`.
+            gap_limit, scale: see `Worker.train`.
 
         Returns:
             A function that waits. It returns the metrics of each step, and by number of the sample the log-probs
@@ -157,7 +181,7 @@ class RoleTrainer:
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
-        parts = [(s.batch, s.steps, lrs, k, gap_limit, rollout_id) for s, k in zip(shares, kept, strict=True)]
+        parts = [(s.batch, s.steps, lrs, k, gap_limit, rollout_id, scale) for s, k in zip(shares, kept, strict=True)]
         per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
         wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
 

@@ -17,7 +17,8 @@ import torch
 from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
-from instep.controller.early import EarlyScores, scores_early
+from instep.controller.early import Early, scores_early
+from instep.controller.early_step import EarlyStep, why_not
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch, is_older, older_tokens
@@ -61,14 +62,14 @@ class Rollout:
         groups: with rewards, in the order of training; they are finished in the ledger.
         metrics: `rollout/*` and those of the rollout function.
         seconds: the duration of each phase of the rollout, by name.
-        early: what the trainer has scored meanwhile.
+        early: what the trainer has computed meanwhile.
     """
 
     rollout_id: int
     groups: list[Group]
     metrics: Metrics
     seconds: dict[str, float]
-    early: EarlyScores | None = None
+    early: Early | None = None
 
     @property
     def num_response_tokens(self) -> int:
@@ -164,7 +165,7 @@ class TrainingRound:
         version: int = 0,
         gap_limit: float = math.inf,
         rollout_id: int = 0,
-        early: EarlyScores | None = None,
+        early: Early | None = None,
     ) -> TrainedBatch:
         """Train on one rollout.
 
@@ -174,7 +175,7 @@ class TrainingRound:
             critic_only: the actor is not trained.
             version: of the weights that the workers hold, as the engines have it; 0: no engine has it.
             gap_limit: the largest mean log-prob gap of this version's tokens with which the actor is trained.
-            early: what has been scored before.
+            early: what has been computed before.
 
         Raises:
             SyncError: the gap is larger.
@@ -183,13 +184,10 @@ class TrainingRound:
         with span("batch"):
             batch, samples, sources = self._batch(groups)
         keep = {i for i, number in enumerate(sources) if number in keep}
-        if version and "rollout_log_probs" in batch.token_columns:
-            batch.token_columns[FRESH] = fresh_tokens(samples, version)
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
+        self._mark(batch, samples, version)
         if version and self._has_rewards:
-            if bool((older := older_tokens(batch, version, samples)).any()):
-                batch.token_columns["older"] = older
             self._warn_of_no_base(samples, version)
         self._weigh(batch, step_of_sample)
         out = TrainedBatch([], {}, batch, step_of_sample, {}, sources)
@@ -218,7 +216,11 @@ class TrainingRound:
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
             wanted_now = keep if scored is None else ()
-            begun = self._actor.train(batch, schedule, num_steps_before, wanted_now, gap_limit, rollout_id)
+            words = schedule, num_steps_before, wanted_now, gap_limit
+            if early is not None and early.step is not None:
+                begun = early.step.train_rest(batch, samples, *words)
+            else:
+                begun = self._actor.train(batch, *words, rollout_id)
             out.steps, kept = begun()
             out.log_probs = out.log_probs or kept
         if critic is not None:
@@ -227,14 +229,36 @@ class TrainingRound:
             out.metrics |= critic_metrics(steps, batch)
         return out
 
-    def early_scores(self, *, critic_only: bool) -> EarlyScores | None:
-        """What the workers may score while a rollout goes on, see `scores_early`; None where there is nothing."""
-        args = self._args
+    def early(self, rollout_id: int, version: int, *, critic_only: bool = False) -> Early | None:
+        """What the workers may compute while a rollout goes on, see `scores_early` and `why_not`; None where there is
+        nothing. `rollout_id`, `version`, `critic_only`: as `run` gets them."""
+        args, step = self._args, None
         names = self._own(self._scored_names(0 if critic_only else args.num_steps_per_rollout or 1))
-        wanted = [(self._actor, names)] if names else []
+        if not why_not(args, self._actor.samples_multiple):
+            complete = partial(self._complete, version=version)
+            step = EarlyStep(self._actor, rollout_id, args.rollout_batch_size, complete)
+        wanted = [(self._actor, names)] if names or step is not None else []
         if self._critic is not None:
             wanted.append((self._critic, ["values"]))
-        return EarlyScores(wanted, partial(self._build, needs_reward=False)) if wanted and scores_early(args) else None
+        if not wanted or not scores_early(args):
+            return None
+        return Early(wanted, partial(self._build, needs_reward=step is not None), step)
+
+    def _complete(self, batch: TokenBatch, samples: list[Sample], *, version: int) -> None:
+        """Add what `run` adds to the whole rollout to samples with scores; see `EarlyStep`."""
+        self._mark(batch, samples, version)
+        self._weigh(batch, [0] * batch.num_samples)
+        scales = batch.sample_columns["loss_scale"]
+        batch.token_columns["loss_weights"] /= scales[0]
+        batch.sample_columns["loss_scale"] = torch.ones_like(scales)
+        add_advantages(batch, samples, self._args, self._hook_args)
+
+    def _mark(self, batch: TokenBatch, samples: list[Sample], version: int) -> None:
+        """Add the columns that say which weights have made a token."""
+        if version and "rollout_log_probs" in batch.token_columns:
+            batch.token_columns[FRESH] = fresh_tokens(samples, version)
+        if version and self._has_rewards and bool((older := older_tokens(batch, version, samples)).any()):
+            batch.token_columns["older"] = older
 
     def _own(self, names: list[str]) -> list[str]:
         """Those of `names` that the actor's workers compute."""

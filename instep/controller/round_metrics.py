@@ -79,14 +79,20 @@ def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str
     return {f"critic/{name}": value for name, value in out.items()}
 
 
-def speed_metrics(seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int) -> dict[str, float]:
-    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None without engines."""
+def speed_metrics(
+    seconds: dict[str, float], num_response_tokens: int | None, num_tokens: int, early_train: float = 0.0
+) -> dict[str, float]:
+    """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None without engines.
+
+    Args:
+        early_train: seconds of the training that were in the rollout.
+    """
     out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
     out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
     if seconds.get("rollout") and num_response_tokens is not None:
         out["perf/rollout_tokens_per_second"] = num_response_tokens / seconds["rollout"]
     if seconds.get("train"):
-        out["perf/train_tokens_per_second"] = num_tokens / seconds["train"]
+        out["perf/train_tokens_per_second"] = num_tokens / (seconds["train"] + early_train)
     return out
 
 

@@ -15,7 +15,12 @@ PHASE = "phase"  # the fact by which spans of phases are known
 IDLE, BETWEEN = "nobody works", "between the phases"
 # Phase -> part -> names of the spans that it consists of.
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "rollout": {"generate": ("turn",), "reward": ("reward",), "early log-probs": ("log_probs",)},
+    "rollout": {
+        "generate": ("turn",),
+        "reward": ("reward",),
+        "early log-probs": ("log_probs",),
+        "early training": ("begin_step",),
+    },
     "train": {
         "log-probs": ("log_probs",),
         "forward and backward": ("forward_backward",),

@@ -144,17 +144,22 @@ class TrainBackend(Frozen, Protocol):
     saver: Saver  # which `save` uses
 
     def forward_backward(
-        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:
         """Make the gradients of all micro-batches of an optimizer step, summed over data-parallel ranks.
 
         Args:
             loss_fn: called once per micro-batch, in order, on the ranks of the last pipeline stage.
             logits: whether `loss_fn` reads `TokenOutputs.logits`.
+            more: another call follows, with more micro-batches of the same step; the last one is without `more`.
 
         Returns:
             What `loss_fn` returned, in the same order; None except on the last stage.
         """
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that calls with `more` have made for the next step; 0 forgets them, NaN too."""
         ...
 
     def optimizer_step(self, lr: float) -> StepResult:

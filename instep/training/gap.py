@@ -68,3 +68,12 @@ class FreshGap:
         dist.all_reduce(self._sums)
         total, count = self._sums.tolist()
         return total / count if count else 0.0
+
+
+def measured(gap: FreshGap | None, batch: TokenBatch, loss_fn: LossFn) -> LossFn:
+    """The loss, which also adds to the gap; that of a `batch` with scores is added now, and the loss is as it was."""
+    scored = batch.token_columns.get("log_probs")
+    if gap is None or scored is None:
+        return loss_fn if gap is None else gap.adding(loss_fn)
+    gap.add(batch, scored)
+    return loss_fn

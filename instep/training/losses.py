@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from instep.algorithms.losses.dpo import dpo_loss
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
@@ -13,7 +14,7 @@ from instep.algorithms.losses.sft import sft_loss
 from instep.algorithms.losses.value import value_loss
 from instep.algorithms.segments import segment_sum
 from instep.errors import RolloutError
-from instep.training.backend import LossFn, LossOutput, TokenOutputs
+from instep.training.backend import LossFn, LossOutput, ParallelInfo, TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
 
@@ -160,6 +161,22 @@ LOSSES: dict[str, Callable[[Any], LossFn]] = {
     "dpo_loss": lambda args: dpo_loss_fn(args.dpo_beta, args.dpo_label_smoothing),
     "custom_loss": custom_loss_fn,
 }
+
+
+def metrics_of_step(outputs: list[LossOutput], parallel: ParallelInfo) -> dict[str, float]:
+    """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
+    sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
+    for name in outputs[0].sums:
+        sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
+    maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
+    total = torch.stack(list(sums.values())).double()
+    largest = torch.stack([*maxes.values(), torch.zeros((), device=total.device)]).double()
+    if parallel.dp_size > 1:
+        dist.all_reduce(total, group=parallel.dp_group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.dp_group)
+    return finish_metrics(
+        dict(zip(sums, total.tolist(), strict=True)), dict(zip(maxes, largest.tolist()[:-1], strict=True))
+    )
 
 
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:

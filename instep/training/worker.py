@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -25,9 +26,10 @@ from instep.checkpoints.plain import random_state, seed_all, set_random_state, t
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
+from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices
-from instep.training.gap import COLUMN, FreshGap
-from instep.training.losses import finish_metrics, loss_fn_from_args, value_loss_fn
+from instep.training.gap import COLUMN, FreshGap, measured
+from instep.training.losses import loss_fn_from_args, metrics_of_step, value_loss_fn
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
@@ -59,6 +61,7 @@ class Worker(Profiled):
     def __init__(self, emit: Callable[[Any], None]):
         self._emit = emit
         self._settled = False
+        self._begun: BegunStep | None = None
         self._left_out: list[str] = []  # of the weights of reference and teacher
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -225,6 +228,46 @@ class Worker(Profiled):
         if self._hooks.log_probs is not None:
             self._hooks.before_log_probs(cast("MegatronBackend", model).wrapped, prefix)
 
+    def begin_step(
+        self, batch: TokenBatch, micro_batches: list[list[int]], rollout_id: int
+    ) -> dict[int, torch.Tensor] | None:
+        """Make the gradients of some samples of a rollout's only optimizer step; other samples may follow.
+
+        Their `loss_weights` lack the factor that all samples of the step share; `train` gets it, and makes the rest.
+        What another rollout has begun is forgotten.
+
+        Returns:
+            By index the log-probs `[response_length]` of all samples, None except on the output rank.
+        """
+        if self._begun is None or self._begun.rollout_id != rollout_id:
+            self._forget_begun()
+            self._begun = BegunStep(rollout_id, self._gap(batch))
+        kept: dict[int, torch.Tensor] = {}
+        keeping = self._loss_that_keeps(micro_batches, range(batch.num_samples), kept)
+        loss_fn = measured(self._begun.gap, batch, keeping)
+        parts = [batch.select(indices).to(self.device) for indices in micro_batches]
+        outputs = self.backend.forward_backward(parts, loss_fn, more=True)
+        self._begun.outputs += outputs or []
+        return {i: row.cpu() for i, row in kept.items()} if self.backend.parallel.is_output_rank else None
+
+    def _forget_begun(self) -> None:
+        if self._begun is not None:
+            self.backend.scale_gradients(0.0)
+        self._begun = None
+
+    def _take_begun(self, scale: float | None) -> BegunStep | None:
+        """What `begin_step` has made, times `scale`; without `scale` it is forgotten."""
+        if scale is None:
+            self._forget_begun()
+            return None
+        begun, self._begun = self._begun, None
+        assert begun is not None, "the controller knows what was begun"
+        begun.scale(self.backend, scale)
+        return begun
+
+    def _gap(self, batch: TokenBatch) -> FreshGap | None:
+        return FreshGap(self.device) if COLUMN in batch.token_columns and self.role == "actor" else None
+
     def train(
         self,
         batch: TokenBatch,
@@ -233,6 +276,7 @@ class Worker(Profiled):
         keep_log_probs: Collection[int] = (),
         gap_limit: float = math.inf,
         rollout_id: int = 0,
+        scale: float | None = None,
     ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor], float | None] | None:
         """Do the optimizer steps of one rollout on this data-parallel rank's samples.
 
@@ -241,6 +285,8 @@ class Worker(Profiled):
             keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
             gap_limit: the largest mean gap of fresh tokens (`gap.py`) with which anything is trained; measured over the
                 rollout if it was scored first, else over the first step.
+            scale: `batch` is the rest of the step that `begin_step` has begun, whose loss is to be multiplied by it;
+                None: of what was begun nothing is trained.
 
         Returns:
             The metrics of each step; by index the log-probs `[response_length]` of the wanted samples of the first
@@ -249,19 +295,17 @@ class Worker(Profiled):
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
-        gap = FreshGap(self.device) if COLUMN in batch.token_columns and self.role == "actor" else None
-        scored = batch.token_columns.get("log_probs")
+        begun = self._take_begun(scale)
+        gap = self._gap(batch) if begun is None else begun.gap
         mean: float | None = None
-        if gap is not None and scored is not None:
-            gap.add(batch, scored)
+        adding_gap = partial(measured, gap, batch)
         batch = postprocessed(self.args, rollout_id, batch) if self.role == "actor" else batch
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
             keeps = n == 0 and keep_log_probs
             loss_fn = self._loss_that_keeps(micro_batches, keep_log_probs, kept) if keeps else self.loss_fn
-            if gap is not None and scored is None and n == 0:
-                loss_fn = gap.adding(loss_fn)
+            loss_fn = adding_gap(loss_fn) if n == 0 else loss_fn
             if self._hooks.step is not None:
                 megatron = cast("MegatronBackend", self.backend)
                 megatron.ready()
@@ -271,7 +315,8 @@ class Worker(Profiled):
                 break
             step = self.backend.optimizer_step(lr)
             if outputs is not None:
-                metrics = self._reduce(outputs)
+                outputs = [*(begun.outputs if begun is not None and n == 0 else ()), *outputs]
+                metrics = metrics_of_step(outputs, self.backend.parallel)
                 results.append({**metrics, "grad_norm": step.grad_norm, "lr": lr, "skipped_steps": float(step.skipped)})
         self._settle()
         if not self.backend.parallel.is_output_rank:
@@ -300,22 +345,6 @@ class Worker(Profiled):
             return self.loss_fn(batch, outputs)
 
         return loss_fn
-
-    def _reduce(self, outputs: list[LossOutput]) -> dict[str, float]:
-        """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
-        sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
-        for name in outputs[0].sums:
-            sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
-        maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
-        total = torch.stack(list(sums.values())).double()
-        largest = torch.stack([*maxes.values(), torch.zeros((), device=total.device)]).double()
-        group = self.backend.parallel.dp_group
-        if self.backend.parallel.dp_size > 1:
-            dist.all_reduce(total, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return finish_metrics(
-            dict(zip(sums, total.tolist(), strict=True)), dict(zip(maxes, largest.tolist()[:-1], strict=True))
-        )
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
         """Log-probs of a sync's probe, float32 `[num_response_tokens]`; all ranks score the same batch."""

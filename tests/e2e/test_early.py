@@ -1,4 +1,5 @@
-"""The trainer scores finished groups of a real rollout while others are generated, and dies at it."""
+"""The trainer scores finished groups of a real rollout while others are generated, begins its step with them, and dies
+at it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from instep.types import Sample
 from tests.e2e.commands import children, gone_within, grpo_arguments
 
 FLAGS = "--rollout-backend embedded --rollout-num-gpus 1 --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2 "
-FLAGS += "--num-steps-per-rollout 2 --custom-generate-function-path tests.e2e.test_early.generate --num-rollout 2"
+FLAGS += "--custom-generate-function-path tests.e2e.test_early.generate --num-rollout 2 --micro-batch-size 1"
+TWO_STEPS = ("--num-steps-per-rollout", "2")
 LATE = 0.7  # seconds, of one group in four
 
 
@@ -56,27 +58,55 @@ def test_the_columns_are_those_of_one_call(tiny: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(RoleTrainer, "score", noting)
     monkeypatch.setattr(RoleTrainer, "train", comparing)
-    rows = run(tiny, tmp_path, "--micro-batch-size", "1")
+    rows = run(tiny, tmp_path, *TWO_STEPS)
     assert sum(sizes) == 2 * 16 and len(sizes) >= 4, "each sample once, and the last group by itself"
     assert all(0 < row["perf/early_log_probs_seconds"] < row["perf/rollout_seconds"] for row in rows)
     assert apart == [False, True], "the policy moves away from the reference"
 
 
-def test_a_trainer_that_is_killed_at_it_ends_the_run(
+def test_the_step_is_begun_with_groups_that_are_finished(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, killed, ours = RoleTrainer.score, [], []
+    begin, train_, begun, rest = RoleTrainer.begin_step, RoleTrainer.train, [], []
+
+    def beginning(self: RoleTrainer, batch: Any, schedule: Any, rollout_id: int) -> Any:
+        begun.append((rollout_id, batch.num_samples))
+        return begin(self, batch, schedule, rollout_id)
+
+    def training(self: RoleTrainer, batch: Any, *words: Any, **more: Any) -> Any:
+        rest.append((batch.num_samples, more.get("scale")))
+        return train_(self, batch, *words, **more)
+
+    monkeypatch.setattr(RoleTrainer, "begin_step", beginning)
+    monkeypatch.setattr(RoleTrainer, "train", training)
+    rows = run(tiny, tmp_path, "--on-gap", "stop", "--rm-type", "random")
+    early = [sum(n for number, n in begun if number == rollout_id) for rollout_id in range(2)]
+    assert all(n >= 4 for n in early) and rest == [(16 - n, 1 / 16) for n in early]
+    for row in rows:
+        assert 0 < row["perf/early_train_seconds"] < row["perf/rollout_seconds"]
+        assert row["train/loss_weight"] == pytest.approx(1) and row["train/log_prob_gap_coverage"] == pytest.approx(1)
+        assert row["train/grad_norm"] > 0 and 0 < row["train/log_prob_gap_fresh"] < 1e-3
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(sample["tokens"]["log_probs"] for sample in samples)
+
+
+@pytest.mark.parametrize(("call", "flags"), [("score", TWO_STEPS), ("begin_step", ())])
+def test_a_trainer_that_is_killed_at_it_ends_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, flags: tuple[str, ...]
+) -> None:
+    real, killed, ours = getattr(RoleTrainer, call), [], []
 
     def killing(self: RoleTrainer, *words: Any) -> Any:
         ours.extend(children(os.getpid()))
         killed.append(time.monotonic())
         os.kill(self.workers.processes[0].pid, signal.SIGSTOP)  # so that it is at work when it dies
-        finish = score(self, *words)
+        finish = real(self, *words)
         os.kill(self.workers.processes[0].pid, signal.SIGKILL)
         return finish
 
-    monkeypatch.setattr(RoleTrainer, "score", killing)
-    with pytest.raises(WorkerError, match=r"actor rank 0 died \(SIGKILL\), during 'log_probs'"):
-        run(tiny, tmp_path)
+    monkeypatch.setattr(RoleTrainer, call, killing)
+    during = {"score": "log_probs"}.get(call, call)
+    with pytest.raises(WorkerError, match=rf"actor rank 0 died \(SIGKILL\), during '{during}'"):
+        run(tiny, tmp_path, *flags)
     assert len(killed) == 1 and time.monotonic() - killed[0] < 10
     assert gone_within(ours, 5) and not (tmp_path / "metrics.jsonl").read_text()

@@ -290,13 +290,15 @@ def worker_out_of_memory(place: Place) -> None:
     patch = """
         from instep.training.hf.backend import HfBackend
         real = HfBackend.forward_backward
-        def forward_backward(self, *args, **more):
+        def forward_backward(self, *args, more=False, **words):
+            if more:  # a step that begins in the rollout
+                return real(self, *args, more=more, **words)
             import psutil, resource, torch
             limit = psutil.Process().memory_info().vms + (1 << 28)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             mark()
             self.activations = torch.ones(1 << 28)
-            return real(self, *args, **more)
+            return real(self, *args, **words)
         HfBackend.forward_backward = forward_backward
         """
     with place.run(patches={"worker": patch}) as run:

@@ -86,6 +86,25 @@ def test_the_largest_gap_of_a_step_is_that_of_all_its_micro_batches(worker: Call
     assert steps[0]["log_prob_gap_mean"] == pytest.approx(0.25, abs=1e-4)
 
 
+def test_a_step_that_was_begun_is_the_whole_one(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    batch, all_of_it, lrs = batch_for(one, [0.1, 0.4, 0, 0.3]), [[[0], [1], [2, 3]]], [0.0]
+    whole, first, rest = one.train(batch, all_of_it, lrs), batch.select([2, 0]), batch.select([1, 3])
+    assert whole is not None
+    first.token_columns["loss_weights"] = first.token_columns["loss_weights"] * NUM
+
+    for rollout_id in 5, 6:  # of 6 other gradients are begun before
+        rows = one.begin_step(first, [[1], [0]], rollout_id)
+        assert rows is not None and rows.keys() == {0, 1}
+        assert (rows[1] - batch.token_columns["rollout_log_probs"][:RESPONSE] + 0.1).abs().max() < 1e-5
+        got = one.train(rest, [[[0], [1]]], lrs, rollout_id=rollout_id, scale=1 / NUM)
+        assert got is not None and got[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+        assert got[2] == pytest.approx(0.2, abs=1e-5) and whole[2] == pytest.approx(0.2, abs=1e-5)
+        one.begin_step(batch, all_of_it[0], 77)
+    again = one.train(batch, all_of_it, lrs, rollout_id=77)
+    assert again is not None and again == whole, "what was begun leaves no trace"
+
+
 def test_nothing_is_trained_where_the_gap_is_too_large(worker: Callable[..., Worker]) -> None:
     one = worker()
     before = weights(one)

@@ -176,7 +176,7 @@ class HfBackend:
         return [self._forward(batch.to(self.parallel.device), entropy).cpu() for batch in micro_batches]
 
     def forward_backward(
-        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput]:
         results = []
         for batch in micro_batches:
@@ -186,6 +186,18 @@ class HfBackend:
             result.loss = result.loss.detach()
             results.append(result)
         return results
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        self._reshard()
+        grads = [local(p.grad) for p in self.policy.parameters() if p.grad is not None]
+        grads += [] if self._mirror is None else self._mirror.gradients
+        if factor:
+            torch._foreach_mul_(grads, factor)
+            return
+        self.policy.zero_grad()
+        if self._mirror is not None:
+            self._mirror.forget_gradients()
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> StepResult:
@@ -337,10 +349,14 @@ class HfBackend:
         tensors = [shard(v) for state in states for v in state.values() if isinstance(v, Tensor)]
         return [t for t in tensors if t.device.type == self.parallel.device.type]
 
-    def offload(self, *, weights: bool = True) -> None:
+    def _reshard(self) -> None:
+        """Let the parameters be those that have gradients: the root keeps what a forward pass has gathered."""
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the root keeps what a forward pass has gathered
+                module.reshard()
+
+    def offload(self, *, weights: bool = True) -> None:
+        self._reshard()
         if not weights:
             give_back(self.parallel.device)
             self._states.leave()

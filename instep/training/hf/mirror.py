@@ -57,6 +57,14 @@ class Mirror:
         held = self._gradients.get(parameter)
         self._gradients[parameter] = gradient if held is None else held.add_(gradient)
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those that `hand_over_gradients` will hand over; none where the masters have them."""
+        return list(self._gradients.values())
+
+    def forget_gradients(self) -> None:
+        self._gradients.clear()
+
     def hand_over_gradients(self) -> None:
         """Give the masters the gradients of all micro-batches, summed over data-parallel ranks (collective)."""
         for _, tensor, master in self._pairs:

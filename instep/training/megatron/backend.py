@@ -7,6 +7,7 @@ one-dimensional parameters) steps the masters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -176,7 +177,7 @@ class MegatronBackend:
         return results
 
     def forward_backward(
-        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:
         if self.optimizer is None:
             raise InstepError("forward_backward on a model without an optimizer")
@@ -184,16 +185,39 @@ class MegatronBackend:
         if self._has_gradients:
             raise InstepError(
                 "forward_backward was called twice before optimizer_step",
-                remedy="hand over all micro-batches of a step in one call: gradients are reduced at its end",
+                remedy="hand over all micro-batches of a step in one call, or say that `more` follow: gradients are "
+                "reduced at the end of the last",
             )
-        self._has_gradients = True
+        self._has_gradients = not more
         self._weigh_auxiliary_losses(micro_batches)
 
         def compute(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, LossOutput]:
             out = loss_fn(batch, outputs)
             return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
 
-        return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
+        with self._not_reduced() if more else contextlib.nullcontext():
+            return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
+
+    @contextlib.contextmanager
+    def _not_reduced(self) -> Iterator[None]:
+        """Let the gradients of the passes in the block stay those of this rank, to which others are added."""
+        config = self.config
+        held = config.no_sync_func, config.finalize_model_grads_func
+        config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
+        try:
+            with contextlib.ExitStack() as stack:
+                for chunk in self.wrapped:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.no_sync_func, config.finalize_model_grads_func = held
+
+    def scale_gradients(self, factor: float) -> None:
+        if factor:
+            torch._foreach_mul_(self._gradients(), factor)
+            return
+        with cpu_platform.scope():
+            self._zero_grad()
 
     def _weigh_auxiliary_losses(self, micro_batches: Sequence[TokenBatch]) -> None:
         """Tell the routers of experts the number of tokens in the step, over which their losses are means."""

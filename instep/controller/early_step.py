@@ -1,0 +1,179 @@
+"""The optimizer step of a rollout, begun with the groups that are finished while the engines generate the others.
+
+    engines     | # responses                                              |
+    workers     | .      # score and train 3, 5   .   # 0, 1   .           | # the rest, one step
+
+The weights do not change meanwhile, and gradients are sums: all that is not known before the rollout has ended is the
+factor that all its samples share, 1 / (their number), or 1 / (their tokens) with --calculate-per-token-loss. By it the
+gradients are multiplied then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from instep.algorithms.catalog import algorithm_of
+from instep.controller.early import scores_early
+from instep.controller.role import Metrics, RoleTrainer
+from instep.errors import ConfigError, RolloutError
+from instep.types import Sample, Schedule, TokenBatch
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a step before its gradients
+    "rollout_sample_filter_path",
+    "rollout_all_samples_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_reward_post_process_path",
+    "custom_advantage_function_path",
+    "rollout_data_postprocess_path",
+    "custom_megatron_before_train_step_hook_path",
+)
+
+
+def why_not(args: Settings, samples_multiple: int = 1) -> str:
+    """Why a step cannot begin before its rollout has ended and still be the same; empty where it can.
+
+    Args:
+        samples_multiple: so many samples the ranks share evenly.
+    """
+    algorithm = algorithm_of(args)
+    reasons = {
+        "trainer and engines take turns, or a rollout is to be one call": not scores_early(args),
+        "a rollout has several steps": args.num_steps_per_rollout != 1,
+        "the critic's values and returns": algorithm.has_critic,
+        "advantages are whitened over the rollout": args.normalize_advantages
+        or (algorithm.estimator is not None and algorithm.estimator.whitens),
+        "a served model scores the rollout": args.ref_served_model is not None
+        or (args.use_opd and args.opd_type != "model"),
+        "a loss of the user's": args.loss_type != "policy_loss",
+        "a hook sees all samples": any(getattr(args, name) for name in OF_ALL),
+        "a rollout function of the user's": not args.rollout_function_path.startswith("instep."),
+        "losses and biases of routers are of all tokens of the step": args.moe_aux_loss_coeff
+        or args.moe_z_loss_coeff
+        or args.moe_router_bias_update_rate
+        or any(name.startswith("moe_") for name in args.megatron_overrides),
+        "ranks do not share a step's samples evenly": (args.global_batch_size or 0) % samples_multiple,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+class EarlyStep:
+    """The step of one rollout, as far as it was begun before the rollout had ended.
+
+    Args:
+        num_groups: of the rollout; the last ones are left for its end.
+        complete: adds the columns that the loss reads to a batch of samples with scores; weights are without the factor
+            that all samples of the step share.
+
+    Attributes:
+        seconds: in which the workers have computed it.
+    """
+
+    def __init__(
+        self,
+        actor: RoleTrainer,
+        rollout_id: int,
+        num_groups: int,
+        complete: Callable[[TokenBatch, list[Sample]], object],
+    ):
+        self._actor, self._rollout_id, self._complete = actor, rollout_id, complete
+        self._num_left = num_groups
+        self._parts: list[tuple[list[Sample], TokenBatch]] = []
+        self._log_probs: dict[int, torch.Tensor] = {}  # by id of the sample
+        self.seconds = 0.0
+
+    def has_enough(self, lengths: list[int]) -> bool:
+        """Whether samples of these lengths are as many as are worth a call."""
+        return self._actor.fills_ranks(lengths)
+
+    def begin(self, num_groups: int, samples: list[Sample], batch: TokenBatch) -> None:
+        """Make the gradients of finished groups, unless they are the last ones."""
+        if num_groups >= self._num_left:
+            return
+        try:
+            self._complete(batch, samples)
+        except RolloutError:
+            return  # that of the whole rollout raises it, if no hook mends the samples before
+        began = time.monotonic()
+        rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._rollout_id)()
+        self.seconds += time.monotonic() - began
+        self._num_left -= num_groups
+        self._parts.append((samples, batch))
+        self._log_probs.update({id(samples[i]): row for i, row in rows.items()})
+
+    def train_rest(
+        self,
+        batch: TokenBatch,
+        samples: list[Sample],
+        schedule: Schedule,
+        num_steps_before: int,
+        keep_log_probs: Collection[int],
+        gap_limit: float,
+    ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
+        """`RoleTrainer.train` of the whole rollout, where only what was not begun is computed.
+
+        What was begun is forgotten if it is not a part of the rollout as it is now: then all is computed.
+        """
+        left = self._left(batch, samples) if len(schedule) == 1 else []
+        train, more = self._actor.train, (gap_limit, self._rollout_id)
+        if not left:
+            return train(batch, schedule, num_steps_before, keep_log_probs, *more)
+        part = batch.select(left)
+        try:
+            rest = self._actor.plan(part, num_steps=1)
+        except ConfigError:  # ranks cannot share it, after fan-out
+            return train(batch, schedule, num_steps_before, keep_log_probs, *more)
+        place = {i: n for n, i in enumerate(left)}
+        keep = {place[i] for i in keep_log_probs if i in place}
+        wait = train(part, rest, num_steps_before, keep, *more, scale=float(batch.sample_columns["loss_scale"][0]))
+
+        def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
+            steps, kept = wait()
+            known = {i: self._log_probs[id(samples[i])] for i in keep_log_probs if i not in place}
+            return steps, known | {left[n]: row for n, row in kept.items()}
+
+        return finish
+
+    def _left(self, batch: TokenBatch, samples: list[Sample]) -> list[int]:
+        """The samples that were not begun; none if one that was begun has gone, or has become another."""
+        place = {id(sample): i for i, sample in enumerate(samples)}
+        begun = [place.get(id(sample), -1) for ours, _ in self._parts for sample in ours]
+        if not begun or -1 in begun:
+            return []
+        scale = float(batch.sample_columns["loss_scale"][0])
+        before, after = _columns([part for _, part in self._parts], scale), _columns([batch.select(begun)], 1.0)
+        return sorted({*range(len(samples))} - {*begun}) if _same(before, after) else []
+
+
+def _columns(parts: list[TokenBatch], scale: float) -> dict[str, torch.Tensor]:
+    """All that the loss of the samples depends on, by name; empty where the parts have other columns."""
+    found = []
+    for part in parts:
+        own = {"tokens": part.tokens, "lengths": part.response_lengths, "total": part.total_lengths}
+        own |= {
+            "temperature": part.sample_columns["temperature"],
+            "older": torch.zeros_like(part.token_columns["loss_mask"]),
+        }
+        found.append(own | part.token_columns | {"loss_weights": part.token_columns["loss_weights"] * scale})
+    if any(columns.keys() != found[0].keys() for columns in found):
+        return {}
+    return {name: torch.cat([columns[name] for columns in found]) for name in found[0]}
+
+
+def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    if before.keys() != after.keys() or any(before[name].shape != x.shape for name, x in after.items()):
+        return False
+    # Among other samples a sum may be rounded otherwise; weights may be tiny.
+    atol = {name: 0.0 if name == "loss_weights" else 1e-6 for name in after}
+    return all(
+        torch.allclose(before[n], x, rtol=1e-5, atol=atol[n], equal_nan=True)
+        if x.is_floating_point()
+        else torch.equal(before[n], x)
+        for n, x in after.items()
+    )
