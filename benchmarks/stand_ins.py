@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from instep.cluster.local import WorkerChannel
+from instep.data.batch import TokenBatch
 from instep.engines.answers import CONTENT_TYPE, encode
 from instep.processes import follow_parent
 
@@ -86,6 +88,10 @@ async def serve(responses: list[list[int]]) -> None:
     await server.serve_forever()
 
 
+def log_probs_by_sample(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
+    return batch.token_columns["rollout_log_probs"].split(batch.response_lengths.tolist())
+
+
 def work() -> None:
     """Answer the calls of a round."""
     channel = WorkerChannel()
@@ -96,10 +102,11 @@ def work() -> None:
             return
         if method == "train":
             batch, _, lrs, kept, *_ = args
-            lengths = batch.response_lengths.tolist()
             metrics = [{"loss": 0.0, "grad_norm": 1.0, "skipped_steps": 0.0, "lr": lr} for lr in lrs]
-            rows = batch.token_columns["rollout_log_probs"].split(lengths)
+            rows = log_probs_by_sample(batch)
             channel.result((metrics, {i: rows[i] for i in kept}, 0.0))
+        elif method == "begin_step":
+            channel.result(dict(enumerate(log_probs_by_sample(args[0]))))
         else:
             channel.result({"trainer_host_bytes": 0.0})
 

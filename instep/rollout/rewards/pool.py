@@ -7,8 +7,12 @@ replaced, too, and its job given to another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
+import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -25,6 +29,57 @@ START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy m
 PATIENCE_SECONDS = 0.5  # before one more worker is started
 
 
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A process and the event loop's end of the socket that is its stdin and stdout.
+
+    asyncio's own subprocesses hang when they are cancelled at their start, and write tracebacks when their loop is
+    closed before it has seen them end (Python 3.11).
+    """
+
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls) -> Worker:
+        """Raises OSError: no process could be started."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            command = [sys.executable, "-m", "instep.rollout.rewards.worker"]
+            try:  # a Ctrl-C in the terminal is the controller's to handle
+                process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)
+            except OSError:
+                writer.close()
+                raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer, or {} if it has died."""
+        try:
+            self.writer.write(json.dumps(job).encode() + b"\n")
+            await self.writer.drain()
+            answer: dict[str, Any] = json.loads(await self.reader.readline() or "{}")
+        except (BrokenPipeError, ConnectionResetError):
+            return {}
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it takes milliseconds
+            self.process.wait(1.0)
+        self.writer.close()
+
+
 class RewardPool:
     """At most `num_workers` worker processes, for one event loop.
 
@@ -36,13 +91,16 @@ class RewardPool:
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
         self.programs = asyncio.Semaphore(num_workers)  # of models, each in a sandbox
         self._num_workers = num_workers
-        self._ready: asyncio.Queue[asyncio.subprocess.Process | OSError] = asyncio.Queue()
-        self._all: set[asyncio.subprocess.Process] = set()
+        self._ready: asyncio.Queue[Worker | OSError] = asyncio.Queue()
+        self._all: set[Worker] = set()
         self._starting: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
+        self._closed = False
 
     def warm(self) -> None:
         """Start a worker if there is none."""
+        if self._closed:  # the jobs are being cancelled
+            return
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_workers())
         if not self._all and not self._starting:
@@ -58,7 +116,7 @@ class RewardPool:
         for _ in range(NUM_TRIES):
             worker = await self._free_worker(where)
             try:
-                result = await asyncio.wait_for(_ask(worker, {"answer": answer, "label": label}), timeout)
+                result = await asyncio.wait_for(worker.ask({"answer": answer, "label": label}), timeout)
             except TimeoutError:
                 if state_of(worker.pid) != "T":  # else it has not worked on it
                     raise RewardError(
@@ -84,7 +142,7 @@ class RewardPool:
             raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
         return bool(result["equal"])
 
-    async def _free_worker(self, where: str) -> asyncio.subprocess.Process:
+    async def _free_worker(self, where: str) -> Worker:
         """The first that is free; a wait for it is bounded, as the earlier jobs and its start are."""
         self.warm()
         try:
@@ -93,7 +151,7 @@ class RewardPool:
             if not self._starting and len(self._all) < self._num_workers:
                 self._start()
             worker = await self._ready.get()
-        while not isinstance(worker, OSError) and worker.returncode is not None:  # it ended with nothing to do
+        while not isinstance(worker, OSError) and worker.ended:  # it ended with nothing to do
             self._kill(worker)
             self.warm()
             worker = await self._ready.get()
@@ -110,20 +168,13 @@ class RewardPool:
     async def _start_worker(self) -> None:
         for _ in range(NUM_TRIES):
             try:
-                worker = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "instep.rollout.rewards.worker",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    start_new_session=True,  # a Ctrl-C in the terminal is the controller's to handle
-                )
+                worker = await Worker.start()
             except OSError as error:
                 self._ready.put_nowait(error)
                 return
             self._all.add(worker)
             try:
-                first = await asyncio.wait_for(_ask(worker, {"answer": "1", "label": "1"}), START_SECONDS)
+                first = await asyncio.wait_for(worker.ask({"answer": "1", "label": "1"}), START_SECONDS)
             except TimeoutError:
                 self._kill(worker)
                 self._ready.put_nowait(OSError(f"it was not ready after {START_SECONDS:.0f} s"))
@@ -143,29 +194,19 @@ class RewardPool:
                     self._kill(worker)
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _kill(self, worker: asyncio.subprocess.Process) -> None:
+    def _kill(self, worker: Worker) -> None:
         self._all.discard(worker)
-        if worker.returncode is None:
-            worker.kill()
+        worker.kill()
 
     async def close(self) -> None:
-        for task in [*self._starting, *([self._watch] if self._watch is not None else [])]:
+        self._closed = True
+        tasks = [*self._starting, *([self._watch] if self._watch is not None else [])]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in list(self._all):
             self._kill(worker)
-            await worker.wait()
-
-
-async def _ask(worker: asyncio.subprocess.Process, job: dict[str, Any]) -> dict[str, Any]:
-    """The worker's answer, or {} if it has died."""
-    assert worker.stdin is not None and worker.stdout is not None
-    try:
-        worker.stdin.write(json.dumps(job).encode() + b"\n")
-        await worker.stdin.drain()
-        answer: dict[str, Any] = json.loads(await worker.stdout.readline() or "{}")
-    except (BrokenPipeError, ConnectionResetError):
-        return {}
-    return answer
+            await asyncio.sleep(0)  # the loop closes the socket
 
 
 _pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None
