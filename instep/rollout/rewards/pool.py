@@ -47,9 +47,9 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
-            command = [sys.executable, "-m", "instep.rollout.rewards.worker"]
+            command, end = [sys.executable, "-m", "instep.rollout.rewards.worker"], theirs.fileno()
             try:  # a Ctrl-C in the terminal is the controller's to handle
-                process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)
+                process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
             except OSError:
                 writer.close()
                 raise
