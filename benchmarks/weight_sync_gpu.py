@@ -5,8 +5,10 @@
 Each way has a trainer (hf, float32 masters) and a vLLM of its own, in a process that starts them (a cell). Cells start
 side by side, in order as many as the memory takes, and are measured one after another while the others do nothing:
 syncs with 64 requests in flight that stay in the engine (`--pause-mode keep`), syncs with none, tokens per second. The
-trainer loads another checkpoint before every fifth sync. Results go into `results/weight-sync-<device>.json`, where
-they replace those of the same ways and sizes. `--device cpu --size tiny` tries all of it without a GPU.
+trainer loads another checkpoint before every fifth sync. The tokens per second of `lora` are also put in relation to
+those of `ipc` (or single-copy) in the same run, whose engine has no adapters. Results go into
+`results/weight-sync-<device>.json`, where they replace those of the same ways and sizes. `--device cpu --size tiny`
+tries all of it without a GPU.
 """
 
 from __future__ import annotations
@@ -95,6 +97,11 @@ def main(words: Sequence[str] | None = None) -> int:
     for row in rows:
         num_parameters = (options.models / f"{row['size']}-0" / "model.safetensors").stat().st_size // 2
         row |= floors(row["way"], num_parameters, machine)
+        same = [r for r in rows if r["size"] == row["size"] and r["way"] in ("ipc", "single-copy")]
+        merged = [r["tokens_per_s"] for r in same if "tokens_per_s" in r]  # of engines without adapters, in this run
+        if row["way"] == "lora" and merged and "tokens_per_s" in row:
+            row |= {"tokens_per_s_without": merged[0], "of_without": row["tokens_per_s"] / merged[0]}
+            print(f"{row['size']}: {row['of_without']:.2f} of the tokens/s without adapters", flush=True)
     write(out, machine, rows, options.num_syncs)
     return 0 if all("error" not in row for row in rows) else 1
 

@@ -36,8 +36,8 @@ def settings(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rollout-backend",
         choices=("auto", "embedded", "vllm"),
-        default="embedded",
-        help="what generates; auto: vllm beside a GPU",
+        default="auto",
+        help="what generates; auto: vllm on a GPU host that has it, else the embedded engine",
     )
     parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")

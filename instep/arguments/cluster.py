@@ -64,7 +64,7 @@ CLUSTER = FlagGroup(
             choices=("auto", "fp32", "bf16"),
             help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
         ),
-        switch("--no-torch-compile", "on a GPU: run the trainer's layers and log-probs without torch.compile"),
+        switch("--no-torch-compile", "on a GPU: run layers, log-probs and steps in 8 bits without torch.compile"),
         Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
         Flag(
             "--num-threads",

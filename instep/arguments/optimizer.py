@@ -16,7 +16,7 @@ OPTIMIZER = FlagGroup(
             "--optimizer",
             default="adam",
             choices=("adam", "adamw_8bit"),
-            help="AdamW; adamw_8bit keeps its moments in 8 bits (--train-backend hf)",
+            help="AdamW; adamw_8bit keeps its moments in 8 bits",
             whose="M",
         ),
         switch(
@@ -73,10 +73,4 @@ def schedule(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the steps of its last decay", "--lr-decay-style WSD", "give --lr-wsd-decay-iters")
 
 
-def eight_bits(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.optimizer == "adamw_8bit" and args.train_backend != "hf":
-        what = f"the backend {args.train_backend} keeps moments in fp32"
-        yield Problem(what, "--optimizer adamw_8bit", "use --train-backend hf, or --use-distributed-optimizer")
-
-
-RULES = (learning_rate, schedule, eight_bits)
+RULES = (learning_rate, schedule)

@@ -50,6 +50,7 @@ SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
+ONE_PRODUCT = {"instep_adapter": 1}  # for `instep_vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
@@ -150,7 +151,11 @@ class VllmKind(EngineKind):
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
             if args.weight_sync in OF_ADAPTERS:
                 own["enable_lora"] = ["--enable-lora"]
-                own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= args.lora_rank))]
+                least = args.lora_rank
+                if args.device != "cpu":  # base and adapter in one product; its kernel knows no smaller ranks
+                    least = max(16, least)
+                    own["additional_config"] = ["--additional-config", json.dumps(ONE_PRODUCT)]
+                own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= least))]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
         own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]  # the last one is asked first

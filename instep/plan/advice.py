@@ -111,7 +111,7 @@ def _changes(args: Settings) -> Iterator[list[str]]:
         yield ["--recompute-granularity", "selective"]
     if args.recompute_granularity != "full":
         yield ["--recompute-granularity", "full", *([] if hf else ["--recompute-method", "uniform", *layers])]
-    if hf and args.optimizer != "adamw_8bit":
+    if args.optimizer != "adamw_8bit":
         yield ["--optimizer", "adamw_8bit"]
     if not args.optimizer_cpu_offload:
         yield ["--optimizer-cpu-offload"]

@@ -43,6 +43,11 @@ class _Loop:
         self.thread.start()
 
     async def close(self) -> None:
+        others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
+        for task in others:  # cancelled already, but for those that began since
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
         for closer in self.closers:
             await closer()
         if self.session is not None:
@@ -150,8 +155,11 @@ def shutdown(timeout: float = 2.0) -> None:
         return
     cancel_all()
     _abandon(home)
-    with contextlib.suppress(concurrent.futures.TimeoutError):  # a frozen loop is left behind: it is a daemon
+    try:
         asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
+    except concurrent.futures.TimeoutError:  # frozen or busy, it is left behind: a daemon whose complaints nobody hears
+        home.loop.set_exception_handler(lambda loop, context: None)
+        return
     home.loop.call_soon_threadsafe(home.loop.stop)
     home.thread.join(0.5)
     if not home.thread.is_alive():

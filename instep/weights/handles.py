@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from .place import NoPlace, check_memory_folder, open_bucket
-from .stream import Invitation, StreamBroken, checked
+from .stream import Invitation, StreamBroken, Views, views_of
 
 LOOK_SECONDS = 0.05  # between two calls of `look` while a line is silent
 KIND = "unix:"
@@ -225,6 +225,7 @@ class Receiver:
         self.name, self._device = invitation.group, device
         answer: dict[str, Any] = {"elsewhere": invitation.store.removeprefix(KIND)}
         self._line: Line | None = None
+        self._views: dict[int, Views] = {}  # of the last bucket in each slot
         try:
             while "elsewhere" in answer:
                 self.close()
@@ -246,6 +247,8 @@ class Receiver:
     ) -> None:
         """Receive a stream, and load one bucket after another; the tensors that `load` gets are gone after it.
 
+        A bucket like the last one in its slot is given as the same dict, of the same views.
+
         Args:
             session: the version and the nonce of every bucket.
 
@@ -259,7 +262,9 @@ class Receiver:
             slot = header["slot"]
             if failure is None:
                 try:
-                    load(checked(header, session, self._buckets[slot][: header["num_bytes"]]))
+                    data = self._buckets[slot][: header["num_bytes"]]
+                    self._views[slot] = views = views_of(header, session, data, self._views.get(slot))
+                    load(views.tensors)
                 except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                     failure = error
             synchronize(self._device)

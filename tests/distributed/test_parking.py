@@ -157,7 +157,7 @@ def _pieces_rank(root):
     from instep.training.megatron import cpu_platform
 
     cpu_platform.install()
-    from instep.training.megatron.host_moments import keep_moments_in_pieces
+    from instep.training.megatron.moments import keep_moments_in_pieces
 
     results = []
     for layout in ("one", "dp2-dist-opt"):
@@ -165,7 +165,8 @@ def _pieces_rank(root):
         for pieces in (False, True):
             backend, hf = megatron_runs.make_backend(root, layout, dtype=torch.bfloat16)
             if pieces:
-                keep_moments_in_pieces(backend.optimizer, offload=False)  # the host's memory: there is no other
+                # On the host there is no other memory.
+                keep_moments_in_pieces(backend.optimizer, eight_bits=False, offload=False)
             backend.load_hf(hf)
             losses = megatron_runs.train(backend, range(2))
             place = root / f"{layout}-{pieces}"

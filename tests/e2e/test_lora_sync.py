@@ -32,16 +32,20 @@ from tests.e2e.test_sync_proof import tamper, train_once
 A = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")
 KINDS = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
-TWO = pytest.param("vllm of two", marks=[pytest.mark.vllm, pytest.mark.slow])  # tensor parallel
+TWO = [  # tensor parallel; and with base and adapter in one product, as on a GPU
+    pytest.param(name, marks=[pytest.mark.vllm, pytest.mark.slow]) for name in ("vllm of two", "vllm of two, joined")
+]
+ONE_PRODUCT = ["--vllm-additional-config", '{"instep_adapter": 1}']
 
 
-@pytest.fixture(scope="module", params=[*KINDS, TWO])
+@pytest.fixture(scope="module", params=[*KINDS, *TWO])
 def stack(request, tiny, tmp_path_factory):
     """One hf worker with an adapter, and one engine that began with the same base."""
     folder = tmp_path_factory.mktemp("stack")
     kind, _, two = request.param.partition(" ")
     more = on_vllm(2 if two else 1) if kind == "vllm" else []
     more += ["--rollout-num-gpus-per-engine", "2"] if two else []
+    more += ONE_PRODUCT if "joined" in two else []
     words = ["--lora-rank", "4", "--lora-alpha", "6", "--weight-sync", "lora", *more, "--engine-start-timeout", "300"]
     model = make_checkpoint(folder / "hf", head_dim=32)
     args = parse(grpo_arguments(tiny, folder, "--hf-checkpoint", str(model), *words)[1:], "train")
@@ -68,11 +72,17 @@ def sync(stack, tmp_path):
     syncs.close()
 
 
+def whole_loads(args) -> int:
+    """How many adapters vLLM's own loader has taken, which takes long."""
+    log = Path(args.hf_checkpoint).parent / "logs" / "engine-0.log"
+    return log.read_text().count("goes through vLLM's own loader")
+
+
 def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
     args, actor, engine = stack
     begun = sync.run([engine])
     assert begun.num_tensors == 2 * 7 * 2 and begun.num_bytes < 100_000  # A and B of 7 layers in 2 blocks
-    scores = [sync.engine_scores()]
+    scores, loads = [sync.engine_scores()], whole_loads(args)
     for lr in (1e-2, 1e-3):
         train_once(actor.workers, lr)
         result = sync.run([engine])
@@ -80,8 +90,11 @@ def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
         assert result.probe_max_abs_diff <= 1e-5 * max(1.0, *map(abs, scores[-1])), result
     assert scores[0] != scores[1] != scores[2]
     if args.rollout_backend == "vllm":
-        log = Path(args.hf_checkpoint).parent / "logs" / "engine-0.log"
-        assert "adapters of this shape are written where" in log.read_text()
+        log = (Path(args.hf_checkpoint).parent / "logs" / "engine-0.log").read_text()
+        assert "adapters of this shape are written where" in log
+        assert loads == whole_loads(args) > 0  # vLLM has kept the first one over the ends of sessions
+        joined = "base and adapter in one product in 8 of 8 layers" in log
+        assert joined == ("additional_config" in args.vllm_overrides)
     sync.run([engine], "lora_disk")  # the golden way: the same adapter as a folder, by the engine's own loader
     assert sync.engine_scores() == scores[2]
 
@@ -97,12 +110,14 @@ def test_an_adapter_in_buckets_that_both_have_open_is_the_same(stack, sync, monk
         paused.append((info["backend"], get_json(f"{self.url}/is_paused", 10.0)["is_paused"]))
 
     monkeypatch.setattr(Engine, "update", watched)
-    for lr in (1e-2, 1e-3, 1e-2):
+    loads = []
+    for lr in (1e-2, 1e-3, 1e-2, 1e-3):
         train_once(actor.workers, lr)
         result = sync.run([engine], "lora_ipc")
+        loads.append(whole_loads(args))
         assert result.num_tensors == 28 and result.probe_max_abs_diff <= result.tolerance
         assert result.seconds_of["paused"] > result.seconds_of["load"]  # which counts as of the pause
-    assert paused == [("lora_ipc", False)] * 6
+    assert paused == [("lora_ipc", False)] * 8 and len(set(loads)) == 1
     monkeypatch.undo()
     scores = sync.engine_scores()
     whole = sync._args

@@ -133,7 +133,9 @@ def test_an_engine_answers_before_the_first_adapter(stack: Stack) -> None:
     tokens, log_probs = stack.decoded()
     ours = stack.trained(tokens, len(log_probs))  # B is 0
     assert max(abs(a - b) for a, b in zip(log_probs, ours, strict=True)) <= NOISE
-    assert "Graph capturing finished" in (stack.folder / "logs" / "engine-0.log").read_text()
+    log = (stack.folder / "logs" / "engine-0.log").read_text()
+    assert "Graph capturing finished" in log
+    assert f"base and adapter in one product in {4 * LAYERS} of {4 * LAYERS} layers" in log
 
 
 def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync, monkeypatch: Any) -> None:
@@ -147,12 +149,13 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
         return answer
 
     monkeypatch.setattr(Engine, "post", timed)
-    swaps, before = [], None
+    swaps, pauses, before = [], [], None
     for number in range(6):
         train_once(stack.actor.workers, 1e-3)
         seconds.clear()
         result = sync.run([stack.engine])
         swaps.append(seconds["/update_weights"])
+        pauses.append(result.seconds_of["paused"])
         tokens, log_probs = stack.decoded()
         ours = stack.trained(tokens, len(log_probs))
         gap = max(abs(a - b) for a, b in zip(log_probs, ours, strict=True))
@@ -163,8 +166,9 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
         assert result.num_tensors == 2 * 7 * LAYERS
         before = log_probs
     num_bytes = result.num_bytes / 1e6
-    print(f"an adapter of {num_bytes:.1f} MB in {result.num_tensors} tensors: {1e3 * statistics.median(swaps):.1f} ms")
-    assert statistics.median(swaps[1:]) <= 0.05
+    swap, pause = (1e3 * statistics.median(found[2:]) for found in (swaps, pauses))  # the first two find the places
+    print(f"an adapter of {num_bytes:.1f} MB in {result.num_tensors} tensors: {swap:.1f} ms, the pause {pause:.1f} ms")
+    assert swap <= 50 and pause <= 50
 
 
 def test_arrays_are_of_the_adapter_as_json_is(stack: Stack, sync: WeightSync) -> None:
@@ -199,3 +203,38 @@ def test_what_is_not_finite_is_named(stack: Stack, sync: WeightSync, monkeypatch
         with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.weight is not finite"):
             sync.run([stack.engine], "lora")  # whose buckets are files
     assert sync.run([stack.engine]).num_tensors == 2 * 7 * LAYERS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128])
+@pytest.mark.parametrize("slices", [[64], [192, 192], [512, 128, 64]])
+@pytest.mark.parametrize("num_tokens", [1, 16, 33, 64, 129, 1000])
+def test_the_kernel_adds_what_torch_would(dtype: torch.dtype, rank: int, slices: list[int], num_tokens: int) -> None:
+    from instep_vllm.fast.adapter import add_adapter
+
+    generator = torch.Generator(device="cuda").manual_seed(num_tokens)
+    width = sum(slices)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    y, b, bias = drawn(num_tokens, width + len(slices) * rank), drawn(width, rank), drawn(width)
+    tokens = torch.randint(-1, 1, (num_tokens + 7,), generator=generator, device="cuda")
+    y[:, width:] = torch.where((tokens[:num_tokens] >= 0)[:, None], y[:, width:], torch.nan)  # of others none is read
+    for given in (None, bias):
+        got = add_adapter(y, b, given, tokens, slices, rank)
+        on_cpu = [None if t is None else t.cpu().double() for t in (y, b, given)]
+        want = add_adapter(*on_cpu, tokens.cpu(), slices, rank)  # type: ignore[arg-type]
+        assert got.dtype == dtype and got.is_contiguous()
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_joined_layers_give_vllms_log_probs_and_cost_little(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Three compiled engines of 0.6B dimensions: without adapters, with vLLM's own kernels, and with one product."""
+    from benchmarks.lora_engine import main
+
+    code = main(["--size", "0.6b", "--device", "cuda", "--models", str(tmp_path), "--out", str(tmp_path / "out.json")])
+    print(capfd.readouterr().out)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert code == 0 and found["log_probs"].keys() == {"none", "one", "mixed", "other", "again"}
+    assert found["headline"]["joined_of_base"] > found["headline"]["stock_of_base"]

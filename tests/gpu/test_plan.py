@@ -20,6 +20,7 @@ CASES = [  # of models of 0.5, 0.6 and 4 B dimensions; tokens of a micro-batch
     ("0.6b", "megatron", 16384),
     ("0.6b", "hf --recompute-granularity full", 32768),
     ("4b", "hf --recompute-granularity full --optimizer adamw_8bit", 8192),
+    ("4b", "megatron --optimizer adamw_8bit", 6400),
 ]
 
 

@@ -108,7 +108,6 @@ CONTRADICTIONS = [
     ("--context-parallel-size 2 --tensor-model-parallel-size 2", "", "TP 2 x PP 1 x CP 2 = 4 does not divide"),
     ("--train-backend hf --overlap-grad-reduce", "", "only megatron-core has it"),
     ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
-    ("--optimizer adamw_8bit", "", "keeps moments in fp32"),
     ("--train-backend hf --tensor-model-parallel-size 3 --actor-num-gpus-per-node 3", "", "the model's 4 heads"),
     ("--recompute-granularity full --recompute-method block", "", "needs a number of layers"),
     ("--recompute-method uniform", "", "which is not asked for"),

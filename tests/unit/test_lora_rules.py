@@ -61,5 +61,10 @@ def test_engines_get_room_for_the_adapter_and_others_none():
     assert engine.own["enable_lora"] == ["--enable-lora"]
     assert engine.own["max_lora_rank"] == ["--max-lora-rank", "32"]  # vLLM has 1, 8, 16, 32, ...
     assert engine.own["weight_transfer_config"][1] == '{"backend": "instep_shm"}'
+    assert engine.own["additional_config"] == ["--additional-config", '{"instep_adapter": 1}']
+    (small,) = plan_engines(parse(argv(HF + vllm + "--weight-sync lora --lora-rank 4")))
+    assert small.own["max_lora_rank"] == ["--max-lora-rank", "16"]  # the least of the plugin's kernel
+    (on_cpu,) = plan_engines(parse(argv(HF + vllm + "--device cpu --weight-sync lora --lora-rank 4")))
+    assert on_cpu.own["max_lora_rank"] == ["--max-lora-rank", "8"] and "additional_config" not in on_cpu.own
     (merged,) = plan_engines(parse(argv(HF + vllm + "--weight-sync shm")))
     assert "enable_lora" not in merged.own and "weight_transfer_config" in merged.own

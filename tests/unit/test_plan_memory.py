@@ -192,6 +192,10 @@ def test_megatron_shares_by_tensor_parallel_ranks_and_states_by_all_if_asked(pla
     plain, spread = only(plan(megatron)), only(plan(f"{megatron} --use-distributed-optimizer"))
     assert of(plain, "masters") == pytest.approx(4 * of(spread, "masters")) == pytest.approx(16.1, rel=0.01)
     assert of(plain, "weights") == of(spread, "weights") == pytest.approx(8.04, rel=0.01)
+    for flags in (megatron, f"{megatron} --use-distributed-optimizer"):  # 2 bytes and a scale for each 256
+        exact, slim = only(plan(flags)), only(plan(f"{flags} --optimizer adamw_8bit"))
+        assert of(slim, "moments") == pytest.approx(of(exact, "moments") * (2 + 8 / 256) / 8, rel=1e-3)
+        assert of(slim, "masters") == of(exact, "masters")
     half = only(plan(f"{megatron} --tensor-model-parallel-size 2"))
     assert of(half, "gradients") == pytest.approx(of(plain, "gradients") / 2)
     assert of(plain, "activations") > of(half, "activations") > 0.5 * of(plain, "activations"), "states are whole"
@@ -236,6 +240,11 @@ def test_what_fits_in_turns_only_is_refused_side_by_side_and_the_remedy_fits(pla
         ("--micro-batch-size 16", "--use-dynamic-batch-size --max-tokens-per-gpu"),
         ("--gpu-memory-gb 70 --rollout-max-response-len 8192", "--recompute-granularity"),
         ("--gpu-memory-gb 60 --recompute-granularity full", "--optimizer adamw_8bit"),
+        (
+            "--train-backend megatron --gpu-memory-gb 60 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--optimizer adamw_8bit",
+        ),
         ("--gpu-memory-gb 40 --recompute-granularity full", "--optimizer-cpu-offload"),
         ("--gpu-memory-gb 20", "--actor-num-gpus-per-node"),
     ],

@@ -42,6 +42,7 @@ from instep.weights.stream import (
     receive,
     rows_of,
     send_bucket,
+    views_of,
 )
 from instep.weights.way import (
     GOLDEN,
@@ -260,6 +261,33 @@ def test_a_bucket_whose_offsets_lie_is_refused_by_name():
         with pytest.raises(StreamMismatch, match=f"{name} lies at") as refused:
             checked(header, {"version": "1"}, data)
         assert refused.value.tensor == name
+
+
+def test_views_of_a_bucket_are_made_again_only_where_it_is_another_and_its_bytes_are_always_compared():
+    def header(data, names):
+        tensors = [
+            {"name": n, "shape": [ROW_BYTES // 4], "dtype": "float32", "offset": i * ROW_BYTES, "nbytes": ROW_BYTES}
+            for i, n in enumerate(names)
+        ]
+        sums = checksums(data, [1] * len(names))
+        told = [{**t, "checksum": s} for t, s in zip(tensors, sums, strict=True)]
+        return {"version": "1", "tensors": told}
+
+    session, data = {"version": "1"}, torch.arange(ROW_BYTES // 2, dtype=torch.float32).view(torch.uint8)
+    before = views_of(header(data, "ab"), session, data)
+    data.view(torch.float32)[:] += 1
+    again = views_of(header(data, "ab"), session, data, before)
+    assert again.tensors is before.tensors and again.tensors["b"][0] == ROW_BYTES // 4 + 1
+    for names, memory in (("ba", data), ("ab", data.clone())):
+        other = views_of(header(memory, names), session, memory, before)
+        assert list(other.tensors) == list(names)
+        assert other.tensors[names[0]].data_ptr() == memory.data_ptr() and other.tensors is not before.tensors
+    told = header(data, "ab")
+    data[ROW_BYTES + 5] ^= 1
+    with pytest.raises(StreamMismatch, match="b: the bytes received do not have the checksum"):
+        views_of(told, session, data, before)
+    with pytest.raises(StreamMismatch, match="in a session of"):
+        views_of(told, {"version": "2"}, data, before)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,13 +5,15 @@ as one of 256 values that lie the denser the smaller they are. Two things differ
 number with its sign, which then is exactly 1: numbers that were read and are written again stay as they are, so that a
 checkpoint holds moments in float32 whatever the kind, and any kind goes on from it. And a second moment above zero
 never becomes zero, which would make the step of its weight a thousand times too large.
+
+On a GPU a step with 8 bits is one compiled kernel, which reads and writes weights and codes once and needs no memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ EIGHT_BITS = "adamw_8bit"
 BLOCK = 256
 SMALLEST = 4096  # elements of a parameter whose moments are worth 8 bits
 _PIECE = 2**23  # elements whose moments are on the device, or unpacked, at a time; a multiple of BLOCK
+_RESIDENT = 4  # pieces that the compiled kernel steps at a time where nothing is brought: it unpacks into registers
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -45,7 +48,8 @@ def adamw_of(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
     options: dict[str, Any] = dict(lr=0.0, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, fused=True)
     offload = args.optimizer_cpu_offload and any(p.is_cuda for group in groups.values() for p in group)
     if args.optimizer == EIGHT_BITS or offload:
-        return PiecewiseAdamW(parts, options, eight_bits=args.optimizer == EIGHT_BITS, offload=offload)
+        kind = {"eight_bits": args.optimizer == EIGHT_BITS, "offload": offload, "compiles": not args.no_torch_compile}
+        return PiecewiseAdamW(parts, options, **kind)
     optimizer = torch.optim.AdamW(parts, **options)
     for p in (p for group in groups.values() for p in group):
         step = torch.zeros((), device=p.device)
@@ -66,6 +70,24 @@ def load_state(optimizer: torch.optim.AdamW, p: nn.Parameter, saved: dict[str, T
         optimizer.pack(p, saved)
 
 
+class _Piece(NamedTuple):
+    """Elements of a parameter, of its gradient, and what is stored of their moments."""
+
+    group: dict[str, Any]
+    step: Tensor
+    rates: Tensor | None  # of `_rates`, for the compiled kernel
+    weight: Tensor
+    grad: Tensor
+    stored: dict[str, Tensor]
+
+    def part(self, start: int, stop: int) -> _Piece:
+        """Elements [start, stop), of which both are a multiple of BLOCK, or `stop` is the end or beyond it."""
+        here, blocks = slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
+        full = slice(start, blocks.stop * BLOCK)  # codes are filled up to whole blocks
+        stored = {name: t[blocks if name.endswith("_scale") else full] for name, t in self.stored.items()}
+        return self._replace(weight=self.weight[here], grad=self.grad[here], stored=stored)
+
+
 class PiecewiseAdamW(torch.optim.AdamW):
     """AdamW that brings moments to the device, or unpacks them, a piece of a parameter at a time.
 
@@ -74,11 +96,21 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     Args:
         offload: moments are in pinned host memory.
+        compiles: step parameters with moments in 8 bits in a compiled kernel, if they are on a GPU.
     """
 
-    def __init__(self, parts: list[dict[str, Any]], options: dict[str, Any], *, eight_bits: bool, offload: bool):
+    def __init__(
+        self,
+        parts: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        eight_bits: bool,
+        offload: bool,
+        compiles: bool = True,
+    ):
         super().__init__(parts, **options)
         self.offload = offload
+        self.compiles = compiles and any(p.is_cuda for group in self.param_groups for p in group["params"])
         for p in (p for group in self.param_groups for p in group["params"]):
             mine = local(p.detach())
             packed, size = eight_bits and p.numel() >= SMALLEST, mine.numel()
@@ -97,36 +129,26 @@ class PiecewiseAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         pieces = list(self._pieces())
-        for (group, step, weight, grad, _), stored in zip(pieces, self._brought(p[-1] for p in pieces), strict=True):
-            moments = [_unpack(stored, name) for name in MOMENTS]
-            first, second = (moment[: len(weight)] for moment in moments)
-            beta1, beta2 = group["betas"]
-            adamw([weight], [grad], [first], [second], [], [step.clone()], fused=True, amsgrad=False,
-                  beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-                  maximize=False)  # fmt: skip
-            for name, moment in zip(MOMENTS, moments, strict=True):
-                _pack(stored, name, moment)
+        for piece, stored in zip(pieces, self._brought(piece.stored for piece in pieces), strict=True):
+            _step(piece._replace(stored=stored), self.compiles)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p]["step"] += 1
 
-    def _pieces(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor, dict[str, Tensor]]]:
-        """Group, step, and pieces of the weight, its gradient and what is stored of its moments."""
+    def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            rates = _rates(group, torch.stack([self.state[p]["step"] for p in params])) if self.compiles else None
+            for i, p in enumerate(params):
+                step, stored = self.state[p]["step"], {k: t for k, t in self.state[p].items() if k != "step"}
                 weight, grad = local(p.detach()).view(-1), local(p.grad).reshape(-1)
-                for start in range(0, weight.numel(), _PIECE):
-                    piece = slice(start, start + _PIECE)
-                    blocks = slice(start // BLOCK, (start + _PIECE) // BLOCK)
-                    stored = {
-                        name: tensor[blocks if name.endswith("_scale") else piece]
-                        for name, tensor in self.state[p].items()
-                        if name != "step"
-                    }
-                    yield group, self.state[p]["step"], weight[piece], grad[piece], stored
+                whole = _Piece(group, step, None if rates is None else rates[i], weight, grad, stored)
+                length = _PIECE * (_RESIDENT if self.compiles and not self.offload else 1)
+                for start in range(0, weight.numel(), length):
+                    yield whole.part(start, start + length)
 
     def _brought(self, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Each piece on the device, from where what has been written is taken back.
@@ -169,20 +191,30 @@ class PiecewiseAdamW(torch.optim.AdamW):
         torch.cuda.synchronize()  # the host may read the moments, and the buffers be freed
 
     def unpacked(self, p: nn.Parameter) -> dict[str, Tensor]:
-        state = self.state[p]
-        mine = local(p.detach())
-        moments = {name: _unpack(state, name)[: mine.numel()].view(mine.shape) for name in MOMENTS}
-        if f"{MOMENTS[0]}_scale" in state:
+        moments = {name: self.moment(p, name) for name in MOMENTS}
+        if f"{MOMENTS[0]}_scale" in self.state[p]:
             moments = {name: moment.cpu() for name, moment in moments.items()}
-        return {"step": state["step"], **{name: _like(p, moment) for name, moment in moments.items()}}
+        return {"step": self.state[p]["step"], **{name: _like(p, moment) for name, moment in moments.items()}}
 
-    @torch.no_grad()
     def pack(self, p: nn.Parameter, saved: dict[str, Tensor]) -> None:
         for name in MOMENTS:
-            state = self.state[p]
-            if f"{name}_scale" in state:
-                moment = local(saved[name]).reshape(-1).to(state[name].device)
-                _pack(state, name, F.pad(moment, (0, len(state[name]) - len(moment))))
+            if f"{name}_scale" in self.state[p]:  # else it was written in place
+                self.set_moment(p, name, local(saved[name]))
+
+    def moment(self, p: Tensor, name: str) -> Tensor:
+        """A moment of this rank's part of a parameter in float32: a copy, or what is stored where that is its kind."""
+        mine = local(p.detach())
+        return _unpack(self.state[p], name)[: mine.numel()].view(mine.shape)
+
+    @torch.no_grad()
+    def set_moment(self, p: Tensor, name: str, moment: Tensor) -> None:
+        """Take a moment in float32, of as many elements as `moment` gives."""
+        state, moment = self.state[p], moment.reshape(-1)
+        if f"{name}_scale" not in state:
+            state[name].copy_(moment)
+            return
+        moment = moment.to(state[name].device)
+        _pack(state, name, F.pad(moment, (0, len(state[name]) - len(moment))))
 
 
 class _Slot:
@@ -230,26 +262,135 @@ def _values(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32).to(device)
 
 
+class _Codes(NamedTuple):
+    """What turns numbers in [-1, 1] into codes and back, on one device."""
+
+    values: Tensor  # float32 [256], ascending
+    bounds: Tensor  # float32 [256]: above bounds[i] a number's code is above i; the last is infinite
+    first: Tensor  # uint8 [2**16]: the least code of the numbers whose float32 begins with these 16 bits
+
+
+@functools.cache
+def _codes(signed: bool, device: torch.device) -> _Codes:
+    """Bounds lie so far apart that the numbers whose first 16 bits (8 of a float's 24 digits) agree have two codes."""
+    values = _values(signed, torch.device("cpu"))
+    bounds = (values[1:] + values[:-1]) / 2
+    begins = torch.arange(2**16, dtype=torch.int32)
+    begins = torch.where(begins < 2**15, begins << 16, ((begins - 2**16) << 16) + 0xFFFF)  # the lowest of each
+    first = torch.bucketize(begins.view(torch.float32), bounds).to(torch.uint8)
+    return _Codes(values.to(device), F.pad(bounds, (0, 1), value=torch.inf).to(device), first.to(device))
+
+
+def _looked_up(relative: Tensor, codes: _Codes) -> Tensor:
+    """What `torch.bucketize` finds by eight comparisons, for compiled code."""
+    least = codes.first[(relative.view(torch.int32) >> 16) & 0xFFFF].int()
+    return least + (relative > codes.bounds[least]).int()
+
+
+def _decoded(stored: Tensor, scale: Tensor, codes: _Codes) -> Tensor:
+    """Numbers `[blocks, BLOCK]` of codes of this shape and scales `[blocks]`."""
+    return codes.values[stored.int()] * scale[:, None]
+
+
+def _encoded(blocks: Tensor, codes: _Codes, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales that `_decoded` takes."""
+    high, low = blocks.amax(1), blocks.amin(1)
+    scale = torch.where(high >= -low, high, low)
+    relative = blocks / scale.where(scale != 0, torch.ones_like(scale))[:, None]
+    if torch.compiler.is_compiling():
+        found = _looked_up(relative, codes)
+    else:
+        found = torch.bucketize(relative, codes.bounds[:-1], out_int32=True)
+    if not signed:
+        found = torch.where(relative > 0, found.clamp(min=1), found)
+    return found.to(torch.uint8), scale
+
+
 def _unpack(stored: dict[str, Tensor], name: str) -> Tensor:
     """A moment in float32, up to the end of its last block; the stored tensor itself where that is its kind."""
     scale = stored.get(f"{name}_scale")
     if scale is None:
         return stored[name]
-    codes = stored[name].view(-1, BLOCK)
-    return (_values(name == MOMENTS[0], codes.device)[codes.int()] * scale[:, None]).view(-1)
+    codes = _codes(name == MOMENTS[0], scale.device)
+    return _decoded(stored[name].view(-1, BLOCK), scale, codes).view(-1)
 
 
 def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
     """Write a moment to where `_unpack` has read it."""
     if f"{name}_scale" not in stored:
         return  # it was written in place
-    signed, blocks = name == MOMENTS[0], moment.view(-1, BLOCK)
-    high, low = blocks.amax(1), blocks.amin(1)
-    scale = torch.where(high >= -low, high, low)
-    relative = blocks / scale.where(scale != 0, torch.ones_like(scale))[:, None]
-    values = _values(signed, moment.device)
-    codes = torch.bucketize(relative, (values[1:] + values[:-1]) / 2, out_int32=True)
-    if not signed:
-        codes = torch.where(relative > 0, codes.clamp(min=1), codes)
+    signed = name == MOMENTS[0]
+    codes, scale = _encoded(moment.view(-1, BLOCK), _codes(signed, moment.device), signed)
     stored[name].copy_(codes.view(-1))
     stored[f"{name}_scale"].copy_(scale)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _step(piece: _Piece, compiles: bool) -> None:
+    """Step a piece, in the compiled kernel if it has 8 bits; that takes whole blocks, two or more."""
+    whole = len(piece.weight) // BLOCK
+    if compiles and whole > 1 and f"{MOMENTS[0]}_scale" in piece.stored:
+        _step_compiled(piece.part(0, whole * BLOCK))
+        if whole * BLOCK == len(piece.weight):
+            return
+        piece = piece.part(whole * BLOCK, len(piece.weight))
+    moments = [_unpack(piece.stored, name) for name in MOMENTS]
+    first, second = (moment[: len(piece.weight)] for moment in moments)
+    group = piece.group
+    beta1, beta2 = group["betas"]
+    adamw([piece.weight], [piece.grad], [first], [second], [], [piece.step.clone()], fused=True, amsgrad=False,
+          beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+          maximize=False)  # fmt: skip
+    for name, moment in zip(MOMENTS, moments, strict=True):
+        _pack(piece.stored, name, moment)
+
+
+def _rates(group: dict[str, Any], steps: Tensor) -> Tensor:
+    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 8].
+
+    They are numbers on the device, rounded once: another learning rate compiles nothing, and nobody waits for a step.
+    """
+    (beta1, beta2), lr, steps = group["betas"], group["lr"], steps.double() + 1
+    columns = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"], group["eps"],
+               lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()]  # fmt: skip
+    return torch.stack([torch.ones_like(steps) * column for column in columns], 1).float()
+
+
+def _kernel(weight: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
+            rates: Tensor, first_codes: _Codes, second_codes: _Codes) -> None:  # fmt: skip
+    """AdamW of `[blocks, BLOCK]` elements, whose moments are read and written in 8 bits: what else `_step` does."""
+    beta1, rest1, beta2, rest2, decay, eps, rate, root = rates.unbind()
+    g, w = grad.float(), weight.float()
+    mean = beta1 * _decoded(first, first_scale, first_codes) + rest1 * g
+    square = beta2 * _decoded(second, second_scale, second_codes) + rest2 * g * g
+    weight.copy_(w - decay * w - rate * mean / (square.sqrt() * root + eps))
+    for codes, scale, (new, new_scale) in (
+        (first, first_scale, _encoded(mean, first_codes, True)),
+        (second, second_scale, _encoded(square, second_codes, False)),
+    ):
+        codes.copy_(new)
+        scale.copy_(new_scale)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_kernel, fullgraph=True)
+
+
+def _step_compiled(piece: _Piece) -> None:
+    """Run `_kernel`, compiled once for any number of blocks; the compiler asks where in its storage a tensor begins."""
+    assert piece.rates is not None
+    moments = [piece.stored[name + part] for name in MOMENTS for part in ("", "_scale")]
+    tensors = [_alone(t) for t in (piece.weight, piece.grad, *moments)]
+    tensors = [t if i in (3, 5) else t.view(-1, BLOCK) for i, t in enumerate(tensors)]  # scales are one for each block
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    device = piece.weight.device
+    _compiled()(*tensors, _alone(piece.rates), _codes(True, device), _codes(False, device))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that begins where its storage does."""
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))

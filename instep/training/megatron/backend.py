@@ -27,7 +27,7 @@ from instep.training.choices import CHOSEN
 from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
-from instep.training.megatron.host_moments import keep_moments_in_pieces
+from instep.training.megatron.moments import keep_moments_as_asked
 from instep.training.megatron.replay import routes_of
 from instep.training.megatron.weights import MegatronWeightSource, check_parameters, load_hf, local_parameters
 from instep.training.saving import Saver
@@ -154,8 +154,7 @@ class MegatronBackend:
         no_sync = [chunk.no_sync for chunk in wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
-        if self.parallel.device.type == "cuda" and self.args.optimizer_cpu_offload:
-            keep_moments_in_pieces(optimizer, offload=True)
+        keep_moments_as_asked(optimizer, self.args, cuda=self.parallel.device.type == "cuda")
         return wrapped, optimizer
 
     # Scoring and gradients

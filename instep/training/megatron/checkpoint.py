@@ -36,10 +36,9 @@ from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import EMBEDDING, HEAD
+from instep.training.hf.optimizer import MOMENTS, PiecewiseAdamW
 from instep.training.megatron.layout import Placement
 from instep.training.saving import Saver
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -47,9 +46,28 @@ class Master:
     """The part of one parameter that the optimizer of this rank steps: its elements [start, stop), flattened."""
 
     tensor: Tensor  # what the optimizer steps: the parameter itself, a float32 copy, or a flat piece of either
-    state: dict[str, Any]
+    optimizer: Any  # torch's, or one like it
     start: int
     stop: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state[self.tensor]
+        return state
+
+    def moment(self, name: str) -> Tensor | None:
+        """In float32, wherever and however it is kept; None before the first step of an optimizer of others."""
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            return self.optimizer.moment(self.tensor, name)
+        return self.state.get(name)
+
+    def set_moment(self, name: str, value: Tensor) -> None:
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            self.optimizer.set_moment(self.tensor, name, value)
+        elif name in self.state:
+            self.state[name].copy_(value)
+        else:
+            self.state[name] = value.to(self.tensor.device, copy=True)
 
 
 def real_optimizers(optimizer: Any) -> list[Any]:
@@ -67,13 +85,13 @@ def masters(optimizer: Any) -> dict[Tensor, Master]:
             for param, where in (item for m in ranges for item in m["param_map"].items()):
                 group, index = opt.model_param_group_index_map[param]
                 main = inner.param_groups[group]["params"][index]
-                found[param] = Master(main, inner.state[main], where["param"].start, where["param"].end)
+                found[param] = Master(main, inner, where["param"].start, where["param"].end)
         else:
             mains = {id(main): main for group in inner.param_groups for main in group["params"]}
             for group in getattr(opt, "float16_groups", []):
-                found |= {p: Master(p.main_param, inner.state[p.main_param], 0, p.numel()) for p in group}
+                found |= {p: Master(p.main_param, inner, 0, p.numel()) for p in group}
             copies = {id(m.tensor) for m in found.values()}
-            found |= {p: Master(p, inner.state[p], 0, p.numel()) for i, p in mains.items() if i not in copies}
+            found |= {p: Master(p, inner, 0, p.numel()) for i, p in mains.items() if i not in copies}
     return found
 
 
@@ -141,7 +159,7 @@ def whole_states(
         for name in _names(param):
             full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
             if master is not None:
-                piece = master.tensor if name == "master" else master.state.get(name)
+                piece = master.tensor if name == "master" else master.moment(name)
                 if piece is not None:
                     full[master.start : master.stop] = piece.reshape(-1)
             elif name == "master" and not param.requires_grad and group.rank() == 0:
@@ -231,10 +249,8 @@ def load(
             piece = state.reshape(-1)[master.start : master.stop].view(master.tensor.shape)
             if name == "master":
                 master.tensor.copy_(piece)
-            elif name in master.state:  # it may be in host memory, and flat
-                master.state[name].view(-1).copy_(piece.reshape(-1))
             else:
-                master.state[name] = piece.to(master.tensor.device, copy=True)
+                master.set_moment(name, piece)
     if optimizer is not None:
         _set_step(optimizer, held, step)
     return checkpoint.mtp

@@ -44,10 +44,15 @@ def register() -> None:
         from instep_vllm.lora import install
 
         install()
-    if os.environ.get(FAST_VARIABLE) and multiprocessing.parent_process() is not None:  # not in the API server
-        from instep_vllm.fast import sampler
+    if multiprocessing.parent_process() is not None:  # not in the API server
+        if os.environ.get(LORA_VARIABLE):
+            from instep_vllm.fast import adapter
 
-        sampler.install()
+            adapter.install()
+        if os.environ.get(FAST_VARIABLE):
+            from instep_vllm.fast import sampler
+
+            sampler.install()
     if os.environ.get(PARENT_VARIABLE):
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:

@@ -50,7 +50,7 @@ from instep_vllm.async_llm import LOADED
 from instep_vllm.bucket import Manifest, WeightMismatch, compare, read
 from instep_vllm.direct import DirectLoader, loads_directly
 from instep_vllm.handles import Receiver as IpcReceiver
-from instep_vllm.lora import Receiver
+from instep_vllm.lora import Receiver, session_begins
 from instep_vllm.place import NoPlace, check_checkpoint
 from instep_vllm.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
@@ -128,6 +128,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._active = True
         self._delivered, self._complete, self._started, self._wrote = set(), False, False, False
         self._adapter.clear()
+        session_begins()
         if self._direct is not None:
             self._direct.begin()
 
@@ -284,8 +285,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def _receive_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        self._adapter.receive(tensors, config)
+    def _receive_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool = False) -> None:
+        self._adapter.receive(tensors, config, lasting)
         self._delivered.update(tensors)
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -313,7 +314,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
             if backend == "lora_ipc":
-                self._receive_adapter(tensors, info.config)
+                self._receive_adapter(tensors, info.config, lasting=True)
                 return
             self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
             if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
@@ -340,6 +341,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             raise WeightMismatch(f"the stream of weights broke: {error}") from error
 
     def _leave_group(self) -> None:
+        self._adapter.forget_source()
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -30,6 +30,12 @@ REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 _held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # `Receiver.tensors`, peft's configuration
+_base_stays = False  # the session that ends next has brought an adapter, and no weight of the base
+
+
+def session_begins() -> None:
+    global _base_stays
+    _base_stays = False
 
 
 def install() -> None:
@@ -37,6 +43,7 @@ def install() -> None:
     from vllm.lora import model_manager
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     if hasattr(InputProcessor.process_inputs, "__wrapped__"):
         return
@@ -67,6 +74,18 @@ def install() -> None:
         # logits, and take those of a prompt for the rows that it samples from: on a CPU the engine would die of it.
         tables = {name for module in model.modules() for name in getattr(module, "embedding_modules", None) or ()}
         return [name for name in layers(model) if name not in tables]
+
+    if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 has not
+
+        @functools.wraps(reset)
+        def reset_lora_state(self: Any) -> None:
+            # vLLM forgets all adapters at the end of a session, as the base may be another.
+            global _base_stays
+            stays, _base_stays = _base_stays, False
+            if not stays:
+                reset(self)
+
+        LoRAModelRunnerMixin.reset_lora_state = reset_lora_state
 
     InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
     model_manager.get_supported_lora_modules = get_supported_lora_modules
@@ -122,6 +141,21 @@ class Places:
             torch._foreach_copy_(buffers, sources)
 
 
+@dataclass
+class Staged:
+    """Memory in which an adapter has arrived, and what lies there: the next one of this form is copied to it.
+
+    Attributes:
+        source: the tensors that it came in; who brings the next one by the same object brings the same form.
+        copies, wholes, layout: see `Receiver`.
+    """
+
+    source: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
+    wholes: list[torch.Tensor]
+    layout: dict[str, Layout]
+
+
 class Receiver:
     """A worker's side of a session that brings an adapter. Nothing that is in use changes before `load`.
 
@@ -135,16 +169,21 @@ class Receiver:
     def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
         self._config, self._model, self._shapes = vllm_config, model, shapes
         self._places: Places | None = None
+        self._staged: Staged | None = None  # of the last adapter, if its memory is not that of `_places`
         self.clear()
 
     def clear(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._source: dict[str, torch.Tensor] | None = None  # what `tensors` came in, where the next may come in it
         self._wholes: list[torch.Tensor] = []  # the memory of `tensors`: one piece for each of those they came in
         self._layout: dict[str, Layout] = {}
         self._adapter: dict[str, Any] = {}
 
-    def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> None:
+    def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any], lasting: bool = False) -> None:
         """Check tensors of the adapter that peft's configuration `adapter` describes, and keep copies of them.
+
+        Args:
+            lasting: whether `tensors` are views of memory in which others may come, as the same object then.
 
         Raises:
             WeightMismatch: the engine takes no adapters; a tensor belongs to no layer, has another rank or shape, is
@@ -175,7 +214,11 @@ class Receiver:
                 shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
                 if tuple(tensor.shape) != shape:
                     raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {shape}", name)
-        copies = self._copied(tensors)
+        first = not self.tensors
+        copies = self._again(tensors) if first else {}
+        if not copies:
+            copies, self._staged = self._copied(tensors), None
+        self._source = tensors if lasting and first else None
         finite = torch.stack(torch._foreach_norm(list(copies.values()))).isfinite().tolist() if copies else []
         if odd := next((name for name, is_finite in zip(copies, finite, strict=True) if not is_finite), None):
             raise WeightMismatch(f"{odd} is not finite", odd)
@@ -183,6 +226,21 @@ class Receiver:
         if scale != 1 and (to_scale := [tensor for name, tensor in copies.items() if name.endswith(B)]):
             torch._foreach_mul_(to_scale, scale)
         self.tensors |= copies
+
+    def forget_source(self) -> None:
+        """Let go of the memory that the last adapter came in."""
+        self._staged = None
+
+    def _again(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies in the memory that is staged, where these are the same views of the same buckets; else none."""
+        staged = self._staged
+        if staged is None or staged.source is not tensors:
+            return {}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
+        for whole, storage in zip(staged.wholes, storages.values(), strict=True):
+            whole.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        self._wholes, self._layout = list(staged.wholes), dict(staged.layout)
+        return staged.copies
 
     def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies on the device; those of one bucket are copied at once, as there are hundreds."""
@@ -206,7 +264,7 @@ class Receiver:
         Raises:
             WeightMismatch: it is not whole, or vLLM does not take it.
         """
-        global _held
+        global _base_stays, _held
         if len(self.tensors) != self._adapter["num_tensors"]:
             total = self._adapter["num_tensors"]
             raise WeightMismatch(f"{len(self.tensors)} of {total} tensors of the adapter were delivered")
@@ -217,13 +275,16 @@ class Receiver:
             if places is not None and places.are_those_of(manager, self._adapter, self._layout, self._wholes):
                 places.write(self._wholes)
                 _held = (places.tensors, self._adapter)
+                if self._source is not None:
+                    self._staged = Staged(self._source, self.tensors, self._wholes, self._layout)
             else:
-                places = self._load(manager)
+                places, self._staged = self._load(manager), None
             self._places = places
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
-            _held = before
+            _held, self._staged = before, None
             raise WeightMismatch(f"vLLM does not take this adapter: {error!r}") from error
         self.clear()
+        _base_stays = True
 
     def _load(self, manager: Any) -> Places | None:
         """Let vLLM load the adapter; returns where it is, or None if not all of it was copied as it is."""
@@ -254,6 +315,7 @@ class Receiver:
 
 def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
     """The adapter as vLLM's, which refers to `tensors`; its scale is 1, as B has been multiplied."""
+    logger.info("instep: an adapter of %d tensors goes through vLLM's own loader", len(tensors))
     return LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
         tensors,

@@ -4,6 +4,8 @@
     --scheduler-cls instep_vllm.fast.scheduler.make     tokens leave the engine core in bunches; shorter loops
     INSTEP_FAST_LOG_PROBS=1                             a kernel for the log-prob of the sampled token alone
 
+Beside them `adapter.py` computes base and adapter in one product, for engines with one adapter.
+
 Each says in the engine's log whether it is on, and why not. instep asks for all three for its own engines. Requests
 that did not come through the middleware are treated as vLLM treats them, in the same batch, too.
 """

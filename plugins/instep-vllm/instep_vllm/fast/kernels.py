@@ -55,3 +55,40 @@ def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
     size = triton.next_power_of_2(num_parts)
     _join_parts[(num_rows,)](out, tops, sums, logits, row_stride, token_ids.contiguous(), num_parts, SIZE=size)
     return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_known"])
+def add_low_rank(
+    out,
+    y,
+    b,
+    bias,
+    tokens,
+    num_tokens,
+    num_known,
+    num_outputs,
+    y_stride,
+    second,
+    third,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`adapter.add_adapter`: a program computes ROWS tokens and COLUMNS outputs of one slice."""
+    begin = tl.program_id(0) * COLUMNS
+    part = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
+    columns = begin + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = rows < num_tokens
+    has = tl.load(tokens + rows, mask=there & (rows < num_known), other=-1) >= 0
+    ranks = tl.arange(0, RANK)
+    of_row = rows.to(tl.int64)[:, None]
+    low = y + of_row * y_stride + num_outputs + part * RANK + ranks[None, :]
+    x = tl.load(low, mask=(there & has)[:, None], other=0.0)
+    w = tl.load(b + columns[None, :] * RANK + ranks[:, None])
+    total = tl.load(y + of_row * y_stride + columns[None, :], mask=there[:, None], other=0.0).to(tl.float32)
+    total += tl.dot(x, w)
+    if HAS_BIAS:
+        total += tl.load(bias + columns)[None, :].to(tl.float32)
+    tl.store(out + of_row * num_outputs + columns[None, :], total.to(out.dtype.element_ty), mask=there[:, None])
