@@ -117,8 +117,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 return future.result()
             step = home.step
             if step is not None and time.monotonic() > step[0]:
-                _abandon(home)  # its thread cannot be stopped, only left behind
+                _abandon(home)  # its thread cannot be stopped, only left behind, to end what it has once it is free
                 home.interrupt(step[1])
+                home.loop.call_soon_threadsafe(_cancel_tasks, home.loop)
             elif deadline is not None and time.monotonic() > deadline:
                 raise RolloutError(
                     f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
@@ -199,6 +200,8 @@ class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps
 
     def __await__(self) -> Generator[Any, Any, T]:
         home = _current
+        if home is not None and asyncio.get_running_loop() is not home.loop:
+            home = None  # of a loop that was left behind, or a hook's own: nobody looks at its steps
         wake: BaseException | None = None
         while True:
             if home is not None:
