@@ -286,6 +286,11 @@ class RoleTrainer:
         """The digest of every weight by its Hugging Face name, as the trainer holds it now."""
         return next(digests for digests in self.workers.call("weight_digests", way, timeout=timeout) if digests)
 
+    def unwritten_weights(self, timeout: float) -> list[str]:
+        """The weights of which the memory that engines share does not hold every bit."""
+        found = self.workers.call("unwritten_weights", timeout=timeout)
+        return sorted({name for names in found for name in names})
+
     def probe_log_probs(self, batch: TokenBatch, timeout: float) -> list[float]:
         """Log-probs of the response tokens of `batch`, which every rank scores as a whole."""
         results = self.workers.call("score", batch, timeout=timeout)

@@ -14,7 +14,18 @@ from instep import spans
 from instep.spans import Span
 from instep.training.backend import Frozen, Role, TrainBackend
 
-WORKER_CALLS = ("log_probs", "begin_step", "train", "publish", "score", "weight_digests", "memory", "offload", "onload")
+WORKER_CALLS = (
+    "log_probs",
+    "begin_step",
+    "train",
+    "publish",
+    "score",
+    "weight_digests",
+    "unwritten_weights",
+    "memory",
+    "offload",
+    "onload",
+)
 BACKEND_CALLS = ("forward_only", "forward_backward", "optimizer_step")
 MATRIX, VECTOR = 768, 16 << 20  # numbers, of what is measured
 

@@ -368,6 +368,10 @@ class Worker(Profiled):
         digest = way_named(way).digest
         return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
 
+    def unwritten_weights(self) -> list[str]:
+        """Names of the weights that engines with shared memory do not have as the trainer has them; collective."""
+        return single_copy.WAY.unwritten(self._source(SINGLE_COPY))
+
     def broken_weights(self) -> list[str]:
         """Names of the weights that are not finite; collective, empty except on emitting ranks."""
         return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]

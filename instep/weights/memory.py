@@ -30,6 +30,8 @@ from instep.weights.source import TensorSpec
 
 SAMPLE_KIND = "xxh3-128 of a sample"
 SAMPLE_LENGTH = 4096  # elements, about
+PART = 1 << 25  # elements that are compared at a time
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 AGAIN = "start engine and trainer from one --hf-checkpoint and in one dtype, or use --weight-sync shm"
 
 
@@ -139,6 +141,13 @@ class EngineMemory:
             for part in worker.get(name, ()) if index != without else ():
                 part.view.copy_(part.of(whole))
 
+    def unlike(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Whether one of its slices that are opened here has another bit than this weight has there; 0-dim bool."""
+        whole = whole.detach().contiguous()
+        parts = [part for worker in self.slices.values() for part in worker.get(name, ())]
+        found = [unlike(part.view, part.of(whole)) for part in parts]
+        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=whole.device)
+
     def digest(self, name: str, whole: torch.Tensor) -> str:
         """What `digests` has of a weight for all workers, one after another, if they hold `whole`."""
         whole, found = whole.detach().contiguous(), []
@@ -222,6 +231,14 @@ def marks(folder: Path) -> list[tuple[str, int, int]]:
             stat = path.stat()
             found.append((str(path), stat.st_ino, stat.st_mtime_ns))
     return found
+
+
+def unlike(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Whether a bit of `held` differs from `wanted` in its dtype, 0-dim bool; by parts, which take little memory."""
+    held, wanted = torch.atleast_1d(held.detach()), torch.atleast_1d(wanted.detach())
+    rows, bits = max(1, PART * len(held) // max(1, held.numel())), BITS[held.dtype.itemsize]
+    parts = zip(held.split(rows), wanted.split(rows), strict=True)
+    return torch.stack([(a.view(bits) != b.to(a.dtype).view(bits)).any() for a, b in parts]).any()
 
 
 def sample_digest(tensor: torch.Tensor) -> str:

@@ -2,8 +2,9 @@
 
 Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them. A source
 whose parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the
-engines are digests of samples of the trainer's own weights, which they must find in their memory. On a CPU rank 0 tells
-all of them, on GPUs each rank those of the workers on its own.
+engines are digests of samples of the trainer's own weights, which they must find in their memory: so it is the same. On
+a CPU rank 0 tells all of them, on GPUs each rank those of the workers on its own. The proof compares every bit of it
+with the trainer's own weights (`unwritten`), while the engines serve already.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ class SingleCopy:
         memory = self._memory
         digest = memory.digest if memory is not None else lambda name, tensor: sample_digest(tensor)
         return {spec.name: digest(spec.name, tensor) for spec, tensor in source if tensor is not None}
+
+    def unwritten(self, source: WeightSource) -> list[str]:
+        """The names of weights that the memory of the last session does not have as it should, in any bit of what this
+        rank has opened (collective); for a worker."""
+        return source.unwritten(self._memory) if self._memory is not None else []
 
     def drive(self, carriage: Carriage) -> Sent:
         """Let the trainer write, and each engine compare samples of what it computes with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,9 @@ class TensorSpec:
     dtype: torch.dtype
 
 
+Weights = Iterable[tuple[TensorSpec, torch.Tensor | None]]
+
+
 class WeightSource(Protocol):
     """The policy's weights under Hugging Face names; tied weights appear once.
 
@@ -45,21 +48,40 @@ class WeightSource(Protocol):
             What that memory must hold then, told from the trainer's own weights, of the workers opened here.
         """
         samples: Samples = {nonce: {} for nonce in memory.slices}
-        for spec, tensor in self:
-            self._write(memory, spec, tensor, samples)
+        self._write(memory, self, samples)
         return samples
 
-    def _write(self, memory: EngineMemory, spec: TensorSpec, tensor: torch.Tensor | None, samples: Samples) -> None:
-        """Write one weight, which rank 0 has, into what each rank has opened, and add its samples (collective)."""
+    def unwritten(self, memory: EngineMemory) -> list[str]:
+        """The names of weights of which the memory opened here has a bit that the trainer's have not (collective)."""
+        return names_of(self._unlike(memory, self))
+
+    def _unlike(self, memory: EngineMemory, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((spec.name, memory.unlike(spec.name, tensor)) for spec, tensor in _wholes(memory, weights))
+
+    def _write(self, memory: EngineMemory, weights: Weights, samples: Samples) -> None:
+        """Write weights, which rank 0 has, into what each rank has opened, and add their samples (collective)."""
+        for spec, tensor in _wholes(memory, weights):
+            memory.write(spec.name, tensor)
+            for nonce, sample in memory.samples(spec.name, tensor).items():
+                samples[nonce][spec.name] = sample
+
+
+def _wholes(memory: EngineMemory, weights: Weights) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """Weights, which rank 0 has, on the ranks that open the engines' memory (collective)."""
+    for spec, tensor in weights:
         if memory.on_gpus and dist.get_world_size() > 1:
             if tensor is None:
                 tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
             tensor = tensor.contiguous()
             dist.broadcast(tensor, 0)
         if tensor is not None:
-            memory.write(spec.name, tensor)
-            for nonce, sample in memory.samples(spec.name, tensor).items():
-                samples[nonce][spec.name] = sample
+            yield spec, tensor
+
+
+def names_of(flags: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names whose flag, a 0-dim bool, is set; a GPU is asked once."""
+    names, found = [*zip(*flags, strict=True)] or [(), ()]
+    return [name for name, one in zip(names, torch.stack(found).tolist(), strict=True) if one] if names else []
 
 
 class AdapterSource(WeightSource, Protocol):

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from instep.training.hf.backend import HfBackend
@@ -21,6 +22,7 @@ from instep.weights.place import SYNC, process_mark
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
 HEAD = 8
+SPOILT = "model.layers.1.mlp.down_proj.weight"
 PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
 
 
@@ -95,7 +97,19 @@ def _rank(path, tp, dtype, folder, apart):
     source.write_into(memory)
     steps += train(backend, range(2, 3))
     told = {nonce: digests_of(found) for nonce, found in source.write_into(memory).items()}
-    return steps, weights_of(backend), told
+    unwritten = source.unwritten(memory)
+    dist.barrier()
+    held = [part.view for worker in memory.slices.values() for part in worker[SPOILT]]
+    old = [view.clone() for view in held]
+    dist.barrier()
+    for view in held:
+        view[-1, -1] = 9.0
+    dist.barrier()
+    spoilt = source.unwritten(memory)
+    dist.barrier()
+    for view, before in zip(held, old, strict=True):
+        view.copy_(before)
+    return steps, weights_of(backend), told, unwritten, spoilt
 
 
 @pytest.mark.parametrize(
@@ -119,14 +133,15 @@ def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engine
         place.mkdir(mode=0o700)
         workers += [Worker(plugin, place, rank, engine_tp, blank) for rank in range(engine_tp)]
     ranks = run_ranks(_rank, 4, path, tp, dtype, tmp_path, apart)
-    steps, weights, _ = ranks[0]
+    steps, weights, *_ = ranks[0]
     assert [worker.other_than(weights) for worker in workers] == [[]] * len(workers)
     rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (0.1, 0.02)
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=rtol, atol=atol)
     for name, weight in expected.items():
         assert (weights[name].float() - weight).norm() <= max(rtol / 5, 1e-5) * weight.norm(), name
     held = {worker.nonce: plugin.sample_digests(worker.recorder.slices) for worker in workers}
-    for rank, (_, _, told) in enumerate(ranks):  # the sample of the masters, which no rank has whole
+    assert [rank[3] for rank in ranks] == [[]] * 4 and {name for rank in ranks for name in rank[4]} == {SPOILT}
+    for rank, (_, _, told, *_) in enumerate(ranks):  # the sample of the masters, which no rank has whole
         opened = list(held)[rank : rank + 1] if apart else list(held)
         assert told == {nonce: held[nonce] for nonce in opened}, rank
 

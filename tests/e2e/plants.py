@@ -198,12 +198,16 @@ CHANGES: dict[str, Callable[[Items], Items]] = {
 }
 
 
-def _row_left_out(mirror: Any, write: Callable[[], None]) -> None:
+def _row_left_out(row: int) -> Callable[[Any, Callable[[], None]], None]:
     """A write that does not come to its end: one row of a weight stays as it was."""
-    view = next(tensor for name, tensor, _ in mirror._pairs if name == WRITTEN)
-    old = view.detach().clone()
-    write()
-    view.data[0].copy_(old[0])
+
+    def plant(mirror: Any, write: Callable[[], None]) -> None:
+        view = next(tensor for name, tensor, _ in mirror._pairs if name == WRITTEN)
+        old = view.detach().clone()
+        write()
+        view.data[row].copy_(old[row])
+
+    return plant
 
 
 def _written_elsewhere(mirror: Any, write: Callable[[], None]) -> None:
@@ -217,7 +221,8 @@ def _written_elsewhere(mirror: Any, write: Callable[[], None]) -> None:
 
 WRITTEN = "model.layers.1.mlp.up_proj.weight"
 WRITES: dict[str, Callable[[Any, Callable[[], None]], None]] = {  # of single copy
-    "a row left out": _row_left_out,
+    "a row left out": _row_left_out(0),
+    "a row left out that is in no sample": _row_left_out(1),
     "written elsewhere": _written_elsewhere,
 }
 

@@ -140,7 +140,7 @@ def test_a_write_that_does_not_reach_the_memory_is_named(shared: Pair, sync: Wei
     shared.step(1e-4)
     mark.write_text(plant)
     try:
-        with pytest.raises(SyncError, match=f"{plants.WRITTEN} .*is not what the trainer has written") as caught:
+        with pytest.raises(SyncError, match=f"{plants.WRITTEN} .*is not what the trainer has") as caught:
             sync.run([shared.engine])
     finally:
         mark.unlink()

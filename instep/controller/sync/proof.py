@@ -19,7 +19,7 @@ from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import SyncError
 from instep.types import TokenBatch
-from instep.weights.way import GOLDEN, OF_ADAPTERS, Sent, golden
+from instep.weights.way import GOLDEN, OF_ADAPTERS, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -100,7 +100,7 @@ class Proof:
         Raises:
             SyncError: an engine does not; the error names it and the tensors that differ.
         """
-        expected, scores = self._both_score(session)
+        expected, scores = self._both_score(session, way)
         loaded, self._loaded = self._loaded, {}  # for the first session alone
         if self._exact and self._args.sync_tolerance is None:
             self._tolerance = FP32_TOLERANCE * max(1.0, *map(abs, expected))
@@ -183,10 +183,10 @@ class Proof:
             "checkpoint",
         )
 
-    def _both_score(self, session: Session) -> tuple[list[float], dict[str, list[float]]]:
+    def _both_score(self, session: Session, way: str) -> tuple[list[float], dict[str, list[float]]]:
         """The scores of the trainer, and by URL those of the engines, at once unless they take turns on the GPUs."""
         with ThreadPoolExecutor(1) as pool:
-            ours = pool.submit(self._trainer_scores, session)
+            ours = pool.submit(self._trainer_looks, session, way)
             if session.turns.are_taken:
                 ours.result()
                 session.hand_over()
@@ -205,6 +205,17 @@ class Proof:
             response_lengths=lengths - 1,
             sample_columns={"temperature": torch.ones(len(self._probe))},
         )
+
+    def _trainer_looks(self, session: Session, way: str) -> list[float]:
+        """Its scores. By single copy it first finds each bit that it has written in the engines' memory."""
+        if way == SINGLE_COPY and (unwritten := session.actor.unwritten_weights(session.seconds_left())):
+            raise SyncError(
+                f"the memory of {', '.join(engine.name for engine in session.engines)} does not hold version "
+                f"{session.version}: what was written of {', '.join(unwritten[:3])} is not what the trainer has",
+                where=unwritten[0],
+                remedy=f"resume from the last checkpoint; try --weight-sync {GOLDEN} if it happens again",
+            )
+        return self._trainer_scores(session)
 
     def _trainer_scores(self, session: Session) -> list[float]:
         with session.turns.borrowed(session, optimizer=False):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,11 @@ from instep.training.hf.model import Policy
 from instep.training.hf.samples import Sampler
 from instep.training.hf.shards import DP, box, local, over_dp, whole
 from instep.training.hf.weights import HfWeightSource
-from instep.weights.memory import EngineMemory
+from instep.weights.memory import EngineMemory, unlike
 from instep.weights.parking import give_back
-from instep.weights.source import Samples
+from instep.weights.source import Samples, Weights, names_of
+
+Piece = tuple[str, Tensor, Tensor]  # a name, what the model computes with, and the masters of it
 
 
 class Mirror:
@@ -88,26 +91,35 @@ class Mirror:
         """Write the masters through to the model, if they have changed (collective)."""
         if not self._stale:
             return
-        same: list[tuple[Tensor, Tensor]] = []  # what this rank computes with, and its masters, both alike
-        cut: list[tuple[Tensor, Tensor]] = []  # parameters, and masters of which other ranks have a part
-        for _, tensor, master in self._pairs:
-            part, mine = local(tensor), local(master)
-            if _divided(master):
-                if not self._shared:
-                    cut.append((tensor, master))
-                    continue
-                begins = [i - o for i, o in zip(box(master)[1], box(tensor)[1], strict=True)]
-                part = part[tuple(slice(i, i + n) for i, n in zip(begins, mine.shape, strict=True))]
-            same.append((part, mine))
-        wholes = in_batches([(master, tensor.dtype) for tensor, master in cut], emits=True)
-        for (tensor, _), full in zip(cut, wholes, strict=True):
-            assert full is not None
-            local(tensor).copy_(full[tuple(slice(o, o + n) for n, o in zip(*box(tensor), strict=True))])
+        same, cut = self._pieces()
+        for _, part, master in self._gathered(cut):
+            part.copy_(master)
         if same:
-            torch._foreach_copy_([part for part, _ in same], [master for _, master in same])
+            torch._foreach_copy_([part for _, part, _ in same], [master for _, _, master in same])
         if self._memory is not None and not self._memory.on_gpus and dist.get_world_size() > 1:
             dist.barrier()  # all ranks have written into what they share
         self._stale = False
+
+    def _pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """What this rank computes with, and its masters: pieces that are alike, and those to be gathered."""
+        same, cut = [], []
+        for name, tensor, master in self._pairs:
+            part, mine = local(tensor), local(master)
+            if _divided(master):
+                if not self._shared:
+                    cut.append((name, tensor, master))
+                    continue
+                begins = [i - o for i, o in zip(box(master)[1], box(tensor)[1], strict=True)]
+                part = part[tuple(slice(i, i + n) for i, n in zip(begins, mine.shape, strict=True))]
+            same.append((name, part, mine))
+        return same, cut
+
+    def _gathered(self, cut: list[Piece]) -> Iterator[Piece]:
+        """Pieces of which other ranks have a part of the masters, in the model's dtype (collective)."""
+        wholes = in_batches([(master, tensor.dtype) for _, tensor, master in cut], emits=True)
+        for (name, tensor, _), full in zip(cut, wholes, strict=True):
+            assert full is not None
+            yield name, local(tensor), full[tuple(slice(o, o + n) for n, o in zip(*box(tensor), strict=True))]
 
     @torch.no_grad()
     def write_into(self, memory: EngineMemory, names: Mapping[str, str]) -> Samples:
@@ -123,13 +135,27 @@ class Mirror:
             self._move_into(memory, names)
             self._sampler = Sampler(memory, {names[name]: master for name, _, master in self._pairs if name in names})
         self.refresh()
+        for name, full in self._written_apart(memory, names):
+            memory.write(names[name], full, without=self._index if name in self._views else None)
+        assert self._sampler is not None
+        return self._sampler.samples()
+
+    @torch.no_grad()
+    def unlike(self, memory: EngineMemory, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Whether a bit of the memory is not as `write_into` leaves it, by name (collective)."""
+        same, cut = ([], []) if self._is_one else self._pieces()
+        for name, part, master in chain(same, self._gathered(cut)):
+            yield names.get(name, name), unlike(part, master)
+        for name, full in self._written_apart(memory, names):
+            yield names[name], memory.unlike(names[name], full)
+
+    def _written_apart(self, memory: EngineMemory, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are no view everywhere, whole, on the ranks that write them (collective)."""
         for name, tensor, _ in self._pairs:
             if name in names and (self._others or name not in self._everywhere):
                 full = whole(tensor)
                 if memory.on_gpus or dist.get_rank() == 0:
-                    memory.write(names[name], full, without=self._index if name in self._views else None)
-        assert self._sampler is not None
-        return self._sampler.samples()
+                    yield name, full
 
     def _move_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
         """Make the parameters views of an engine's memory, as far as they lie there in one piece."""
@@ -176,8 +202,18 @@ class MirroredSource(HfWeightSource):
         self._mirror = mirror
 
     def write_into(self, memory: EngineMemory) -> Samples:
-        single = {group.model[0]: group.checkpoint[0] for group in self._names.groups if group.converter is None}
-        samples = self._mirror.write_into(memory, single)
-        for spec, tensor in self._gathered([pair for pair in self._groups if pair[0].converter is not None]):
-            self._write(memory, spec, tensor, samples)
+        samples = self._mirror.write_into(memory, self._plain())
+        self._write(memory, self._converted(), samples)
         return samples
+
+    def unwritten(self, memory: EngineMemory) -> list[str]:
+        plain = names_of(self._mirror.unlike(memory, self._plain()))
+        return plain + names_of(self._unlike(memory, self._converted()))
+
+    def _plain(self) -> dict[str, str]:
+        """The names in a checkpoint of the model's parameters that are a weight each."""
+        return {group.model[0]: group.checkpoint[0] for group in self._names.groups if group.converter is None}
+
+    def _converted(self) -> Weights:
+        """The weights that a parameter does not hold as they are (collective)."""
+        return self._gathered([pair for pair in self._groups if pair[0].converter is not None])

@@ -12,17 +12,26 @@ that did not come through the middleware are treated as vLLM treats them, in the
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 KEY = "instep_fast"  # in the `extra_args` of the sampling parameters, which reach the scheduler
 BUNCH = 32  # tokens of a request that leave the engine core together
+VERSIONS = range(26, 33)  # minor versions of vLLM 0.x, whose first and last are tested; in others all parts are off
+RANGE = f"0.{VERSIONS[0]} to 0.{VERSIONS[-1]}"
+
+
+def minor_version() -> int:
+    """N of this vLLM 0.N; -1: its version is none of that form."""
+    from vllm.version import __version__
+
+    found = re.match(r"0\.(\d+)\.", __version__)
+    return int(found[1]) if found else -1
 
 
 def is_known() -> bool:
-    """Whether this is the version of vLLM whose scheduler and sampler are known here."""
-    from vllm.version import __version__
-
-    return __version__.split("+")[0].split(".")[:2] == ["0", "26"]
+    """Whether this is the version of vLLM whose loops and sampler are known here."""
+    return minor_version() == 26
 
 
 def is_fast(params: Any) -> bool:

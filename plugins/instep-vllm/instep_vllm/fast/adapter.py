@@ -14,7 +14,6 @@ is to count up when what is compiled changes. Layers that do not fit stay vLLM's
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from vllm.logger import init_logger
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from instep_vllm.fast import VERSIONS, minor_version
+
 logger = init_logger("vllm.instep")
 CONFIG = "instep_adapter"  # in vLLM's additional configuration
 FORM = 1
-VERSIONS = range(26, 33)  # minor versions of vLLM 0.x, whose first and last are known here
 RANKS = (16, 32, 64, 128)  # that the kernel multiplies with
 COLUMNS = 64  # that a program of the kernel computes, of one slice
 _MEMORY = "_instep_rows"  # attribute of a base layer: the memory that its weight is the first rows of
@@ -87,10 +87,9 @@ def obstacles(config: Any) -> list[str]:
 
     lora, on_gpu = config.lora_config, current_platform.is_cuda()
     asked = config.additional_config.get(CONFIG) if isinstance(config.additional_config, dict) else None
-    minor = re.match(r"0\.(\d+)\.", __version__)
     found = {
         f"no --additional-config with {CONFIG} = {FORM}": asked != FORM,
-        f"vLLM {__version__}": minor is None or int(minor[1]) not in VERSIONS,
+        f"vLLM {__version__}": minor_version() not in VERSIONS,
         f"{lora.max_loras} adapters at once": lora.max_loras != 1,
         "fully sharded adapters": lora.fully_sharded_loras,
         "adapters on a stream of their own": envs.VLLM_LORA_ENABLE_DUAL_STREAM,

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from instep_vllm import answers
-from instep_vllm.fast import KEY
+from instep_vllm.fast import KEY, RANGE, VERSIONS, minor_version
 from instep_vllm.kv_params import PATH, App, Message, Receive, Send
 
 logger = init_logger("vllm.instep")
@@ -32,11 +32,15 @@ class Middleware:
     """An ASGI middleware that answers generation requests in arrays."""
 
     def __init__(self, app: App):
-        self.app = app
-        logger.info("instep: answers in arrays for clients that accept %s", answers.CONTENT_TYPE)
+        self.app, self._is_on = app, minor_version() in VERSIONS
+        if self._is_on:
+            logger.info("instep: answers in arrays for clients that accept %s", answers.CONTENT_TYPE)
+        else:
+            logger.info("instep: no answers in arrays, as this version of vLLM is not tested (%s)", RANGE)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST" or not _accepted(scope):
+        ours = self._is_on and scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+        if not ours or not _accepted(scope):
             await self.app(scope, receive, send)
             return
         messages = [await receive()]

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from instep_vllm.fast import BUNCH, is_fast, is_known
+from instep_vllm.fast import BUNCH, RANGE, VERSIONS, is_fast, is_known, minor_version
 
 logger = init_logger("vllm.instep")
 
@@ -132,9 +132,13 @@ def make(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler for this configuration; vLLM calls it like the class of one."""
     from instep_vllm.fast.core import install
 
+    is_async = vllm_config.scheduler_config.async_scheduling
+    if minor_version() not in VERSIONS:
+        logger.info("instep: vLLM's own scheduler, as this version is not tested (%s)", RANGE)
+        return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **kwargs)
     install()
     logger.info("instep: tokens of fast requests leave the engine core every %d", BUNCH)
-    if not vllm_config.scheduler_config.async_scheduling:
+    if not is_async:
         logger.info("instep: vLLM's own loops, as there is no asynchronous scheduling")
         return FastScheduler(vllm_config=vllm_config, **kwargs)
     if not is_known():
