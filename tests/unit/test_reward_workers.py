@@ -15,6 +15,7 @@ import pytest
 from instep import kernel
 from instep.errors import RewardError
 from instep.rollout import runtime
+from instep.rollout.rewards import pool as pools
 from instep.rollout.rewards.pool import Worker, shared_pool
 
 
@@ -102,6 +103,25 @@ def test_a_job_that_ends_every_worker_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RewardError, match="the worker of the math reward died, 3 times") as caught:
         runtime.run(scenario(), timeout=90)
     assert caught.value.where == "group 1, sample 2"
+
+
+def test_a_worker_that_does_not_start_is_an_error_of_every_job_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(_: type[Worker]) -> Worker:
+        await asyncio.sleep(0.1)
+        raise OSError("no memory")
+
+    async def scenario() -> list[bool | BaseException]:
+        pool = shared_pool(2)
+        jobs = [pool.equal("x", "y", timeout=2, where=f"sample {i}") for i in range(4)]
+        errors = await asyncio.gather(*jobs, return_exceptions=True)
+        assert pool._ready.empty()  # nothing is left for later jobs
+        return errors
+
+    monkeypatch.setattr(pools, "PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(Worker, "start", classmethod(failing))
+    errors = runtime.run(scenario(), timeout=10)
+    assert [isinstance(e, RewardError) and e.where for e in errors] == [f"sample {i}" for i in range(4)]
+    assert all("a reward worker did not start: no memory" in str(e) for e in errors)
 
 
 def test_workers_are_light_and_die_with_their_parent() -> None:

@@ -166,16 +166,57 @@ def test_entries_are_the_token_itself_and_the_likeliest_in_order():
 
 
 def test_what_is_not_a_number_is_null():
-    answer = forms.legacy_answer([[1]], [{"choices": [choice([7], [[(7, math.nan)]])]}], Asked.of({"logprobs": 0}))
+    answers = [{"choices": [choice([7], [[(7, math.nan)]])]}]
+    answer = forms.legacy_answer({"logprobs": 0}, [[1]], answers, Asked.of({"logprobs": 0}))
     assert answer["logprobs"] == [[[None]]] and answer["logprob_token_ids"] == [[[7]]]
-    assert forms.legacy_answer([[1]], [{"choices": [choice([7], [[(7, -1.0)]])]}], Asked.of({}))["logprobs"] is None
+    assert forms.legacy_answer({}, [[1]], answers, Asked.of({"logprobs": 0}))["logprobs"] == [[None]]
+    for body in ({"logprobs": None}, {}):
+        assert forms.legacy_answer(body, [[1]], answers, Asked.of({}))["logprobs"] is None
 
 
 def test_generation_kwargs_win_and_unknown_ones_are_refused():
-    asked = forms.legacy_asked({"n": 2, "generation_kwargs": {"n": 3, "seed": 1}, "structured_outputs_regex": "a+"})
+    body = {"n": 2, "generation_kwargs": {"n": 3, "seed": 1}, "structured_outputs_regex": "a+"}
+    asked = forms.legacy_asked(body, forms.LEGACY_GENERATE)
     assert asked.n == 3 and asked.params["seed"] == 1 and asked.params["structured_outputs"] == {"regex": "a+"}
-    with pytest.raises(BadRequest, match="tempreature"):
-        forms.legacy_asked({"generation_kwargs": {"tempreature": 1}})
+    for wrong in ({"generation_kwargs": {"tempreature": 1}}, {"tempreature": 1}):
+        with pytest.raises(BadRequest, match="tempreature"):
+            forms.legacy_asked(wrong, forms.LEGACY_CHAT)
+
+
+TRL_0_18 = {"n": 2, "repetition_penalty": 1.0, "temperature": 0.9, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+TRL_0_18 |= {"max_tokens": 16, "guided_decoding_regex": "a+"}
+TRL_0_25 = TRL_0_18 | {"truncate_prompt_tokens": 2, "generation_kwargs": {}}
+TRL_0_28 = {name: value for name, value in TRL_0_25.items() if name != "guided_decoding_regex"}
+TRL_0_28 |= {"structured_outputs_regex": "a+"}
+TRL_1_10 = {name: value for name, value in TRL_0_28.items() if name != "truncate_prompt_tokens"} | {"logprobs": 0}
+CHAT = {"messages": [[{"role": "user", "content": "12"}]], "chat_template_kwargs": {}}
+
+
+@pytest.mark.parametrize(
+    ("body", "known", "cut", "logprobs"),
+    [
+        ({"prompts": ["12"], **TRL_0_18}, forms.LEGACY_GENERATE, [1, 2, 3], [-0.5]),
+        ({"prompts": ["12"], "images": None, **TRL_0_25}, forms.LEGACY_GENERATE, [2, 3], [-0.5]),
+        ({**CHAT, **TRL_0_25}, forms.LEGACY_CHAT, [2, 3], [-0.5]),
+        ({"prompts": ["12"], "images": None, **TRL_0_28}, forms.LEGACY_GENERATE, [2, 3], [-0.5]),
+        ({**CHAT, **TRL_0_28}, forms.LEGACY_CHAT, [2, 3], [-0.5]),
+        ({"prompts": ["12"], "images": None, **TRL_1_10}, forms.LEGACY_GENERATE, [1, 2, 3], [[-0.5]]),
+        ({**CHAT, "tools": None, **TRL_1_10}, forms.LEGACY_CHAT, [1, 2, 3], [[-0.5]]),
+    ],
+    ids=["0.18", "0.25", "0.25-chat", "0.28", "0.28-chat", "1.10", "1.10-chat"],
+)
+def test_each_generation_of_trls_clients_gets_its_own_answer(body, known, cut, logprobs):
+    asked = forms.legacy_asked(body, known)
+    assert asked.n == 2 and asked.params["structured_outputs"] == {"regex": "a+"} and asked.params["temperature"] == 0.9
+    prompts = forms.legacy_cut(body, [[1, 2, 3]])
+    answer = forms.legacy_answer(body, prompts, [{"choices": [choice([7], [[(7, -0.5)]])]}], asked)
+    assert answer["prompt_ids"] == [cut] and answer["completion_ids"] == [[7]] and answer["logprobs"] == [logprobs]
+
+
+@pytest.mark.parametrize("last", [0, -1, True, "2"])
+def test_a_prompt_is_cut_to_a_whole_number_of_tokens(last):
+    with pytest.raises(BadRequest, match="truncate_prompt_tokens must be null or a whole number above 0"):
+        forms.legacy_cut({"truncate_prompt_tokens": last}, [[1, 2, 3]])
 
 
 def test_sequences_are_scored_in_padded_arrays():

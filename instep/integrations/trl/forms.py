@@ -21,6 +21,10 @@ TOKEN = "token_id:"  # how vLLM names a token by its id
 # TRL's own defaults of /generate/ and /chat/.
 LEGACY = {"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 LEGACY |= {"max_tokens": 16, "logprobs": 0}
+# Their other fields: guided_decoding_regex is of TRL <= 0.26, truncate_prompt_tokens of 0.24 to 0.29.
+_MORE = {"guided_decoding_regex", "structured_outputs_regex", "truncate_prompt_tokens", "generation_kwargs"}
+LEGACY_GENERATE = frozenset(LEGACY.keys() | _MORE | {"prompts", "images"})
+LEGACY_CHAT = frozenset(LEGACY.keys() | _MORE | {"messages", "chat_template_kwargs", "tools"})
 # Fields of vLLM's SamplingParams that a request may set; vLLM itself would not notice another name.
 SAMPLING = frozenset(
     "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
@@ -71,14 +75,17 @@ class Asked:
 # ---- TRL <= 1.10 -----------------------------------------------------------------------------------------------------
 
 
-def legacy_asked(body: Body) -> Asked:
-    """The sampling parameters of /generate/ and /chat/. Raises BadRequest."""
+def legacy_asked(body: Body, known: frozenset[str]) -> Asked:
+    """The sampling parameters of /generate/ or /chat/, which has the fields `known`. Raises BadRequest."""
+    if unknown := sorted(body.keys() - known):
+        raise BadRequest(f"{', '.join(unknown)}: no such field; there are {', '.join(sorted(known))}")
     more = body.get("generation_kwargs") or {}
     if not isinstance(more, dict):
         raise BadRequest("generation_kwargs must be an object")
     given = {name: body.get(name, default) for name, default in LEGACY.items()} | more
-    if (regex := body.get("structured_outputs_regex")) is not None:
-        given["structured_outputs"] = {"regex": regex}
+    for name in ("guided_decoding_regex", "structured_outputs_regex"):
+        if (regex := body.get(name)) is not None:
+            given["structured_outputs"] = {"regex": regex}
     return Asked.of(given)
 
 
@@ -92,16 +99,32 @@ def legacy_prompts(body: Body) -> list[Any]:
     return prompts
 
 
-def legacy_answer(prompts: Sequence[list[int]], answers: Sequence[Body], asked: Asked) -> Body:
-    """The answer of /generate/ and /chat/, prompt by prompt, each with its n completions."""
+def legacy_cut(body: Body, prompts: list[list[int]]) -> list[list[int]]:
+    """The last `truncate_prompt_tokens` of each prompt. Raises BadRequest."""
+    last = body.get("truncate_prompt_tokens")
+    if last is None:
+        return prompts
+    if type(last) is not int or last < 1:
+        raise BadRequest(f"truncate_prompt_tokens must be null or a whole number above 0, got {last!r}")
+    return [ids[-last:] for ids in prompts]
+
+
+def legacy_answer(body: Body, prompts: Sequence[list[int]], answers: Sequence[Body], asked: Asked) -> Body:
+    """The answer of /generate/ and /chat/, prompt by prompt, each with its n completions.
+
+    Clients of TRL <= 0.28 send no `logprobs`: they want one number for each token, and later ones a list.
+    """
+    flat = "logprobs" not in body
     choices = [choice for answer in answers for choice in answer["choices"]]
-    entries = [tokens_of(choice, asked.logprobs) for choice in choices] if asked.logprobs is not None else None
-    return {
-        "prompt_ids": list(prompts),
-        "completion_ids": [choice["token_ids"] for choice in choices],
-        "logprobs": entries and [[[number(lp) for _, lp in token] for token in tokens] for tokens in entries],
-        "logprob_token_ids": entries and [[[i for i, _ in token] for token in tokens] for tokens in entries],
-    }
+    made: Body = {"prompt_ids": list(prompts), "completion_ids": [choice["token_ids"] for choice in choices]}
+    if asked.logprobs is None:
+        return made | {"logprobs": None, "logprob_token_ids": None}
+    entries = [tokens_of(choice, 0 if flat else asked.logprobs) for choice in choices]
+    logprobs = [[[number(lp) for _, lp in token] for token in tokens] for tokens in entries]
+    if flat:
+        return made | {"logprobs": [[own for (own,) in row] for row in logprobs]}
+    ids = [[[i for i, _ in token] for token in tokens] for tokens in entries]
+    return made | {"logprobs": logprobs, "logprob_token_ids": ids}
 
 
 def is_ids(value: Any) -> bool:

@@ -235,19 +235,20 @@ class Front:
         return {"world_size": 1}  # one process receives weights for all workers of all engines
 
     async def _generate(self, http: web.Request, body: Body) -> Body:
-        asked, prompts = forms.legacy_asked(body), forms.legacy_prompts(body)
-        return await self._legacy(await self._texts.ids(prompts), asked)
+        asked, prompts = forms.legacy_asked(body, forms.LEGACY_GENERATE), forms.legacy_prompts(body)
+        return await self._legacy(body, await self._texts.ids(prompts), asked)
 
     async def _chat(self, http: web.Request, body: Body) -> Body:
         conversations = body.get("messages")
         if not isinstance(conversations, list):
             raise BadRequest("messages must be a list of conversations")
-        asked, options = forms.legacy_asked(body), template_options(body)
-        return await self._legacy(await asyncio.to_thread(self._texts.render, conversations, options), asked)
+        asked, options = forms.legacy_asked(body, forms.LEGACY_CHAT), template_options(body)
+        return await self._legacy(body, await asyncio.to_thread(self._texts.render, conversations, options), asked)
 
-    async def _legacy(self, prompts: list[list[int]], asked: Asked) -> Body:
+    async def _legacy(self, body: Body, prompts: list[list[int]], asked: Asked) -> Body:
+        prompts = forms.legacy_cut(body, prompts)
         answers = await self._ask([asked.payload(self._model, ids) for ids in prompts])
-        return forms.legacy_answer(prompts, answers, asked)
+        return forms.legacy_answer(body, prompts, answers, asked)
 
     async def _sequence_logprobs(self, http: web.Request, body: Body) -> Body:
         scoring = forms.Scoring.of(body)

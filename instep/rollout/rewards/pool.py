@@ -92,8 +92,9 @@ class RewardPool:
         self.programs = asyncio.Semaphore(num_workers)  # of models, each in a sandbox
         self._num_workers = num_workers
         self._ready: asyncio.Queue[Worker | OSError] = asyncio.Queue()
+        self._num_waiting = 0  # jobs without a worker
         self._all: set[Worker] = set()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[Worker | OSError]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -144,6 +145,19 @@ class RewardPool:
 
     async def _free_worker(self, where: str) -> Worker:
         """The first that is free; a wait for it is bounded, as the earlier jobs and its start are."""
+        self._num_waiting += 1
+        try:
+            worker = await self._next_worker()
+        finally:
+            self._num_waiting -= 1
+        if isinstance(worker, OSError):
+            if self._num_waiting and not self._all and not self._starting:
+                self._ready.put_nowait(worker)  # the others wait for nothing: each gets this error
+            remedy = "see memory and processes"
+            raise RewardError(f"a reward worker did not start: {worker}", where=where, remedy=remedy)
+        return worker
+
+    async def _next_worker(self) -> Worker | OSError:
         self.warm()
         try:
             worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
@@ -155,35 +169,34 @@ class RewardPool:
             self._kill(worker)
             self.warm()
             worker = await self._ready.get()
-        if isinstance(worker, OSError):
-            remedy = "see memory and processes"
-            raise RewardError(f"a reward worker did not start: {worker}", where=where, remedy=remedy)
         return worker
 
     def _start(self) -> None:
         task = asyncio.create_task(self._start_worker())
         self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        task.add_done_callback(self._started)
 
-    async def _start_worker(self) -> None:
+    def _started(self, task: asyncio.Task[Worker | OSError]) -> None:
+        self._starting.discard(task)
+        if not task.cancelled():
+            self._ready.put_nowait(task.result())
+
+    async def _start_worker(self) -> Worker | OSError:
         for _ in range(NUM_TRIES):
             try:
                 worker = await Worker.start()
             except OSError as error:
-                self._ready.put_nowait(error)
-                return
+                return error
             self._all.add(worker)
             try:
                 first = await asyncio.wait_for(worker.ask({"answer": "1", "label": "1"}), START_SECONDS)
             except TimeoutError:
                 self._kill(worker)
-                self._ready.put_nowait(OSError(f"it was not ready after {START_SECONDS:.0f} s"))
-                return
+                return OSError(f"it was not ready after {START_SECONDS:.0f} s")
             if first:
-                self._ready.put_nowait(worker)
-                return
+                return worker
             self._kill(worker)  # somebody else has ended it
-        self._ready.put_nowait(OSError(f"it ended before it was ready, {NUM_TRIES} times"))
+        return OSError(f"it ended before it was ready, {NUM_TRIES} times")
 
     async def _watch_workers(self) -> None:
         """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
