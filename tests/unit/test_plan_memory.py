@@ -8,6 +8,7 @@ import pytest
 from benchmarks.random_model import dimensions
 from instep.arguments import parse
 from instep.cli import main
+from instep.cluster.engine_plan import planned_way
 from instep.errors import ConfigError
 from instep.models.shape import read_config
 from instep.models.sizes import shape_of
@@ -127,6 +128,26 @@ def test_a_step_of_32_768_tokens_needs_what_was_seen(plan, flags, seen, rel):
     flags += " --use-dynamic-batch-size --max-tokens-per-gpu 32768"
     words = plan(f"{flags} --rollout-max-prompt-len 128 --rollout-max-response-len 512", size="0.6b")
     assert allocated(parse(words, "plan"), shares=False, synced=False) / 2**30 == pytest.approx(seen, rel=rel)
+
+
+@pytest.mark.parametrize(
+    "flags, way, buckets",
+    [
+        ("", "ipc", 1.074),
+        ("--weight-sync lora --lora-rank 16", "lora_ipc", 4 * 33.03e6 / 1e9),
+        ("--weight-sync shm", "shm", 0.0),
+        ("--rollout-num-gpus 1", "nccl", 1.074),
+        ("--rollout-num-gpus 1 --rollout-backend embedded --device cpu", "shm", None),
+        ("--train-backend megatron --actor-num-nodes 2 --num-gpus-per-node 1", "disk", 0.0),
+    ],
+)
+def test_the_plan_knows_the_way_that_a_run_takes(plan, flags, way, buckets):
+    words = [word for word in plan(flags) if word != "--colocate" or "--rollout-num-gpus" not in flags]
+    args = parse(words, "plan")
+    assert planned_way(args) == way
+    for kind in plan_memory(args):
+        held = [i.gpu["rollout"] for i in kind.items if i.name == "sync buckets"]
+        assert held in ([], [pytest.approx(1e9 * buckets, rel=1e-3)])
 
 
 def test_what_each_choice_saves(plan):

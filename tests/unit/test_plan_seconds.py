@@ -65,6 +65,7 @@ def test_what_makes_a_step_longer_is_in_the_prediction(seconds):
     assert seconds("--optimizer-cpu-offload")["train"] > plain["train"] + 0.05
     assert seconds("", mean_response=128)["generate"] < 0.7 * plain["generate"]
     assert seconds("", stay="")["sync"] > plain["sync"] + 0.3
+    assert seconds("--weight-sync ipc") == plain, "as `auto` means on GPUs that both use"
     crowded = seconds("--vllm-kv-cache-memory-bytes 5000000000")
     assert crowded["generate"] > 1.5 * plain["generate"], "a cache of 64 requests makes several waves"
     assert set(seconds("--rollout-batch-size 8")) == set(plain)
