@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 # Seen on an H100 with 16 cores.
-EAGER = 0.6  # of the rate of compiled layers
-MEGATRON = 0.75  # of that of compiled layers of hf
+EAGER = 0.5  # of the rate of compiled layers
+MEGATRON = 0.94  # of that of compiled layers of hf (`benchmarks/results/train-step-h100.json`)
 DECODE = 0.65  # of a copy's bytes a second, in a decode step of vLLM
 FAST_STEP, FAST_REQUEST = 3.4e-3, 9e-6  # host seconds of a decode step of vLLM, with instep's fast log-probs
 STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with its own, whose answers are JSON
