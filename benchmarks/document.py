@@ -57,7 +57,8 @@ def gpu_grpo() -> str:
     return "\n\n".join(parts)
 
 
-_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|to the first rollout, s|peak, GiB"
+_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|rollout, train: x the floor|"
+_GPU_GRPO += "to the first rollout, s|peak, GiB"
 
 
 def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
@@ -65,7 +66,9 @@ def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
     peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
     tokens = r.get("response_tokens_per_s")  # with one length for all
     cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{tokens:,}" if tokens else ""]
-    cells += [", ".join(f"{s:.2f}" for s in parts) if all(parts) else "", f"{r.get('start_s', '')}", f"{peak:.1f}"]
+    cells.append(", ".join(f"{s:.2f}" for s in parts) if all(parts) else "")
+    cells.append(", ".join(f"{phase['factor']:.2f}" for phase in r.get("roofline", {}).values()))
+    cells += [f"{r.get('start_s', '')}", f"{peak:.1f}"]
     return [f"`{r['name']}`", *cells]
 
 
