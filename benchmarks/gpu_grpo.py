@@ -38,8 +38,7 @@ from instep.observability.versions import versions  # noqa: E402
 
 SAMPLES, PROMPT = 256, 128
 INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
-INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size"
-TOKENS_PER_PASS = {"1.7b": 16384}  # what 80 GB take; 32768 of the smaller ones
+INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6"
 MIXED = (64, 256)  # tokens of prompts
 ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
 RUNS = {
@@ -102,14 +101,7 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
     """Run one; returns its figures, or its error."""
     ours, out = name.startswith("instep"), folder / name
     if ours:
-        words = f"-m instep.cli train --hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
-        words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
-        words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
-        words += f"--num-rollout {options.steps} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} "
-        if options.lengths == "mixed":
-            num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
-            words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
-        words += options.more
+        words = f"-m instep.cli train {flags(options, name, model, out)}"
     else:
         words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl {RUNS[name]} "
         words += f"--steps {options.steps} --new-tokens {options.new_tokens} --out {out}.json"
@@ -133,6 +125,18 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
         "whole_s": round(time.time() - began, 1),
         **(of_instep(out, began) if ours else of_trl(folder / f"{name}.json")),
     }
+
+
+def flags(options: argparse.Namespace, name: str, model: Path, out: Path) -> str:
+    """Those of `instep train`; the plan chooses the size of micro-batches."""
+    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
+    words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
+    words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
+    words += f"--num-rollout {options.steps} "
+    if options.lengths == "mixed":
+        num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
+        words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
+    return words + str(options.more)
 
 
 def record_stacks(process: subprocess.Popen[bytes], run: Path, seconds: int) -> None:
@@ -230,7 +234,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
             "new_tokens": options.new_tokens,
             "lengths": options.lengths,
         },
-        "flags": f"{INSTEP} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} {options.more}".strip(),
+        "flags": f"{INSTEP} {options.more}".strip(),
         "rows": rows,
         "headline": headline,
     }

@@ -1,16 +1,34 @@
-"""What `benchmarks/gpu_grpo.py` keeps of a run, and that its committed rows have the floors of what they ran."""
+"""What `benchmarks/gpu_grpo.py` asks for and keeps of a run; its committed rows have the floors of what they ran."""
 
 from __future__ import annotations
 
 import copy
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_grpo import add_rooflines, of_instep
+from benchmarks.gpu_grpo import add_rooflines, flags, of_instep
+from benchmarks.random_model import dimensions
+from instep.arguments import parse
+from instep.plan.memory import plan_memory
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("gpu-grpo-*.json"))
+
+
+@pytest.mark.parametrize("size, tokens", [("0.6b", 32768), ("1.7b", 16384)])
+@pytest.mark.parametrize("name", ["instep-hf", "instep-megatron"])
+@pytest.mark.parametrize("new_tokens", [512, 1024])
+def test_the_plan_fills_micro_batches_of_an_h100(tmp_path, size, tokens, name, new_tokens):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dimensions(size)}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    options = Namespace(size=size, new_tokens=new_tokens, steps=3, lengths="even", device="cuda", more="")
+    words = [*flags(options, name, tmp_path, tmp_path / "run").split(), "--gpu-memory-gb", "79.65"]
+    args = parse(words, "train")
+    assert (args.use_dynamic_batch_size, args.max_tokens_per_gpu) == (True, tokens)
+    assert all(kind.fits for kind in plan_memory(args))
 
 
 def test_idle_ratios_are_kept_and_what_was_not_early_is_zero(tmp_path):
