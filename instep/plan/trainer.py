@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 GB = 1e9
-LIBRARIES, BUCKETS = "CUDA, libraries", "sync buckets"  # items
+LIBRARIES, BUCKETS, PARKED = "CUDA, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
 CONTEXT = 1.5 * GB  # of a process on a GPU: CUDA, NCCL, kernels, workspaces (measured on an H100)
 PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
@@ -376,4 +376,4 @@ def items(r: Rank) -> list[Item]:
     out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, CONTEXT), PROCESS))
     stored = masters(r) + (weights(r) if r.is_megatron or r.adapter or r.e == 4 else 0.0)
     host = (stored if parks else 0.0) + (moments(r) if parks or on_host else 0.0)
-    return [*out, Item(r.role, "parked, offloaded", {}, host)]
+    return [*out, Item(r.role, PARKED, {}, host)]

@@ -328,12 +328,32 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
     (tmp_path / "4b-0" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     args = parse(words, "train")
     assert args.use_dynamic_batch_size and args.max_tokens_per_gpu
-    (kind,) = command.check_launch(args, words)
-    assert kind.fits and not (tmp_path / "run").exists()
+    assert command.check_launch(args, words) == [] and not (tmp_path / "run").exists()
     small = [*words, "--gpu-memory-gb", "40"]
     with pytest.raises(ConfigError, match="planned before anything starts"):
         command.check_launch(parse(small, "train"), small)
     assert command.check_launch(parse([*words, "--device", "cpu"], "train"), words) == []
+
+
+@pytest.mark.parametrize(
+    "flags, size, said",
+    [
+        ("--rollout-batch-size 32", "0.6b", True),
+        ("--rollout-batch-size 64", "0.6b", False),  # the KV cache would hold fewer of 512 samples
+        ("--rollout-batch-size 32 --offload", "0.6b", False),
+        (f"--rollout-batch-size 32 {SIDE_BY_SIDE}", "0.6b", False),
+        ("--rollout-batch-size 32 --weight-sync single-copy", "0.6b", False),
+        ("--rollout-batch-size 8", "1.7b", False),  # with micro-batches of 4,096 tokens
+        ("--rollout-batch-size 8", "4b", False),
+    ],
+)
+def test_a_note_says_that_nobody_has_to_take_turns(plan, capsys, flags, size, said):
+    more = f"--n-samples-per-prompt 8 --rollout-max-response-len 512 --vllm-max-model-len 768 {flags}"
+    assert main(["plan", *plan(more, size=size)]) == 0
+    (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "side by side" in line]
+    assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.2 GB" in note for note in notes)
+    words = plan(f"{more} --device cuda --gpu-memory-gb 80", size=size)
+    assert command.check_launch(parse(words, "plan"), words) == notes
 
 
 def test_backward_work_is_bounded_by_a_chunk_of_logits(plan):
