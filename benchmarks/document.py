@@ -57,7 +57,8 @@ def gpu_grpo() -> str:
     return "\n\n".join(parts)
 
 
-_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|to the first rollout, s|peak, GiB"
+_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|rollout, train: x the floor|"
+_GPU_GRPO += "to the first rollout, s|peak, GiB"
 
 
 def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
@@ -65,7 +66,9 @@ def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
     peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
     tokens = r.get("response_tokens_per_s")  # with one length for all
     cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{tokens:,}" if tokens else ""]
-    cells += [", ".join(f"{s:.2f}" for s in parts) if all(parts) else "", f"{r.get('start_s', '')}", f"{peak:.1f}"]
+    cells.append(", ".join(f"{s:.2f}" for s in parts) if all(parts) else "")
+    cells.append(", ".join(f"{phase['factor']:.2f}" for phase in r.get("roofline", {}).values()))
+    cells += [f"{r.get('start_s', '')}", f"{peak:.1f}"]
     return [f"`{r['name']}`", *cells]
 
 
@@ -240,6 +243,16 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
     return [*paused, published, ms(busy.get("proof")), ms(r["recomputed"]), memory, f"{r['tokens_per_s']:,.0f}"]
 
 
+def planned_seconds() -> str:
+    from plan_seconds import PHASES, rows
+
+    lines = [["what, on one H100: seconds planned, and seen", *PHASES]]
+    for row in rows():
+        cells = [f"{row.planned[p]:.2f}, {row.seen[p]:.2f}" if p in row.seen else "" for p in PHASES]
+        lines.append([f"`{row.name}`", *cells])
+    return table(*lines)
+
+
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, gpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
@@ -247,6 +260,7 @@ SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/data.md": [data_files],
     "docs/engines.md": [bf16_gap],
     "docs/performance.md": [controller_share],
+    "docs/plan.md": [planned_seconds],
     "docs/weight-sync.md": [weight_sync, weight_sync_gpu, gpu_main],
 }
 

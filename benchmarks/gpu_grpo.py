@@ -33,12 +33,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_model import SIZES, dimensions, prompt  # noqa: E402
+from instep.observability import floors  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 
 SAMPLES, PROMPT = 256, 128
 INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
-INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6 --use-dynamic-batch-size"
-TOKENS_PER_PASS = {"1.7b": 16384}  # what 80 GB take; 32768 of the smaller ones
+INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6"
 MIXED = (64, 256)  # tokens of prompts
 ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
 RUNS = {
@@ -47,6 +47,10 @@ RUNS = {
     "instep-megatron": "--train-backend megatron",
     "trl-tuned": "--no-checkpointing --per-device-batch 16",  # 32 do not fit beside vLLM's 0.35 of 80 GB
 }
+EARLY = (
+    "perf/early_log_probs_seconds",
+    "perf/early_train_seconds",
+)  # a run in which nothing is early has no such metric
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> float:
@@ -97,14 +101,7 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
     """Run one; returns its figures, or its error."""
     ours, out = name.startswith("instep"), folder / name
     if ours:
-        words = f"-m instep.cli train --hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
-        words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
-        words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
-        words += f"--num-rollout {options.steps} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} "
-        if options.lengths == "mixed":
-            num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
-            words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
-        words += options.more
+        words = f"-m instep.cli train {flags(options, name, model, out)}"
     else:
         words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl {RUNS[name]} "
         words += f"--steps {options.steps} --new-tokens {options.new_tokens} --out {out}.json"
@@ -130,6 +127,18 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
     }
 
 
+def flags(options: argparse.Namespace, name: str, model: Path, out: Path) -> str:
+    """Those of `instep train`; the plan chooses the size of micro-batches."""
+    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
+    words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
+    words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
+    words += f"--num-rollout {options.steps} "
+    if options.lengths == "mixed":
+        num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
+        words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
+    return words + str(options.more)
+
+
 def record_stacks(process: subprocess.Popen[bytes], run: Path, seconds: int) -> None:
     """After the third step record all processes of the run with py-spy, into stacks-PID.txt beside the run's folder."""
     metrics = run / "metrics.jsonl"
@@ -152,9 +161,11 @@ def of_instep(run: Path, began: float) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "train/loss" in row]
     seconds = [after["time"] - before["time"] for before, after in zip(rows, rows[1:], strict=False)]
-    kept, of = ("perf/", "sync/", "memory/", "turns/"), ("seconds", "bytes", "tokens_per_second", "arrays")
+    kept = ("perf/", "sync/", "memory/", "turns/")
+    of = ("seconds", "bytes", "tokens_per_second", "arrays", "idle_ratio")
     names = sorted({n for n in rows[-1] if n.startswith(kept) and any(part in n for part in of)})
     parts = {n: round(median(row[n] for row in rows[1:]), 4) for n in names if all(n in row for row in rows[1:])}
+    parts = dict.fromkeys(EARLY, 0.0) | parts
     gap = {n: rows[-1][n] for n in ("train/log_prob_gap_mean", "train/log_prob_gap_max") if n in rows[-1]}
     # The first row counts the first session, too, which belongs to the start.
     first = rows[0]["perf/rollout_seconds"] + rows[0]["perf/train_seconds"] + parts.get("perf/sync_seconds", 0.0)
@@ -167,6 +178,33 @@ def of_trl(file: Path) -> dict[str, Any]:
     seconds = [row["seconds"] for row in found["steps"][1:]]
     about = {"peak_gib": found["steps"][-1]["peak_gib"], "versions": found["versions"]}
     return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **about}
+
+
+def add_rooflines(result: dict[str, Any]) -> None:
+    """Give each row of instep by phase the tokens/s that the card's peak allows, and how many times longer it took.
+
+    Tokens are those of `perf/*_tokens_per_second`, and all responses as long as they may be: rows of mixed lengths get
+    none. `rollout` is held against decoding, `train` against forward, backward and an optimizer step (`floors.py`).
+    """
+    peak = floors.peak_of({"card": result["device"]})
+    for row in result["rows"]:
+        of = {**result["workload"], **row}
+        if peak is None or "parts" not in row or of.get("lengths") == "mixed":
+            continue
+        model = floors.Model.of({"model_type": "qwen3", **dimensions(of["size"])}, 2)
+        assert model is not None
+        num, prompt, new = of["samples"], of["prompt"], of["new_tokens"]
+        samples, parts = [(prompt, new)] * num, row["parts"]
+        train = floors.training(model, samples, peak, 1) + floors.optimizer(model, peak, 1)
+        took = parts["perf/train_seconds"] + parts.get("perf/early_train_seconds", 0.0)
+        phases = {
+            "rollout": (num * new, floors.decoding(model, samples, peak, 1, 1), parts["perf/rollout_seconds"]),
+            "train": (num * (prompt + new), train, took),
+        }
+        row["roofline"] = {
+            phase: {"tokens_per_second": round(tokens / least), "factor": round(seconds / least, 2)}
+            for phase, (tokens, least, seconds) in phases.items()
+        }
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -184,7 +222,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
             row["samples_per_s"] = round(SAMPLES / row["step_s"], 1)
             if options.lengths == "even":
                 row["response_tokens_per_s"] = round(SAMPLES * options.new_tokens / row["step_s"])
-    return {
+    result = {
         "benchmark": "gpu_grpo",
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "date": time.strftime("%Y-%m-%d"),
@@ -196,10 +234,12 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
             "new_tokens": options.new_tokens,
             "lengths": options.lengths,
         },
-        "flags": f"{INSTEP} --max-tokens-per-gpu {TOKENS_PER_PASS.get(options.size, 32768)} {options.more}".strip(),
+        "flags": f"{INSTEP} {options.more}".strip(),
         "rows": rows,
         "headline": headline,
     }
+    add_rooflines(result)
+    return result
 
 
 if __name__ == "__main__":

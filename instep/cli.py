@@ -160,7 +160,7 @@ def arguments(command: str, words: list[str]) -> Args:
         known = [] if size is None or given else ["--gpu-memory-gb", f"{size:.2f}"]
         words = [*words, "--device", device, *known]
         args = parse(words, command)
-        check_launch(args, words)
+        args = args.replace(notes=[*args.notes, *check_launch(args, words)])
     return args
 
 

@@ -27,7 +27,7 @@ from instep.engines.topology import (
     served_models,
 )
 from instep.errors import ConfigError
-from instep.weights.way import Sharing
+from instep.weights.way import Sharing, way_meant
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -202,12 +202,20 @@ def _summary(alike: list[EngineSpec]) -> str:
 def gpu_sharing(args: Settings) -> Sharing:
     """Whether the engines that get weights are on the trainer's GPUs; None: on some, or it is not known, or a CPU."""
     fed = [engine for engine in plan_engines(args) if engine.update_weights]
-    if args.device != "cuda" or args.rollout_external_engine_addrs or not fed:
+    if args.device == "cpu" or args.rollout_external_engine_addrs or not fed:
         return None
     ranks, theirs = set(make_plan(args).actor), {slot for engine in fed for slot in engine.slots}
     if theirs <= ranks:
         return "shared"
     return None if theirs & ranks else "apart"
+
+
+def planned_way(args: Settings) -> str:
+    """The way of the weight syncs, where the controller is on the host of rank 0; an open device is taken for GPUs."""
+    actor = make_plan(args).actor
+    hosts = {slot.node for engine in plan_engines(args) if engine.update_weights for slot in engine.slots}
+    one_host = not elsewhere(args) and hosts <= {slot.node for slot in actor[:1]}
+    return way_meant(args.weight_sync, one_host, gpu_sharing(args))[0]
 
 
 def elsewhere(args: Settings) -> list[str]:

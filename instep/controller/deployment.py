@@ -36,7 +36,7 @@ from instep.scratch import Scratch, memory_root, places, sweep
 from instep.weights.bridge import shared_folder
 from instep.weights.ipc import expandable
 from instep.weights.place import SYNC
-from instep.weights.way import AUTO, LORA, SINGLE_COPY, auto_way, way_of_adapters
+from instep.weights.way import LORA, SINGLE_COPY, way_meant
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -194,16 +194,12 @@ class Deployment:
     def _chosen_way(self) -> str:
         """The way of the weight syncs; says what `auto` and `lora` mean here."""
         assert self._cluster is not None
-        way: str = self._args.weight_sync
-        if way == LORA:
-            sharing = None if expandable() else gpu_sharing(self._args)
-            way, how = way_of_adapters(self._cluster.one_host, sharing)
-            self._log.progress.line(f"adapters travel by {way} (--weight-sync lora: {how})")
-            return way
-        if way != AUTO:
-            return way
-        way, why = auto_way(self._cluster.one_host, gpu_sharing(self._args))
-        self._log.progress.line(f"weights travel by {way} (--weight-sync auto: {why})")
+        named = self._args.weight_sync
+        sharing = None if named == LORA and expandable() else gpu_sharing(self._args)
+        way, why = way_meant(named, self._cluster.one_host, sharing)
+        if why:
+            what = "adapters" if named == LORA else "weights"
+            self._log.progress.line(f"{what} travel by {way} (--weight-sync {named}: {why})")
         return way
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""What to change where a run does not fit: changes of flags, each tried by planning with it, the cheapest first."""
+"""What to change where a run does not fit: changes of flags, each tried by planning with it, the cheapest first.
+
+And a note where trainer and engines would fit side by side.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.plan.memory import MARGIN, Gpus, plan_memory
-from instep.plan.trainer import GB
+from instep.plan.engine import rollout_samples
+from instep.plan.memory import MARGIN, TIGHT, Gpus, plan_memory
+from instep.plan.trainer import GB, PARKED
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 Parse = Callable[[Sequence[str]], "Settings"]
-_STAY = {"--no-offload-train", "--no-offload-rollout"}
+_STAY = ("--no-offload-train", "--no-offload-rollout")
 SMALLEST = 512  # tokens of a micro-batch
+EFFICIENT = 8192  # tokens of a micro-batch that a step begun early has enough with (`controller/role.py`)
 
 
 def check(gpus: Sequence[Gpus], words: Sequence[str], parse: Parse) -> None:
@@ -44,6 +49,37 @@ def check(gpus: Sequence[Gpus], words: Sequence[str], parse: Parse) -> None:
     found += f" (without {instead})" if instead else ""
     remedy = f"{found} fits" if found else "use more or larger GPUs: no flag alone makes it fit"
     raise ConfigError(what, where=where, remedy=remedy)
+
+
+def side_by_side(args: Settings, gpus: Sequence[Gpus], words: Sequence[str], parse: Parse) -> list[str]:
+    """A note where trainer and engines take turns by default, and would fit on their GPUs without.
+
+    They fit with efficient micro-batches, and with a KV cache that holds all samples that it held of a rollout.
+    """
+    asked = any(word in words for word in ("--offload", "--offload-train", "--offload-rollout"))
+    if asked or not gpus or args.command == "train-async" or not (args.offload_train and args.offload_rollout):
+        return []
+    try:
+        changed = parse([*words, *_STAY])
+        planned = plan_memory(changed)
+    except ConfigError:
+        return []
+    wanted = min(args.max_tokens_per_gpu or 0, EFFICIENT)
+    held = _requests(gpus) if args.rollout_batch_size is None else min(_requests(gpus), rollout_samples(args))
+    roomy = (changed.max_tokens_per_gpu or 0) >= wanted and _requests(planned) >= held
+    if not roomy or not all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned):
+        return []
+    moved = max(item.host for kind in gpus for item in kind.items if item.name == PARKED) / GB
+    gain = (
+        f"no step moves {moved:.1f} GB of a GPU to the host and back nor lets engines sleep, and finished groups are "
+    )
+    gain += "scored and trained on while others are generated, where docs/performance.md says so"
+    return [f"trainer and engines would fit on their GPUs side by side: with {' '.join(_STAY)} {gain}"]
+
+
+def _requests(gpus: Sequence[Gpus]) -> int:
+    """The fewest that the KV cache of an engine holds."""
+    return min((engine.requests for kind in gpus for engine in kind.engines), default=0)
 
 
 def nearest(words: Sequence[str], parse: Parse) -> str:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from instep.errors import ConfigError
-from instep.plan.advice import check
-from instep.plan.memory import Gpus, as_json, plan_memory, tables
+from instep.plan.advice import check, side_by_side
+from instep.plan.memory import as_json, plan_memory, tables
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -75,7 +75,7 @@ def plan(words: Sequence[str]) -> None:
         seconds = _seconds(args, options)[1]
         print(json.dumps({"places": places, "memory": as_json(gpus), "seconds": seconds}, indent=1))
     else:
-        for note in args.notes:
+        for note in (*args.notes, *side_by_side(args, gpus, flags, partial(parse, command="plan"))):
             print(note)
         console = Console()
         console.print(table(placed))
@@ -124,10 +124,11 @@ def _told(device: str, seconds: dict[str, float]) -> str:
     return f"a step takes about {sum(seconds.values()):.2f} s on {device}: {parts}\n"
 
 
-def check_launch(args: Args, words: Sequence[str]) -> list[Gpus]:
-    """The memory of a run on GPUs that is about to start; none on a CPU, or without a trainer or a model to plan with.
+def check_launch(args: Args, words: Sequence[str]) -> list[str]:
+    """Check the memory of a run on GPUs that is about to start; returns notes.
 
-    Nothing is checked where `words` do not say the memory of a GPU, with --gpu-memory-gb: a note says so.
+    Nothing is checked on a CPU, without a trainer or a model to plan with, and where `words` do not say the memory of a
+    GPU, with --gpu-memory-gb: a note says so.
 
     Raises:
         ConfigError: a GPU would have to hold more than `MARGIN` times its memory, or an engine no request.
@@ -136,6 +137,6 @@ def check_launch(args: Args, words: Sequence[str]) -> list[Gpus]:
         return []
     from instep.arguments import parse
 
-    gpus = plan_memory(args)
-    check(gpus, words, partial(parse, command=args.command))
-    return gpus
+    gpus, again = plan_memory(args), partial(parse, command=args.command)
+    check(gpus, words, again)
+    return side_by_side(args, gpus, words, again)

@@ -69,7 +69,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     longest = prompt + response
     if planned_kind(args).name != "vllm":
         most = num_tokens(_last(words, "max_num_seqs", EMBEDDED_REQUESTS)) or EMBEDDED_REQUESTS
-        at_once = min(_rollout_samples(args), most)
+        at_once = min(rollout_samples(args), most)
         cache = at_once * longest * per_token
         work = CONTEXT + at_once * shape.vocab * 8.0
     else:
@@ -79,7 +79,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
         requests = num_tokens(_last(words, "max_num_seqs", most)) or most
         given = num_tokens(_last(words, "kv_cache_memory_bytes", ""))
         if given and args.rollout_batch_size:  # else vLLM keeps room for the logits of as many as it may run
-            requests = min(requests, _rollout_samples(args))
+            requests = min(requests, rollout_samples(args))
         activations = tokens * e * (4 * shape.hidden + 3 * shape.ffn / spec.parallel.tensor)
         work = CONTEXT + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
         fraction = float(_last(words, "gpu_memory_utilization", VLLM_FRACTION))
@@ -98,7 +98,7 @@ def _weights(spec: EngineSpec, shape: Shape, per_number: float) -> float:
     return per_number * ((shape.total - shape.experts) / p.tensor + shape.experts / spread) / p.pipeline
 
 
-def _rollout_samples(args: Settings) -> int:
+def rollout_samples(args: Settings) -> int:
     """Samples that an engine generates at once, if all of a rollout are begun."""
     return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
 

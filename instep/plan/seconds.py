@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of, uses_reference
-from instep.cluster.engine_plan import plan_engines
+from instep.cluster.engine_plan import plan_engines, planned_way
 from instep.engines.kind import planned_kind
 from instep.models.sizes import Shape, shape_of
 from instep.plan.card import Card, layer_flops
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 # Seen on an H100 with 16 cores.
-EAGER = 0.6  # of the rate of compiled layers
-MEGATRON = 0.75  # of that of compiled layers of hf
+EAGER = 0.5  # of the rate of compiled layers
+MEGATRON = 0.94  # of that of compiled layers of hf (`benchmarks/results/train-step-h100.json`)
 DECODE = 0.65  # of a copy's bytes a second, in a decode step of vLLM
 FAST_STEP, FAST_REQUEST = 3.4e-3, 9e-6  # host seconds of a decode step of vLLM, with instep's fast log-probs
 STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with its own, whose answers are JSON
 OPS = 45  # operations of a layer's decode step in the embedded engine
 SESSION = 0.13  # calls of a session, and its proof
 SHM = 0.85e9  # bytes a second from the trainer's GPU through shared memory and two digests into the engine's
-SLEEP = 0.5  # an engine that goes to sleep and wakes
+SLEEP = 0.32  # an engine that goes to sleep and wakes: medians of `turns/sleep_seconds` + `turns/wake_seconds`
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ def sync_seconds(args: Settings, card: Card, work: Work) -> float:
     """A session: the weights' way, its calls and its proof, and the moves of trainer and engines that take turns."""
     rank = work.rank
     size = float(rank.e * (rank.adapter or work.shape.total))
-    if args.weight_sync == SINGLE_COPY:
+    way = planned_way(args)
+    if way == SINGLE_COPY:
         moved = (4 + rank.e) * size / rank.e / card.memory
-    elif args.weight_sync in ("ipc", "nccl"):
+    elif way in ("ipc", "nccl", "lora_ipc"):
         moved = 6 * size / card.memory
     else:
         moved = size / (SHM if args.device != "cpu" else card.memory / 4)

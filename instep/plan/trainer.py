@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import algorithm_of
+from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
-from instep.weights.way import LORA, SINGLE_COPY
+from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 GB = 1e9
-LIBRARIES, BUCKETS = "CUDA, libraries", "sync buckets"  # items
+LIBRARIES, BUCKETS, PARKED = "CUDA, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
 CONTEXT = 1.5 * GB  # of a process on a GPU: CUDA, NCCL, kernels, workspaces (measured on an H100)
 PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
@@ -334,10 +335,10 @@ def moments(r: Rank) -> float:
 
 def _buckets(r: Rank) -> float:
     """What the ways of GPUs send weights from; it stays."""
-    way, size = r.args.weight_sync, 2.0 * r.args.update_weight_buffer_size
-    if r.role != "actor" or way not in ("ipc", "nccl", LORA):
+    if r.role != "actor":
         return 0.0
-    return size if way != LORA else min(size, 2.0 * r.e * r.adapter) if r.args.colocate else 0.0
+    way, size = planned_way(r.args), 2.0 * r.args.update_weight_buffer_size
+    return {"ipc": size, "nccl": size, "lora_ipc": min(size, 2.0 * r.e * r.adapter)}.get(way, 0.0)
 
 
 def _gathered(r: Rank) -> float:
@@ -375,4 +376,4 @@ def items(r: Rank) -> list[Item]:
     out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, CONTEXT), PROCESS))
     stored = masters(r) + (weights(r) if r.is_megatron or r.adapter or r.e == 4 else 0.0)
     host = (stored if parks else 0.0) + (moments(r) if parks or on_host else 0.0)
-    return [*out, Item(r.role, "parked, offloaded", {}, host)]
+    return [*out, Item(r.role, PARKED, {}, host)]

@@ -155,6 +155,13 @@ def way_of_adapters(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     return LORA, "in shared memory"
 
 
+def way_meant(named: str, one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
+    """The way that `--weight-sync` means, and why where its name does not say it; see `auto_way`."""
+    if named == LORA:
+        return way_of_adapters(one_host, sharing)
+    return auto_way(one_host, sharing) if named == AUTO else (named, "")
+
+
 def golden(way: str) -> str:
     """The slow way that `way` is compared with; engines of the way `restart` may know no other one."""
     return "lora_disk" if way in OF_ADAPTERS else RESTART if way == RESTART else GOLDEN

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.random_model import dimensions
 from instep.arguments import parse
 from instep.cli import main
+from instep.cluster.engine_plan import planned_way
 from instep.errors import ConfigError
 from instep.models.shape import read_config
 from instep.models.sizes import shape_of
@@ -127,6 +128,26 @@ def test_a_step_of_32_768_tokens_needs_what_was_seen(plan, flags, seen, rel):
     flags += " --use-dynamic-batch-size --max-tokens-per-gpu 32768"
     words = plan(f"{flags} --rollout-max-prompt-len 128 --rollout-max-response-len 512", size="0.6b")
     assert allocated(parse(words, "plan"), shares=False, synced=False) / 2**30 == pytest.approx(seen, rel=rel)
+
+
+@pytest.mark.parametrize(
+    "flags, way, buckets",
+    [
+        ("", "ipc", 1.074),
+        ("--weight-sync lora --lora-rank 16", "lora_ipc", 4 * 33.03e6 / 1e9),
+        ("--weight-sync shm", "shm", 0.0),
+        ("--rollout-num-gpus 1", "nccl", 1.074),
+        ("--rollout-num-gpus 1 --rollout-backend embedded --device cpu", "shm", None),
+        ("--train-backend megatron --actor-num-nodes 2 --num-gpus-per-node 1", "disk", 0.0),
+    ],
+)
+def test_the_plan_knows_the_way_that_a_run_takes(plan, flags, way, buckets):
+    words = [word for word in plan(flags) if word != "--colocate" or "--rollout-num-gpus" not in flags]
+    args = parse(words, "plan")
+    assert planned_way(args) == way
+    for kind in plan_memory(args):
+        held = [i.gpu["rollout"] for i in kind.items if i.name == "sync buckets"]
+        assert held in ([], [pytest.approx(1e9 * buckets, rel=1e-3)])
 
 
 def test_what_each_choice_saves(plan):
@@ -307,12 +328,32 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
     (tmp_path / "4b-0" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     args = parse(words, "train")
     assert args.use_dynamic_batch_size and args.max_tokens_per_gpu
-    (kind,) = command.check_launch(args, words)
-    assert kind.fits and not (tmp_path / "run").exists()
+    assert command.check_launch(args, words) == [] and not (tmp_path / "run").exists()
     small = [*words, "--gpu-memory-gb", "40"]
     with pytest.raises(ConfigError, match="planned before anything starts"):
         command.check_launch(parse(small, "train"), small)
     assert command.check_launch(parse([*words, "--device", "cpu"], "train"), words) == []
+
+
+@pytest.mark.parametrize(
+    "flags, size, said",
+    [
+        ("--rollout-batch-size 32", "0.6b", True),
+        ("--rollout-batch-size 64", "0.6b", False),  # the KV cache would hold fewer of 512 samples
+        ("--rollout-batch-size 32 --offload", "0.6b", False),
+        (f"--rollout-batch-size 32 {SIDE_BY_SIDE}", "0.6b", False),
+        ("--rollout-batch-size 32 --weight-sync single-copy", "0.6b", False),
+        ("--rollout-batch-size 8", "1.7b", False),  # with micro-batches of 4,096 tokens
+        ("--rollout-batch-size 8", "4b", False),
+    ],
+)
+def test_a_note_says_that_nobody_has_to_take_turns(plan, capsys, flags, size, said):
+    more = f"--n-samples-per-prompt 8 --rollout-max-response-len 512 --vllm-max-model-len 768 {flags}"
+    assert main(["plan", *plan(more, size=size)]) == 0
+    (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "side by side" in line]
+    assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.2 GB" in note for note in notes)
+    words = plan(f"{more} --device cuda --gpu-memory-gb 80", size=size)
+    assert command.check_launch(parse(words, "plan"), words) == notes
 
 
 def test_backward_work_is_bounded_by_a_chunk_of_logits(plan):

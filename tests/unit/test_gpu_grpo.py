@@ -1,0 +1,61 @@
+"""What `benchmarks/gpu_grpo.py` asks for and keeps of a run; its committed rows have the floors of what they ran."""
+
+from __future__ import annotations
+
+import copy
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_grpo import add_rooflines, flags, of_instep
+from benchmarks.random_model import dimensions
+from instep.arguments import parse
+from instep.plan.memory import plan_memory
+
+FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("gpu-grpo-*.json"))
+
+
+@pytest.mark.parametrize("size, tokens", [("0.6b", 32768), ("1.7b", 16384)])
+@pytest.mark.parametrize("name", ["instep-hf", "instep-megatron"])
+@pytest.mark.parametrize("new_tokens", [512, 1024])
+def test_the_plan_fills_micro_batches_of_an_h100(tmp_path, size, tokens, name, new_tokens):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dimensions(size)}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    options = Namespace(size=size, new_tokens=new_tokens, steps=3, lengths="even", device="cuda", more="")
+    words = [*flags(options, name, tmp_path, tmp_path / "run").split(), "--gpu-memory-gb", "79.65"]
+    args = parse(words, "train")
+    assert (args.use_dynamic_batch_size, args.max_tokens_per_gpu) == (True, tokens)
+    assert all(kind.fits for kind in plan_memory(args))
+
+
+def test_idle_ratios_are_kept_and_what_was_not_early_is_zero(tmp_path):
+    step = {"train/loss": 1.0, "perf/rollout_seconds": 3.0, "perf/train_seconds": 2.0, "perf/trainer_idle_ratio": 0.6}
+    rows = [{**step, "time": 10.0 + 6 * n, "perf/engine_idle_ratio": 0.2 + 0.2 * n} for n in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = of_instep(tmp_path, began=1.0)
+    assert found["parts"]["perf/trainer_idle_ratio"] == 0.6 and found["parts"]["perf/engine_idle_ratio"] == 0.5
+    assert found["parts"]["perf/early_log_probs_seconds"] == found["parts"]["perf/early_train_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_rows_have_their_floors(path):
+    committed = json.loads(path.read_text())
+    again = copy.deepcopy(committed)
+    for row in again["rows"]:
+        row.pop("roofline", None)
+    add_rooflines(again)
+    assert again == committed
+    even = committed["workload"].get("lengths") != "mixed"
+    assert all(("roofline" in row) == ("parts" in row and even) for row in committed["rows"])
+    assert all(phase["factor"] > 1 for row in committed["rows"] for phase in row.get("roofline", {}).values())
+
+
+def test_a_floor_is_of_tokens_and_seconds():
+    (path,) = [path for path in FILES if path.stem == "gpu-grpo-h100-tuned"]
+    row, _ = json.loads(path.read_text())["rows"]
+    for phase, found in row["roofline"].items():
+        rate = row["parts"][f"perf/{phase}_tokens_per_second"]
+        assert found["tokens_per_second"] == pytest.approx(found["factor"] * rate, rel=0.01)
