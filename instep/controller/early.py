@@ -89,11 +89,13 @@ class Early:
         return waiting[:count]
 
     def _score(self, batch: TokenBatch) -> None:
-        began = time.monotonic()
         wanted = [(role, names) for role, names in self._wanted if names]
+        if not wanted:
+            return
+        began = time.monotonic()
         for finish in [role.score(batch, role.plan(batch, num_steps=1), names) for role, names in wanted]:
             finish()
-        self.seconds += time.monotonic() - began if wanted else 0.0
+        self.seconds += time.monotonic() - began
         keys, lengths = _keys(batch), batch.response_lengths.tolist()
         for name in (name for _, names in wanted for name in names):
             for key, row in zip(keys, batch.token_columns[name].split(lengths), strict=True):

@@ -71,7 +71,8 @@ class Watch:
                         remedy="look at the engines' logs and at your hooks (an async function must not block); "
                         "raise the bound if the work is larger",
                     )
-                meanwhile()
+                if not outcome.done():  # what is left belongs to whoever takes the result
+                    meanwhile()
         except BaseException:  # also Ctrl-C
             runtime.cancel_all()
             wait([outcome], 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -145,6 +146,7 @@ class GroupRollout:
         self.params = train_sampling_params(args)
         self.target = int(args.rollout_batch_size)
         self.pending: dict[asyncio.Task[Group], Group] = {}
+        self.over: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()  # of those, the ones that `_wait` has not had
         self.kept: list[Group] = []
         self.finished: list[Group] = []  # all that were generated to their end, also those that a filter rejects
         self.counts: Counter[str] = Counter()
@@ -167,6 +169,7 @@ class GroupRollout:
             wanted = self.args.over_sampling_batch_size or self.target
             for group in self._more(wanted):
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params), generate_group))
+                task.add_done_callback(self.over.put_nowait)  # `asyncio.wait` would look at each of them at each wake
                 self.pending[task] = group
 
     def _more(self, num_groups: int) -> list[Group]:
@@ -181,10 +184,12 @@ class GroupRollout:
 
     async def _wait(self) -> list[asyncio.Task[Group]]:
         """The tasks of groups that are done now, in the order of their group index."""
-        left = self.deadline - time.monotonic()
         # Which group is first depends on the clock; the order of all of them does not.
-        when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait(self.pending, timeout=left, return_when=when)
+        done, least = list[asyncio.Task[Group]](), len(self.pending) if self.args.deterministic_mode else 1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.deadline - time.monotonic()):
+                while len(done) < least or not self.over.empty():
+                    done.append(await self.over.get())
         if done:
             return sorted(done, key=lambda task: order_of(self.pending[task]))
         raise self._late(len(self.kept), len(self.pending))

@@ -251,6 +251,12 @@ def test_the_trainer_must_be_there_and_free(
     assert scores_early(parse(argv(flags), command)) is early
 
 
+def test_nothing_is_begun_once_the_rollout_has_ended() -> None:
+    calls: list[int] = []
+    Watch(lambda: None, "").run(lambda: time.sleep(0.05), timeout=30, what="it", meanwhile=lambda: calls.append(1))
+    assert not calls
+
+
 def test_a_trainer_that_dies_while_it_scores_ends_the_rollout() -> None:
     watch, calls = Watch(lambda: None, ""), []
 
