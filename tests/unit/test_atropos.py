@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from instep.data.ledger import Ledger
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.integrations.atropos import normalized_scores, rollout
 from instep.integrations.atropos.client import ApiClient, Registration
+from instep.integrations.atropos.env_api import EnvApi
 from instep.integrations.atropos.groups import Limits, fault_of_group, refused_in, samples_of
 from instep.integrations.atropos.rollout import _batch, registration_of
 from instep.integrations.atropos.scores import advantages
@@ -193,6 +195,26 @@ def test_waits_have_a_bound(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     with pytest.raises(EngineError, match="has not answered"):
         next_batch(client, 0.3)
     assert "does not answer as before" in caplog.text and time.monotonic() - begun < 8
+
+
+def test_an_api_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment is blamed, and a batch is asked for once: each question that is answered later costs one."""
+
+    async def hang(self: EnvApi, request: Any) -> Any:
+        asked.append(request.path)
+        await asyncio.sleep(60)
+
+    asked = list[str]()
+    monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 0.3)
+    monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
+    begun = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(EngineError, match="has not answered for 0 s"):
+        next_batch(ApiClient(f"http://127.0.0.1:{mute.getsockname()[1]}"))
+    monkeypatch.setattr(EnvApi, "batch", hang)
+    with serving() as api, pytest.raises(EngineError, match="has not answered for 1 s: TimeoutError"):
+        next_batch(ApiClient(api.url), 0.6)
+    assert asked == ["/batch"] and "has not answered /batch for 0 s; it has 1 s in all" in caplog.text
+    assert time.monotonic() - begun < 5
 
 
 def test_an_api_of_another_trainer() -> None:
