@@ -238,7 +238,7 @@ def run_args(url: str, **more: Any) -> Any:
     own |= {"custom_advantage_function_path": None, "atropos_timeout": 5.0, "rollout_max_context_len": 40}
     own |= {"save": None, "run_dir": "runs/x", "save_interval": None, "num_rollout": 7, "vllm_config": None}
     own |= {"vllm_max_model_len": None, "wandb_group": None, "wandb_project": "p", "served_models": []}
-    return SimpleNamespace(**own, **more, atropos_url=url)
+    return SimpleNamespace(**own | more, atropos_url=url)
 
 
 def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +259,27 @@ def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(RolloutError, match="images") as caught:
             asyncio.run(_batch(args, ApiClient(api.url), registration))
         assert re.search("environment 0", caught.value.where) and isinstance(caught.value, InstepError)
+
+
+def test_groups_are_refused_and_taken_again_for_so_long(monkeypatch, caplog) -> None:
+    """With --skip-failed-groups: all are refused; the others are larger than what is missing; and the API goes."""
+    monkeypatch.setattr(rollout, "limits_of", lambda args: Limits(40, None))
+    monkeypatch.setattr(rollout, "LONGEST_PAUSE", 0.05)
+    with serving() as api:
+        args = run_args(api.url, skip_failed_groups=True, atropos_timeout=0.4)
+        client, registration = ApiClient(api.url), registration_of(args, 3)
+        api.post("/scored_data_list", [group(4, images=["x"])] * 20)
+        with pytest.raises(RolloutError, match="9 groups of a rollout are refused and 0 kept; the last: images"):
+            asyncio.run(_batch(args, client, registration))
+        assert caplog.text.count("is left out") == 3
+        api.get("/reset_data")
+        api.post("/scored_data_list", [group(4, images=["x"]), group(4), group(8)])
+        with pytest.raises(RolloutError, match="no group of at most 4 sequences came within 0 s"):
+            asyncio.run(_batch(args, client, registration))
+        status = api.get("/status")
+        assert status["queue_size"] == 1 and 3 + 2 < status["current_step"] < 3 + 12  # given back with pauses
+    asyncio.run(client.give_back([group(8)]))
+    assert "1 groups that the Atropos API" in caplog.text
 
 
 @pytest.mark.parametrize("path", [None, "instep.integrations.atropos.normalized_scores"])

@@ -97,9 +97,13 @@ class ApiClient:
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def give_back(self, groups: list[dict[str, Any]]) -> None:
-        """Put groups of a batch back into the API's queue."""
+        """Put groups of a batch back into the API's queue; they are lost, as all that waits there, if it is down."""
         if groups:
-            await self._ask("POST", "/scored_data_list", groups)
+            try:
+                await self._ask("POST", "/scored_data_list", groups)
+            except _Down as problem:
+                what = "%d groups that the Atropos API at %s should take back are lost: %s"
+                logger.warning(what, len(groups), self.url, problem)
 
     async def _situation(self) -> tuple[int, str]:
         """How many groups wait in the API, and who feeds it, in words."""
