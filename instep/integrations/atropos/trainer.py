@@ -7,6 +7,7 @@ prints beside instep's own lines, and leaves, is in `trainer_run.py`.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -255,6 +256,6 @@ def _answers(url: str, seconds: float) -> bool:
         try:
             with opener.open(url, timeout=2.0) as answer:
                 return bool(answer.status == 200)
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):  # the last of what speaks no HTTP
             time.sleep(0.5)
     return False
