@@ -164,19 +164,27 @@ def check_adapters(url: str, file: Path, save: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
-def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str) -> None:
-    """`instep atropos-serve`, and a trainer that finds its port, its key and its memory; two ranks may share that."""
+@pytest.mark.parametrize(
+    "mode,size,more",
+    [
+        ("shared_vllm", 2, ""),
+        ("shared_vllm", 1, "--tensor-parallel-size 2"),
+        ("lora_only", 1, ""),
+        ("lora_only", 1, "--quantization fp8_per_channel"),
+    ],
+)
+def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str, size: int, more: str) -> None:
+    """`instep atropos-serve`, and a trainer of `size` ranks that finds its port, its key and its memory."""
     engine, api = free_port(), free_port()
     model, save = make_checkpoint(tmp_path / "hf", head_dim=32), tmp_path / "out"
     env = {**ENVIRONMENT, "LOGDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     shared = mode == "shared_vllm"
     serve = [sys.executable, "-m", "instep.cli", "atropos-serve", "--model", str(model), "--port", str(engine)]
-    serve += [] if shared else ["--enable-lora", "--max-lora-rank", "16"]
+    serve += more.split() + ([] if shared else ["--enable-lora", "--max-lora-rank", "16"])
     log = tmp_path / "vllm.log"
     with log.open("w") as file:
-        more = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"} if shared else {}
-        server = subprocess.Popen(serve, env={**env, **more}, stdout=file, stderr=file)
+        wish = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"} if shared else {}
+        server = subprocess.Popen(serve, env={**env, **wish}, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 200
         while "Uvicorn running on" not in log.read_text():
@@ -185,10 +193,10 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
         with feeder(api, f"http://127.0.0.1:{engine}"):
             flags = words(model, save, engine, api, "--weight-bridge-mode", mode, "--training-steps", "4")
             flags[flags.index("--dtype") + 1] = "bfloat16"
-            flags += ["--vllm-restart-interval", "2", "--world-size", "2" if shared else "1"]
-            flags += ["--gradient-accumulation-steps", "2" if shared else "4"]
+            flags += ["--vllm-restart-interval", "2", "--world-size", str(size)]
+            flags += ["--gradient-accumulation-steps", str(4 // size)]
             train = [sys.executable, "-m", "instep.cli", "atropos-train", *flags]
-            others = [subprocess.Popen([*train, "--trainer-rank", "1"], env=env)] if shared else []
+            others = [subprocess.Popen([*train, "--trainer-rank", "1"], env=env)] if size > 1 else []
             done = subprocess.run(train, env=env, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-3000:]
             assert [other.wait(30) for other in others] == [0] * len(others)
@@ -199,6 +207,7 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
             )
         attached = "[Setup] ✓ Attached 24 tensors to vLLM's shared memory"
         assert (attached in done.stdout) is shared and ("Exported 18 params" in log.read_text()) is shared
+        assert ("Quantizing 8 layers" in log.read_text()) is ("--quantization" in more)
     finally:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -354,16 +354,16 @@ def test_the_exported_adapter_is_what_the_engine_holds(stack, sync, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_run_on_a_quantized_base(small, tmp_path):
-    """vLLM keeps the base in int8, the trainer in bf16: the gap is that of the rounding, and the sync says how much."""
+    """vLLM keeps the base in fp8, the trainer in bf16: the gap is that of the rounding, and the sync says how much."""
     words = ["--hf-checkpoint", str(small / "hf"), "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-3"]
-    words += ["--vllm-quantization", "int8_per_channel_weight_only", "--precision", "bf16", "--num-rollout", "3"]
+    words += ["--vllm-quantization", "fp8_per_channel", "--precision", "bf16", "--num-rollout", "3"]
     done = run(grpo_arguments(small, tmp_path / "run", *words, *on_vllm()), timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
     assert len(steps) == 3 and all(0 < row["sync/probe_max_abs_diff"] <= row["sync/probe_tolerance"] for row in steps)
     assert 0 < max(row["train/log_prob_gap_max"] for row in steps) < 0.5
-    assert "Online quantization" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
+    assert "Quantizing 8 layers" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
 
 
 @pytest.mark.vllm

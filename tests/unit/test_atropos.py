@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from instep.data.ledger import Ledger
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.integrations.atropos import normalized_scores, rollout
 from instep.integrations.atropos.client import ApiClient, Registration
+from instep.integrations.atropos.env_api import EnvApi
 from instep.integrations.atropos.groups import Limits, fault_of_group, refused_in, samples_of
 from instep.integrations.atropos.rollout import _batch, registration_of
 from instep.integrations.atropos.scores import advantages
@@ -195,6 +197,26 @@ def test_waits_have_a_bound(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     assert "does not answer as before" in caplog.text and time.monotonic() - begun < 8
 
 
+def test_an_api_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment is blamed, and a batch is asked for once: each question that is answered later costs one."""
+
+    async def hang(self: EnvApi, request: Any) -> Any:
+        asked.append(request.path)
+        await asyncio.sleep(60)
+
+    asked = list[str]()
+    monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 0.3)
+    monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
+    begun = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(EngineError, match="has not answered for 0 s"):
+        next_batch(ApiClient(f"http://127.0.0.1:{mute.getsockname()[1]}"))
+    monkeypatch.setattr(EnvApi, "batch", hang)
+    with serving() as api, pytest.raises(EngineError, match="has not answered for 1 s: TimeoutError"):
+        next_batch(ApiClient(api.url), 0.6)
+    assert asked == ["/batch"] and "has not answered /batch for 0 s; it has 1 s in all" in caplog.text
+    assert time.monotonic() - begun < 5
+
+
 def test_an_api_of_another_trainer() -> None:
     with serving() as api:
         api.register(batch_size=16)
@@ -216,7 +238,7 @@ def run_args(url: str, **more: Any) -> Any:
     own |= {"custom_advantage_function_path": None, "atropos_timeout": 5.0, "rollout_max_context_len": 40}
     own |= {"save": None, "run_dir": "runs/x", "save_interval": None, "num_rollout": 7, "vllm_config": None}
     own |= {"vllm_max_model_len": None, "wandb_group": None, "wandb_project": "p", "served_models": []}
-    return SimpleNamespace(**own, **more, atropos_url=url)
+    return SimpleNamespace(**own | more, atropos_url=url)
 
 
 def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +259,27 @@ def test_groups_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(RolloutError, match="images") as caught:
             asyncio.run(_batch(args, ApiClient(api.url), registration))
         assert re.search("environment 0", caught.value.where) and isinstance(caught.value, InstepError)
+
+
+def test_groups_are_refused_and_taken_again_for_so_long(monkeypatch, caplog) -> None:
+    """With --skip-failed-groups: all are refused; the others are larger than what is missing; and the API goes."""
+    monkeypatch.setattr(rollout, "limits_of", lambda args: Limits(40, None))
+    monkeypatch.setattr(rollout, "LONGEST_PAUSE", 0.05)
+    with serving() as api:
+        args = run_args(api.url, skip_failed_groups=True, atropos_timeout=0.4)
+        client, registration = ApiClient(api.url), registration_of(args, 3)
+        api.post("/scored_data_list", [group(4, images=["x"])] * 20)
+        with pytest.raises(RolloutError, match="9 groups of a rollout are refused and 0 kept; the last: images"):
+            asyncio.run(_batch(args, client, registration))
+        assert caplog.text.count("is left out") == 3
+        api.get("/reset_data")
+        api.post("/scored_data_list", [group(4, images=["x"]), group(4), group(8)])
+        with pytest.raises(RolloutError, match="no group of at most 4 sequences came within 0 s"):
+            asyncio.run(_batch(args, client, registration))
+        status = api.get("/status")
+        assert status["queue_size"] == 1 and 3 + 2 < status["current_step"] < 3 + 12  # given back with pauses
+    asyncio.run(client.give_back([group(8)]))
+    assert "1 groups that the Atropos API" in caplog.text
 
 
 @pytest.mark.parametrize("path", [None, "instep.integrations.atropos.normalized_scores"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from instep.engines.guard import EVERYONE, GENERATION_ROUTES
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos import server, trainer
 from instep.integrations.atropos.trainer_flags import layer_indices, parser, read
+from instep.ports import free_port
 from tests.assets import make_checkpoint
 
 WHEEL = json.loads((Path(__file__).parent / "data/atropos_flags.json").read_text())["flags"]
@@ -176,6 +179,15 @@ def test_a_hub_name_and_missing_neighbours_are_named(model: Path, monkeypatch, c
     assert "huggingface-cli download" in capsys.readouterr().err
 
 
+def test_what_speaks_no_http_is_no_neighbour(model: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(trainer, "API_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: listener.accept()[0].sendall(b"SSH-2.0-x\r\n" * 2), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["atropos-train", "--model-name", str(model), "--atropos-url", url]) == EngineError.exit_code
+    assert "no Atropos API answered" in capsys.readouterr().err
+
+
 def test_the_environment_is_read_or_reported(model: Path, monkeypatch) -> None:
     for name, value in (("VLLM_SKIP_WEIGHT_DAEMON", "0"), ("VLLM_ENABLE_SHARED_WEIGHTS", "1")):
         monkeypatch.setenv(name, value)
@@ -262,6 +274,12 @@ def test_what_the_server_refuses_says_why(name: str, capsys: pytest.CaptureFixtu
     assert main(["atropos-serve", "--model", "x", name, "1"]) == 2
     error = capsys.readouterr().err
     assert name in error and "is refused" in error and "remedy:" in error
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-2", "1.5", ""])
+def test_a_number_of_gpus_is_one(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["atropos-serve", "--model", "x", "--port", str(free_port()), f"--tensor-parallel-size={value}"]) == 2
+    assert f"{value!r} is no number of GPUs" in capsys.readouterr().err
 
 
 def test_the_key_lies_where_the_trainer_of_this_user_looks(tmp_path, monkeypatch, installed, capsys) -> None:

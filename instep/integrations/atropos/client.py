@@ -1,6 +1,7 @@
 """The trainer's side of an Atropos API: it registers, asks for batches, and bounds every wait.
 
-The API pops a batch as it answers: one whose answer is lost on the way is lost, and none is given twice.
+The API pops a batch as it answers: one whose answer is lost on the way is lost, and none is given twice. So a question
+for a batch is not broken off and repeated where the API is slow or hangs: it waits for the whole bound, and says so.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class ApiClient:
         """
         begun, pause, told = time.monotonic(), 0.05, False
         while True:
+            asked = time.monotonic()
             try:
                 if not self._registered:
                     await self._register(registration)
@@ -82,22 +84,26 @@ class ApiClient:
                 if batch.get("batch"):
                     return self._checked(batch["batch"], registration)
             except _Down as problem:
-                self._is_down(problem, timeout)
-            waited = time.monotonic() - begun
-            if waited > timeout:
-                await self._no_batch(registration, timeout)
-            elif waited > TELL_AFTER and not told and self._down_since is None:
-                told = True
-                what = "no batch of %d sequences has come for %.0f s from the Atropos API at %s: %s; %.0f s are left"
-                situation = (await self._situation())[1]
-                logger.warning(what, registration.batch_size, waited, self.url, situation, timeout - waited)
+                self._is_down(problem, timeout, asked)
+            else:
+                waited = time.monotonic() - begun
+                if waited > timeout:
+                    await self._no_batch(registration, timeout)
+                elif waited > TELL_AFTER and not told:
+                    told, situation = True, (await self._situation())[1]
+                    what = "no batch of %d sequences has come for %.0f s from the Atropos API at %s: %s; %.0f s left"
+                    logger.warning(what, registration.batch_size, waited, self.url, situation, timeout - waited)
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def give_back(self, groups: list[dict[str, Any]]) -> None:
-        """Put groups of a batch back into the API's queue."""
+        """Put groups of a batch back into the API's queue; they are lost, as all that waits there, if it is down."""
         if groups:
-            await self._ask("POST", "/scored_data_list", groups)
+            try:
+                await self._ask("POST", "/scored_data_list", groups)
+            except _Down as problem:
+                what = "%d groups that the Atropos API at %s should take back are lost: %s"
+                logger.warning(what, len(groups), self.url, problem)
 
     async def _situation(self) -> tuple[int, str]:
         """How many groups wait in the API, and who feeds it, in words."""
@@ -132,7 +138,12 @@ class ApiClient:
         logger.info("registered with the Atropos API at %s", self.url)
 
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_SECONDS) -> dict[str, Any]:
+        timeout = timeout if self._reached else min(timeout, FIRST_CONTACT)
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        what = "the Atropos API at %s has not answered %s for %.0f s; it has %.0f s in all"
+        tell = asyncio.get_running_loop().call_later(
+            TELL_AFTER, logger.warning, what, self.url, path, TELL_AFTER, timeout
+        )
         sent = False
         try:
             async with (
@@ -147,6 +158,8 @@ class ApiClient:
                     "the answer of %s%s broke off (%r): if it was a batch, it is lost", self.url, path, error
                 )
             raise _Down(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        finally:
+            tell.cancel()
         if answer.status >= 500:
             raise _Down(f"{path} answered {answer.status}")
         if answer.status >= 400:
@@ -165,18 +178,17 @@ class ApiClient:
     def _no_api(self, what: str) -> EngineError:
         return EngineError(f"this is no Atropos API: {what}", where=self.url, remedy="--atropos-url names its address")
 
-    def _is_down(self, problem: _Down, timeout: float) -> None:
-        now = time.monotonic()
-        if self._down_since is None:
-            self._down_since = now
-            if self._reached:
-                what = "the Atropos API at %s does not answer as before (%s); asking it again for at most %.0f s"
-                logger.warning(what, self.url, problem, timeout)
-        self._registered = False
+    def _is_down(self, problem: _Down, timeout: float, asked: float) -> None:
+        """Count how long the API is down, which was `asked` in vain. Raises EngineError where that is too long."""
+        first, self._registered = self._down_since is None, False
+        self._down_since = asked if self._down_since is None else self._down_since
         bound = timeout if self._reached else min(timeout, FIRST_CONTACT)
-        if (seconds := now - self._down_since) > bound:
+        if (seconds := time.monotonic() - self._down_since) >= bound:
             what = f"the Atropos API has not answered for {seconds:.0f} s: {problem}"
             raise EngineError(what, where=self.url, remedy=_START)
+        if first and self._reached:
+            what = "the Atropos API at %s does not answer as before (%s); asking it again for at most %.0f s"
+            logger.warning(what, self.url, problem, timeout)
 
     def _is_up(self) -> None:
         if self._down_since is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from instep.arguments.model import known_config
 from instep.arguments.rollout import context_of_model
 from instep.errors import RolloutError
-from instep.integrations.atropos.client import ApiClient, Registration
+from instep.integrations.atropos.client import LONGEST_PAUSE, ApiClient, Registration
 from instep.integrations.atropos.groups import (
     EXTRA,
     Limits,
@@ -22,6 +24,7 @@ from instep.integrations.atropos.groups import (
 from instep.rollout import runtime
 from instep.rollout.eval import evaluate
 from instep.rollout.tokens import tokenizer_of
+from instep.rollout.vllm_rollout import MAX_FAILURES_SHOWN, MIN_FAILURES
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, reward_of
 
 if TYPE_CHECKING:
@@ -96,32 +99,55 @@ def registration_of(args: HookSettings, rollout_id: int) -> Registration:
 
 
 async def _batch(args: HookSettings, client: ApiClient, registration: Registration) -> tuple[list[dict[str, Any]], int]:
-    """The groups of one rollout, and how many were left out."""
+    """The groups of one rollout, and how many were left out.
+
+    Raises:
+        EngineError, RolloutError: no batch came, a group was refused (with `--skip-failed-groups`: more than
+            `MIN_FAILURES`, than a rollout has and than were kept), or for `--atropos-timeout` none of those that came
+            was small enough to take the place of one.
+    """
     limits, missing, num_refused = limits_of(args), registration.batch_size, 0
     takes_advantages = args.custom_advantage_function_path == ADVANTAGES
     out: list[dict[str, Any]] = []
+    kept_at = time.monotonic()
     while missing:
-        too_many = []
+        too_many, num_kept = [], len(out)
         for group in await client.next_batch(registration, args.atropos_timeout):
             if fault := fault_of_group(group) or refused_in(group, limits, takes_advantages=takes_advantages):
                 num_refused += 1
-                _refuse(args, group, fault, client.url)
+                _refuse(args, group, fault, client.url, num_refused, len(out))
             elif size_of(group) > missing:
                 too_many.append(group)
             else:
                 out.append(group)
                 missing -= size_of(group)
         await client.give_back(too_many)  # where others took the place of groups that were left out
+        if len(out) > num_kept:
+            kept_at = time.monotonic()
+        elif too_many:
+            if time.monotonic() - kept_at > args.atropos_timeout:
+                raise RolloutError(
+                    f"no group of at most {missing} sequences came within {args.atropos_timeout:.0f} s, to take the "
+                    f"place of those that were left out ({num_refused})",
+                    where=client.url,
+                    remedy="correct the environment whose groups are refused (a warning names it), or give all groups "
+                    "one size; --atropos-timeout is the bound",
+                )
+            await asyncio.sleep(LONGEST_PAUSE)
     return out, num_refused
 
 
-def _refuse(args: HookSettings, group: Any, fault: str, url: str) -> None:
+def _refuse(args: HookSettings, group: Any, fault: str, url: str, num_refused: int, num_kept: int) -> None:
     env = group.get("env_id") if isinstance(group, dict) else None
     where = f"a group of {'an environment' if env is None else f'environment {env}'} of the Atropos API at {url}"
     if not args.skip_failed_groups:
         remedy = "correct the environment; --skip-failed-groups leaves such groups out"
         raise RolloutError(fault, where=where, remedy=remedy)
-    logger.warning("%s is left out: %s", where, fault)
+    if num_refused > max(MIN_FAILURES, args.rollout_batch_size, num_kept):
+        what = f"{num_refused} groups of a rollout are refused and {num_kept} kept; the last: {fault}"
+        raise RolloutError(what, where=where, remedy="correct the environment")
+    if num_refused <= MAX_FAILURES_SHOWN:
+        logger.warning("%s is left out: %s", where, fault)
 
 
 def add_texts(tokenizer: Any, groups: list[Group]) -> None:

@@ -84,8 +84,15 @@ def main(words: Sequence[str]) -> int:
 
 def _port(given: dict[str, str]) -> int:
     text = given.get("--port", str(DEFAULT_PORT))
-    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
         raise ConfigError(f"{text!r} is no port", where=f"{WHERE} --port", remedy="give a number, as 9001")
+    return int(text)
+
+
+def _number_of_gpus(given: dict[str, str], of: str) -> int:
+    text = given.get(flag := f"--{of}-parallel-size", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{text!r} is no number of GPUs", where=f"{WHERE} {flag}", remedy="give an integer above 0")
     return int(text)
 
 
@@ -146,11 +153,11 @@ def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) ->
 
 
 def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
-    """The arguments of a run whose engine is this server. Raises ConfigError for a flag that vLLM does not have."""
+    """The arguments of a run whose engine is this server. Raises ConfigError for what it cannot take."""
     from instep.arguments import parse
     from instep.controller.device import device_here
 
-    tensor, pipeline = (int(given.get(f"--{name}-parallel-size") or 1) for name in ("tensor", "pipeline"))
+    tensor, pipeline = _number_of_gpus(given, "tensor"), _number_of_gpus(given, "pipeline")
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
     words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
     words += [
