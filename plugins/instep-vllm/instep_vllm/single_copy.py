@@ -76,10 +76,10 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             "num_ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             "process": process_mark(os.getpid()),
         }
-        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes)
+        meet = get_world_group().barrier
+        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
         size = sum(memory.end - memory.begin for memory in memories)
         logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
-        get_world_group().barrier()  # the manifests of all workers are there
         if self._bridge is not None:
             tensor_parallel, named = parallel.tensor_parallel_size, dict(self.model.named_parameters())
             self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named.items(), memories)
