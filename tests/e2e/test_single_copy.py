@@ -161,8 +161,9 @@ def test_the_golden_twin_is_compared_and_nothing_is_loaded(shared: Pair, sync: W
     scores = shared.scores()
     assert sync.run([shared.engine], "disk").num_bytes > 0 and torch.equal(shared.scores(), scores)
     assert attach(shared.folder, lock=False).nonces == shared.memory().nonces
-    with pytest.raises(SyncError, match="this engine shares its memory: it loads no buckets"):
-        sync.run([shared.engine], "shm")
+    for way in ("shm", "ipc"):
+        with pytest.raises(SyncError, match="this engine shares its memory: it loads no buckets"):
+            sync.run([shared.engine], way)
     sync.run([shared.engine])
 
 

@@ -204,7 +204,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
         if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
             self._compare_samples(update_info)
-        elif update_info.backend in ("shm", "nccl"):
+        elif update_info.backend in ("shm", "nccl", "ipc"):
             first = next(iter(self._slices))
             raise WeightMismatch(
                 "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
