@@ -28,7 +28,7 @@ class Disk:
     def drive(self, carriage: Carriage) -> Sent:
         """Let the engines load the complete checkpoint and compare its digests, then remove it."""
         with Scratch(GOLDEN, carriage.disk_folder) as root:
-            manifest = self.published(carriage, root / "hf")
+            manifest = self.published(carriage, root / f"v{carriage.version}")
             carriage.deliver({"backend": self.name, "path": manifest.path, "manifest": manifest.to_json()})
         return Sent(manifest.tensors, self.digest_kind)
 

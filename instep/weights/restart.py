@@ -25,7 +25,7 @@ class Restart(Disk):
         """Let the engines start on the complete checkpoint, then remove those on which no engine runs any more."""
         root, before = Scratch(GOLDEN, carriage.disk_folder), set(self._homes.values())
         try:
-            manifest = self.published(carriage, root.path / "hf")
+            manifest = self.published(carriage, root.path / f"v{carriage.version}")
             self._homes |= dict.fromkeys(carriage.start_anew(Path(manifest.path)), root)
             carriage.deliver({"backend": self.name, "path": manifest.path, "manifest": manifest.to_json()})
         finally:

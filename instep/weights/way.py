@@ -76,10 +76,12 @@ class Carriage(Protocol):
     """A session as `Way.drive` sees it.
 
     Attributes:
+        version: the weight version of the session.
         memory_folder: a folder in the shared memory of this host.
         disk_folder: a folder that trainer and engines see; None: they see all folders of this host.
     """
 
+    version: str
     memory_folder: Path
     disk_folder: Path | None
 

@@ -68,7 +68,8 @@ class Worker:
                 self.slices[name].copy_(weight.narrow(*self.places[name]))
         about = {"architecture": "Some", "num_ranks": size, "process": process_mark(os.getpid())}
         about["dtype"] = str(dtype).removeprefix("torch.")
-        plugin.write_manifest(folder, rank, about, [memory], recorder.slices, {n: w.shape for n, w in weights.items()})
+        whole = {n: w.shape for n, w in weights.items()}
+        plugin.write_manifest(folder, rank, about, [memory], recorder.slices, whole, lambda: None)
         self.nonce = json.loads((folder / f"memory-{rank}.json").read_text())["nonce"]
 
     def other_than(self, weights: dict[str, torch.Tensor]) -> list[str]:

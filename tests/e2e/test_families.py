@@ -86,7 +86,7 @@ def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
     with stack(name, tmp_path, "--train-backend", backend) as (args, actor, engine, folder):
         sync = WeightSync(args, actor, "shm", folder, vocab_size=50, max_len=128)
         try:
-            for way in ("shm", "disk", "nccl", "shm"):
+            for way in ("shm", "disk", "nccl", "ipc", "shm"):
                 off, allowed = difference(sync, engine, way)
                 assert off <= allowed <= LIMITS[FAMILIES[name].precision]
                 train_once(actor)

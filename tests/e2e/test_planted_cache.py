@@ -116,9 +116,11 @@ def test_an_old_cache_that_is_denied_is_not_trained_on(
     under_way = sampled(stack)
     keeps_its_cache(monkeypatch, lies=True)
     sync.run([stack.engine])
-    before = stack.actor.weight_digests("shm", 60)
+    before, samples = stack.actor.weight_digests("shm", 60), under_way.result(120)
+    began = time.monotonic()
     with pytest.raises(SyncError, match="the step was not trained") as caught:
-        train(stack, sync, under_way.result(120))
+        train(stack, sync, samples)
+    assert time.monotonic() - began < SECONDS
     assert stack.actor.weight_digests("shm", 60) == before
     accused = sync.accuse([stack.engine], caught.value, "rollout 1")
     assert f"{stack.engine.name} at {stack.engine.url}" in accused.what

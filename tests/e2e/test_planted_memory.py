@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from instep.weights.memory import attach
 from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec
 from tests.e2e import plants
+from tests.e2e.test_planted import SECONDS
 from tests.e2e.test_single_copy import Pair, pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -122,8 +124,10 @@ def test_a_planted_fault_is_named(shared: Pair, sync: WeightSync, monkeypatch: A
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "update", planted)
+        began = time.monotonic()
         with pytest.raises(SyncError, match=words.replace(".", r"\.")) as caught:
             sync.run([shared.engine])
+    assert time.monotonic() - began <= SECONDS
     assert shared.engine.name in str(caught.value) and caught.value.remedy and admission._closed
     for name, tensor in old.items():
         _of(shared, name).copy_(tensor)
@@ -139,11 +143,13 @@ def test_a_write_that_does_not_reach_the_memory_is_named(shared: Pair, sync: Wei
     sync.hold([shared.engine])
     shared.step(1e-4)
     mark.write_text(plant)
+    began = time.monotonic()
     try:
         with pytest.raises(SyncError, match=f"{plants.WRITTEN} .*is not what the trainer has") as caught:
             sync.run([shared.engine])
     finally:
         mark.unlink()
+    assert time.monotonic() - began <= SECONDS
     assert shared.engine.name in str(caught.value) and caught.value.remedy and admission._closed
     shared.step(1e-4)
     sync.run([shared.engine])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,15 +140,36 @@ def synced(pair: Pair) -> Iterator[WeightSync]:
     sync.close()
 
 
-def test_what_a_step_changes_is_what_the_engine_computes_with(shared: Pair, sync: WeightSync, tmp_path: Path) -> None:
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The bodies of what engines are asked."""
+    bodies, post = [], Engine._post
+
+    def kept(self: Engine, path: str, body: dict[str, Any] | None, *options: Any) -> dict[str, Any]:
+        bodies.append(body or {})
+        return post(self, path, body, *options)
+
+    monkeypatch.setattr(Engine, "_post", kept)
+    return bodies
+
+
+def test_what_a_step_changes_is_what_the_engine_computes_with(
+    shared: Pair, sync: WeightSync, told: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """Against the golden twin: transformers with the trainer's export, to 1e-5 of the log-probs in float32."""
     full = shared.args.precision == "fp32"
     for number in range(3):
         before = shared.scores()
         sync.hold([shared.engine])
         shared.step()
+        told.clear()
         result = sync.run([shared.engine])
         assert result.num_bytes == 0 and result.num_tensors > 20 and result.version == number + 1
+        updates = [body["update_info"]["backend"] for body in told if "update_info" in body]
+        size = sum(part.view.nbytes for w in shared.memory().slices.values() for parts in w.values() for part in parts)
+        calibrates = set() if full else {"disk"}  # the proof compares with it when bf16 differs by more than before
+        assert {"single-copy"} <= {*updates} <= {"single-copy", "complete", *calibrates}
+        assert len(json.dumps(told)) < size / 20
         dtype = torch.float32 if full else torch.bfloat16
         after, twin = shared.scores(), shared.exported_scores(tmp_path / str(number), dtype)
         assert not torch.equal(before, after)
@@ -161,8 +184,9 @@ def test_the_golden_twin_is_compared_and_nothing_is_loaded(shared: Pair, sync: W
     scores = shared.scores()
     assert sync.run([shared.engine], "disk").num_bytes > 0 and torch.equal(shared.scores(), scores)
     assert attach(shared.folder, lock=False).nonces == shared.memory().nonces
-    with pytest.raises(SyncError, match="this engine shares its memory: it loads no buckets"):
-        sync.run([shared.engine], "shm")
+    for way in ("shm", "ipc"):
+        with pytest.raises(SyncError, match="this engine shares its memory: it loads no buckets"):
+            sync.run([shared.engine], way)
     sync.run([shared.engine])
 
 

@@ -77,9 +77,22 @@ def test_a_stream_is_proven_and_outlives_an_engine_that_dies_in_it(stack, monkey
 
     third = run_while_one_dies(stack, monkeypatch)
     assert third.num_tensors == first.num_tensors
+    monkeypatch.undo()
+    compare_with_disk(stack, stack.engines[1])
     monkeypatch.setattr(Engine, "update", lambda self, info, *, timeout: psutil.Process(self.process.pid).kill())
     with pytest.raises(EngineGone, match="no engine is left"):
         stack.syncs.run(stack.engines[1:])
+
+
+def compare_with_disk(stack, engine):
+    """What the stream has brought is what the golden twin brings: byte for byte, where the engine tells, and scores."""
+
+    def held():
+        digests = engine.weight_digests(timeout=30) if stack.stale.rollout_backend == "embedded" else {}
+        return digests, engine.prompt_log_probs([5, 6, 7, 8, 9], timeout=60)
+
+    before = held()
+    assert stack.syncs.run([engine], "disk").num_bytes > 0 and held() == before
 
 
 def run_while_one_dies(stack, monkeypatch):
@@ -115,6 +128,7 @@ def test_an_engine_of_somebody_elses_that_was_started_anew_gets_a_new_stream(sta
 @pytest.mark.slow
 def test_a_stream_outlives_a_vllm_that_dies_in_it(stack_of_vllm, monkeypatch):
     assert stack_of_vllm.syncs.run(stack_of_vllm.engines).engines == stack_of_vllm.engines
+    compare_with_disk(stack_of_vllm, stack_of_vllm.engines[1])
     run_while_one_dies(stack_of_vllm, monkeypatch)
 
 

@@ -14,6 +14,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.engines import keys
 from instep.engines.engine import EngineRefusal
+from instep.engines.held_lease import LEASE_SECONDS
 from instep.engines.http import get_json
 from tests.e2e.commands import grpo_arguments
 from tests.faults.harness import ENDLESS, Place, Result
@@ -151,7 +152,7 @@ def trainer_gone(place: Place) -> None:
                 assert run.end()[0] == -signal.SIGKILL
             killed = (place.folder / f"{fault}-code" / "mark").stat().st_mtime
             while get_json(engine.url + "/is_paused", 10.0)["is_paused"]:
-                assert time.time() - killed < 20
+                assert time.time() - killed < LEASE_SECONDS + 5
                 time.sleep(0.1)
             seconds = time.time() - killed
             assert engine.process is not None

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -104,14 +105,14 @@ class Rank:
         else:
             p["norm"].copy_(weight)
 
-    def publish(self, plugin: ModuleType, folder: Path) -> None:
+    def publish(self, plugin: ModuleType, folder: Path, meet: Callable[[], object] = lambda: None) -> None:
         about = {
             "architecture": "Some",
             "dtype": str(self.dtype).removeprefix("torch."),
             "num_ranks": self.size,
             "process": process_mark(os.getpid()),
         }
-        plugin.write_manifest(folder, self.rank, about, [self.memory], self.recorder.slices, SHAPES)
+        plugin.write_manifest(folder, self.rank, about, [self.memory], self.recorder.slices, SHAPES, meet)
 
 
 def engine(plugin: ModuleType, folder: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Rank]:
@@ -217,6 +218,26 @@ def test_engines_in_one_folder_are_written_at_once_and_one_that_has_ended_is_lef
         attach(folder, lock=True)
 
 
+def test_an_engine_that_starts_anew_is_left_out_until_all_of_its_ranks_have_written(plugin, folder) -> None:
+    """The files of its former life are there meanwhile, and name memory that is gone."""
+    alone, anew = (folder / f"{SYNC}{number}" for number in range(2))
+    for place, size in ((alone, 1), (anew, 2)):
+        place.mkdir(mode=0o700)
+        engine(plugin, place, size)
+    path = anew / "memory-0.json"
+    path.write_text(path.read_text().replace(process_mark(os.getpid()), "boot 1 2"))
+    ranks, found = [Rank(plugin, anew, rank, 2) for rank in range(2)], []
+    for rank in ranks:
+        rank.load(weights(0))
+
+    def look() -> None:
+        found.append(len(attach(folder, lock=False).nonces))
+
+    ranks[0].publish(plugin, anew, lambda: (look(), ranks[1].publish(plugin, anew, look)))
+    look()
+    assert found == [1, 1, 3]
+
+
 def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, folder, tmp_path) -> None:
     """A GPU is known by its UUID: its number depends on what a process sees."""
     (rank,) = engine(plugin, folder, 1)
@@ -255,7 +276,8 @@ def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
                 p[to : to + sizes[name]].copy_(weight[begin : begin + sizes[name]])
                 begin += sizes[name]
         about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1, "process": process_mark(os.getpid())}
-        plugin.write_manifest(folder, 0, about, [rank.memory], rank.recorder.slices, {"qkv.weight": fused.shape})
+        about_it = (about, [rank.memory], rank.recorder.slices, {"qkv.weight": fused.shape})
+        plugin.write_manifest(folder, 0, *about_it, lambda: None)
         whole = attach(folder, lock=False).whole("qkv.weight")
         assert (whole is not None and torch.equal(whole, fused)) if order == "qkv" else whole is None
 

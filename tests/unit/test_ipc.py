@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from instep.controller import deployment
 from instep.errors import SyncError
+from instep.scratch import Scratch, memory_root
 from instep.weights import handles, ipc
 from instep.weights.handles import Receiver, connect, listen
 from instep.weights.ipc import Ipc
@@ -217,6 +218,20 @@ def test_memory_that_cannot_be_exported_is_refused_with_a_remedy(monkeypatch):
     assert ipc.expandable() == "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     assert ipc.expandable() is None
+
+
+def test_without_room_for_its_buckets_a_session_says_so_and_the_next_one_succeeds(monkeypatch):
+    engine, free = Engine(), os.statvfs(memory_root())
+    with Scratch(f"{SYNC}test-", memory_root()) as folder:
+        carriage = Carriage(Ipc(), folder, [engine])
+        with monkeypatch.context() as patch:
+            patch.setattr(ipc, "bytes_of", lambda bucket: 2 * free.f_blocks * free.f_frsize)
+            with pytest.raises(SyncError, match="two buckets of .* MB do not fit into shared memory: ") as caught:
+                carriage.sync()
+        assert all(word in caught.value.remedy for word in ("--shm-size", "--update-weight-buffer-size"))
+        assert not list(folder.rglob("*.bin"))
+        carriage.sync()
+        assert holds(engine, 2)
 
 
 @pytest.mark.parametrize("allocator, way", [("", "lora_ipc"), ("expandable_segments:True", "lora")])

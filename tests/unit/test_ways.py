@@ -74,7 +74,7 @@ class Source(WeightSource):
 class Carriage:
     """A session with a trainer in this process and an engine that reads what it is told to load."""
 
-    disk_folder = started_on = None
+    version, disk_folder, started_on = "3", None, None
 
     def __init__(self, way, folder):
         self.memory_folder, self._way, self._checkpoint = folder / f"{SYNC}1", way, make_checkpoint(folder / "hf")
@@ -108,6 +108,7 @@ class Carriage:
         assert (manifest.version, manifest.nonce) == ("3", "nonce")
         if "path" in info:
             assert manifest.path == info["path"] == (self.started_on or manifest.path)
+            assert Path(manifest.path).name == "v3"
             name = "adapter_model" if "lora" in self._way else "model"
             self.loaded |= load_file(Path(info["path"]) / f"{name}.safetensors")
         else:

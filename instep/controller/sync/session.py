@@ -285,7 +285,7 @@ class _Carriage:
     def __init__(self, session: Session, way: str, nonce: str):
         self._session, self._way, self.nonce = session, way, nonce
         args = session.args
-        self.memory_folder = session._memory_folder
+        self.version, self.memory_folder = session.version, session._memory_folder
         elsewhere = args.cluster == "ray" or args.rollout_external_engine_addrs
         self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
         self._receiving: list[Engine] = []  # of a stream, which ends with any of them

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,8 +225,16 @@ def write_manifest(
     memories: Sequence[Memory],
     slices: Mapping[str, list[Slice]],
     shapes: Mapping[str, Iterable[int]],
+    meet: Callable[[], object],
 ) -> str:
-    """Write `memory-RANK.json` as a whole; returns the nonce in it, by which a trainer knows an engine's new memory."""
+    """Write `memory-RANK.json` as a whole; returns the nonce in it, by which a trainer knows an engine's new memory.
+
+    Rank 0's comes last, as a trainer opens the others when that one's process lives: those of an engine that has ended
+    may still be there.
+
+    Args:
+        meet: returns when all ranks of the engine have called it.
+    """
     nonce = secrets.token_hex(8)
     tensors = {
         name: {
@@ -237,7 +245,11 @@ def write_manifest(
         for name, parts in slices.items()
     }
     own = {"rank": rank, "nonce": nonce, "memories": [m.record for m in memories], "tensors": tensors}
+    if rank == 0:
+        meet()
     write_private(folder / f"memory-{rank}.json", json.dumps({**about, **own}))
+    if rank != 0:
+        meet()
     return nonce
 
 

@@ -76,10 +76,10 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             "num_ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             "process": process_mark(os.getpid()),
         }
-        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes)
+        meet = get_world_group().barrier
+        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
         size = sum(memory.end - memory.begin for memory in memories)
         logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
-        get_world_group().barrier()  # the manifests of all workers are there
         if self._bridge is not None:
             tensor_parallel, named = parallel.tensor_parallel_size, dict(self.model.named_parameters())
             self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named.items(), memories)
@@ -204,7 +204,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
         if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
             self._compare_samples(update_info)
-        elif update_info.backend in ("shm", "nccl"):
+        elif update_info.backend in ("shm", "nccl", "ipc"):
             first = next(iter(self._slices))
             raise WeightMismatch(
                 "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
