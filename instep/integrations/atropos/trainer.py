@@ -25,7 +25,7 @@ from instep.ports import LOOPBACK
 
 ROLLOUT = "instep.integrations.atropos.trainer_run.generate_rollout"
 SCORES = "instep.integrations.atropos.normalized_scores"
-API_SECONDS = 10.0  # until the API must answer; the original waits for 30
+API_SECONDS = 30.0  # until the API must answer, as the original waits
 
 
 def main(words: Sequence[str]) -> int:
