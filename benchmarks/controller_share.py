@@ -7,7 +7,7 @@ A real controller runs steps of GRPO: 8 samples a prompt, math reward, one optim
 once over HTTP (in arrays, as vLLM with instep's plugin does; with `--json` as any vLLM), the trainer one that takes the
 batch and answers at once (`stand_ins.py`). Nothing is synced. Seconds are CPU seconds of the controller's process, all
 its threads; a part's are those of the thread that it ran in, without other parts within. The first step, which opens
-connections and imports, does not count; from the second on the lengths of responses are known.
+connections and imports, does not count; from the second on the lengths of responses are known. No prompt comes twice.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (execute, "check_sample"),
         (together, "check_sample"),
     ],
+    "prompts to tokens": [(together, "prompt_ids"), (execute, "prompt_ids")],
     "detokenization": [(ByteTexts, "decode"), (transformers.PreTrainedTokenizerFast, "decode")],
     "rewards": [(text, "last_boxed"), (text, "quick_equal")],
     "groups checked": [(controlling, "as_train_output")],
@@ -269,7 +270,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for lengths in given.lengths:
-            task = make_task(Path(folder) / lengths, max(given.samples) // GROUP, lengths)
+            task = make_task(Path(folder) / lengths, STEPS * max(given.samples) // GROUP, lengths)
             rows += [{"lengths": lengths, **measure(task, n, spans, more, task["hf"])} for n in given.samples]
     for name in rows[0]["seconds"]:
         print(f"{name:40}" + "".join(f"{row['seconds'][name]:10.3f}" for row in rows))
