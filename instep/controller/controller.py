@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
 from instep.checkpoints.folders import checkpoints_read, finish_renames
@@ -77,7 +79,7 @@ class Controller:
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.started = time.monotonic()
         self.run_dir = Path(args.run_dir)
-        self._garbage = Garbage()
+        self._garbage, self._num_threads = Garbage(), torch.get_num_threads()
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         with ExitStack() as unless_made:
             for lock in self._locks:  # in a notebook the traceback would keep them
@@ -154,6 +156,7 @@ class Controller:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Controller:
+        torch.set_num_threads(1)  # those of a pool would spin between the short operations that are done here
         self._memory.start()
         self._on_signal.__enter__()
         self.log.__enter__()
@@ -173,6 +176,7 @@ class Controller:
         left = isinstance(error, GeneratorExit)  # a user's own loop, which is no failure
         with ExitStack() as last:  # also when a second Ctrl-C comes in between
             last.callback(self._garbage.end)
+            last.callback(torch.set_num_threads, self._num_threads)
             for lock in self._locks:
                 last.callback(lock.release)
             last.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
