@@ -262,8 +262,8 @@ settings, read-only, under the names of their flags, and what it has found out: 
 
 Whatever a hook raises, and a return value that cannot be used, is one error with the flag, the function, its file and
 line, and the sample, group or rollout that it was called for. Before anything expensive starts, hooks of rollouts are
-tried on four prompts ([debugging.md](debugging.md#the-trial-of-hooks)). Those that run in the controller find torch with
-one thread, which is enough for its own work: a large model on its CPUs wants `torch.set_num_threads` in the hook. The examples are those of
+tried on four prompts ([debugging.md](debugging.md#the-trial-of-hooks)). In the controller torch has one
+thread; a hook that runs a model on its CPUs calls `torch.set_num_threads` itself. The examples are those of
 [examples/hooks.py](../examples/hooks.py), which instep's tests run.
 """
 
