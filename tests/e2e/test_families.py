@@ -1,6 +1,7 @@
 """Families of models with real vLLM: each trains, and each way brings its weights to an engine that proves them."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -43,6 +44,26 @@ def train_once(actor: RoleTrainer) -> None:
     assert metrics["grad_norm"] > 0 and not metrics["skipped_steps"]
 
 
+EMPTY_TORCHVISION = """
+import sys
+from unittest.mock import MagicMock
+
+for name in ("io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+    sys.modules[f"torchvision.{name}"] = MagicMock()
+"""
+
+
+def empty_torchvision(folder):
+    """vLLM imports it for a family whose checkpoints may hold images; text needs nothing of it. Returns its home."""
+    home = folder / "empty" / "torchvision"
+    home.mkdir(parents=True)
+    (home / "__init__.py").write_text(EMPTY_TORCHVISION)
+    about = home.parent / "torchvision-0.28.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.4\nName: torchvision\nVersion: 0.28.0\n")
+    return home.parent
+
+
 @contextlib.contextmanager
 def stack(name, folder, *more):
     """The arguments, the trainer and the vLLM of a family, and a folder through which weights travel."""
@@ -50,8 +71,6 @@ def stack(name, folder, *more):
     family = FAMILIES[name]
     if family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
-    if name == "qwen3_5":
-        pytest.importorskip("torchvision", reason="vLLM imports it for this family, whose checkpoints may hold images")
     make_prompts(folder / "train.jsonl", 4)
     flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", family.precision, *more]
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
@@ -59,6 +78,8 @@ def stack(name, folder, *more):
     n = args.world_size
     workers = WorkerGroup("actor", n, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     env = {MEMORY_VARIABLE: str(memory.path)}
+    if name == "qwen3_5":
+        env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=logs, env=env)
     try:
         ranks = [(args, rank, n, str(folder / "rendezvous"), 1) for rank in range(n)]

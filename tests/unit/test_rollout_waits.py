@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,8 @@ def rounds_of(
 
 
 def test_groups_come_when_they_are_done_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rounds_of(monkeypatch, [6, 3, 0, -3, 0]) in ([[2, 4], [1, 3], [0]], [[2, 4], [1], [3], [0]])
+    rounds = rounds_of(monkeypatch, [0, 3, -3, 0, 9])
+    assert rounds[0] == [0, 3] and [*chain(*rounds)] == [0, 3, 1, 2, 4]
 
 
 def test_in_deterministic_mode_all_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,4 +69,4 @@ def test_when_the_time_is_over_those_that_are_done_come_before_the_error(
     began = time.monotonic()
     with pytest.raises(RolloutError, match=r"0 of 3 groups stand after 1 s, 1 are under way"):
         rounds_of(monkeypatch, [100, 1, 0], timeout=1, all_at_once=all_at_once)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
