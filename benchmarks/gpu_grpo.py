@@ -6,7 +6,10 @@ Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens
 of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256 tokens, and 450 tokens end a
 response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
 log-prob of every sampled token, sync sessions with their proof. `trl` has the settings of its own documentation,
-`trl-tuned` no gradient checkpointing. They run in turn on one machine; the first step of each does not count. `start_s`
+`trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. They run in turn on one
+machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on
+the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds
+of a step: `generate` while requests were under way, `idle` in no phase. `start_s`
 are the seconds to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for
 it. A run that fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and
 code. With --stacks SECONDS py-spy records where each process of instep is, after the third step, into --logs; such a
@@ -37,16 +40,23 @@ from instep.observability import floors  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 
 SAMPLES, PROMPT = 256, 128
-INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --colocate "
-INSTEP += "--actor-num-gpus-per-node 1 --lr 1e-6"
+INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --lr 1e-6"
+SHARED = "--colocate --actor-num-gpus-per-node"
 MIXED = (64, 256)  # tokens of prompts
 ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
 RUNS = {
-    "instep-hf": "--train-backend hf",
+    "instep-hf": f"--train-backend hf {SHARED} 1",
     "trl": "",
-    "instep-megatron": "--train-backend megatron",
-    "trl-tuned": "--no-checkpointing --per-device-batch 16",  # 32 do not fit beside vLLM's 0.35 of 80 GB
+    "instep-megatron": f"--train-backend megatron {SHARED} 1",
+    "trl-tuned": "--no-checkpointing --per-device-batch",
 }
+ON_TWO = {
+    "instep-hf-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
+    "instep-hf-dp2": f"--train-backend hf {SHARED} 2",
+    # Its own all-reduce maps memory of several GPUs, which not every host allows.
+    "instep-hf-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2 --vllm-disable-custom-all-reduce",
+}
+TUNED = (16, 8, 4)  # samples a pass; with 0.6 B dimensions 32 do not fit beside vLLM's 0.35 of 80 GB
 EARLY = (
     "perf/early_log_probs_seconds",
     "perf/early_train_seconds",
@@ -64,7 +74,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=RUNS | ON_TWO, default=list(RUNS), metavar="NAME")
     parser.add_argument("--more", default="", help="further flags of instep")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script, without TRL"
@@ -89,7 +99,7 @@ def main() -> None:
         rows = json.loads(options.out.read_text())["rows"] if options.add else []
         rows = [row for row in rows if row["name"] not in options.only]
         for name in options.only:
-            rows.append({"name": name, **measure(options, name, model, folder)})
+            rows.append({"name": name, **measure_fitting(options, name, model, folder)})
             print(json.dumps(rows[-1]), flush=True)
     result = report(options, rows)
     print(json.dumps(result["headline"]))
@@ -97,13 +107,25 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -> dict[str, Any]:
+def measure_fitting(options: argparse.Namespace, name: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Run one; `trl-tuned` with fewer samples a pass as long as it is out of memory."""
+    found: dict[str, Any] = {}
+    for batch in TUNED if name == "trl-tuned" else [None]:
+        found = measure(options, name, model, folder, *([] if batch is None else [str(batch)]))
+        found |= {} if batch is None else {"per_device_batch": batch}
+        if "OutOfMemoryError" not in str(found.get("error")):
+            break
+    return found
+
+
+def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *more_words: str) -> dict[str, Any]:
     """Run one; returns its figures, or its error."""
     ours, out = name.startswith("instep"), folder / name
     if ours:
         words = f"-m instep.cli train {flags(options, name, model, out)}"
     else:
-        words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl {RUNS[name]} "
+        words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl "
+        words += " ".join((RUNS[name], *more_words, ""))
         words += f"--steps {options.steps} --new-tokens {options.new_tokens} --out {out}.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -129,7 +151,7 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path) -
 
 def flags(options: argparse.Namespace, name: str, model: Path, out: Path) -> str:
     """Those of `instep train`; the plan chooses the size of micro-batches."""
-    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {RUNS[name]} "
+    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {(RUNS | ON_TWO)[name]} "
     words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
     words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
     words += f"--num-rollout {options.steps} "
@@ -170,7 +192,24 @@ def of_instep(run: Path, began: float) -> dict[str, Any]:
     # The first row counts the first session, too, which belongs to the start.
     first = rows[0]["perf/rollout_seconds"] + rows[0]["perf/train_seconds"] + parts.get("perf/sync_seconds", 0.0)
     start = {"start_s": round(rows[0]["time"] - first - began, 1)}
-    return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **start, "parts": parts, **gap}
+    step = median(seconds)
+    phases = {"phases": phases_of(step, parts)}
+    return {"step_s": step, "steps_s": [round(s, 3) for s in seconds], **start, **phases, "parts": parts, **gap}
+
+
+def phases_of(step_s: float, parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step by phase, which add up to it."""
+    seconds = {
+        name: parts.get(f"perf/{name}_seconds", 0.0) for name in ("rollout", "reward", "log_probs", "train", "sync")
+    }
+    out = {
+        "generate": seconds["rollout"] - seconds["reward"],
+        "reward": seconds["reward"],
+        "log_probs": seconds["log_probs"],
+        "train": seconds["train"] - seconds["log_probs"],
+        "sync": seconds["sync"],
+    }
+    return {name: round(value, 3) for name, value in {**out, "idle": step_s - sum(out.values())}.items()}
 
 
 def of_trl(file: Path) -> dict[str, Any]:
@@ -220,8 +259,12 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     for row in rows:
         if "step_s" in row:
             row["samples_per_s"] = round(SAMPLES / row["step_s"], 1)
-            if options.lengths == "even":
-                row["response_tokens_per_s"] = round(SAMPLES * options.new_tokens / row["step_s"])
+            if row["name"] in ON_TWO:
+                row["samples_per_s_of_a_gpu"] = round(row["samples_per_s"] / 2, 1)
+            tokens = SAMPLES * options.new_tokens
+            if options.lengths == "mixed":
+                tokens = row["parts"]["perf/rollout_tokens_per_second"] * row["parts"]["perf/rollout_seconds"]
+            row["response_tokens_per_s"] = round(tokens / row["step_s"])
     result = {
         "benchmark": "gpu_grpo",
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,7 @@ def main() -> None:
             for seed in args.seeds:
                 rows.append(one_run(Path(scratch) / f"{backend}-{seed}", backend, seed, args.device))
                 print(json.dumps(rows[-1]), flush=True)
-    device = f"{os.cpu_count()} cores" if args.device == "cpu" else args.device
+    device = f"{os.cpu_count()} cores" if args.device == "cpu" else torch.cuda.get_device_name()
     result = {
         "benchmark": "quickstart",
         "device": device,

@@ -44,8 +44,23 @@ item_main_megatron() { # 300 ten steps of Megatron by ipc
 item_sync_4b() { # 300 pauses of syncs of 4B dimensions
     python benchmarks/weight_sync.py --device cuda --only 4b:ipc 4b:lora --out "$R/out.json"
 }
-item_grpo_long() { # 300 1.7B dimensions, 1,024 new tokens
-    python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --only instep-hf --out "$R/out.json"
+item_grpo_long() { # 1200 1.7B dimensions, 1,024 new tokens, beside TRL as it is and tuned
+    python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 560 --out "$R/out.json" \
+        --only instep-hf trl-tuned instep-megatron trl
+}
+item_grpo_megatron() { # 420 Megatron beside TRL tuned, and how long a start takes whose caches are warm
+    python benchmarks/gpu_grpo.py --only instep-megatron trl-tuned --out "$R/out.json"
+    python benchmarks/gpu_grpo.py --only instep-megatron --steps 2 --out "$R/again.json"
+}
+item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scores and steps
+    python benchmarks/gpu_grpo.py --only instep-hf --more "--no-offload-train --no-offload-rollout" --out "$R/out.json"
+}
+item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
+    python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
+}
+item_card() { # 90 the card's rates, for instep plan
+    XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
+        --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
 }
 item_controller() { # 90 the controller's share
     python benchmarks/controller_share.py --out "$R/out.json"

@@ -59,7 +59,7 @@ from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.observability.versions import versions
 from instep.processes import lock_folders
-from instep.rollout import runtime
+from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.types import RolloutFnTrainOutput
@@ -245,13 +245,18 @@ class Controller:
             early = self._training.early(rollout_id, of_trainer, critic_only=critic_only)
         runtime.set_kept_listener(early.add if early is not None else None)
         more = {"meanwhile": early.work} if early is not None else {}
+        idle = admission.idle_seconds()
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self.call(call, f"rollout {rollout_id}", **more), self._rollout_hook)
             self.log.status("")
+            idle = admission.idle_seconds() - idle
         data.finish_rollout(output.samples)
         num_dropped = self.ledger.num_dropped - dropped_before
-        return replace(self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds}), early=early)
+        rollout = self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds})
+        if self.deployment.engines:
+            rollout.metrics["perf/reward_seconds"] = idle
+        return replace(rollout, early=early)
 
     def rollout_of(
         self, rollout_id: int, output: RolloutFnTrainOutput, num_dropped: int, seconds: dict[str, float]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -195,6 +196,7 @@ class TrainingRound:
         wanted = self._scored_names(0 if critic_only else len(schedule))
         wanted = [name for name in wanted if name not in batch.token_columns]  # a conversion may bring the teacher's
         names, score = self._own(wanted), RoleTrainer.score if early is None else early.score_rest
+        began, num_columns = time.monotonic(), len(batch.token_columns)
         scores = [score(self._actor, batch, schedule, names)] if names else []
         if self._critic is not None:
             scores.append(score(self._critic, batch, critic_schedule, ["values"]))
@@ -204,9 +206,11 @@ class TrainingRound:
             batch.token_columns["ref_log_probs"] = self._ask(reference, batch)
         for finish in scores:
             finish()
+        if len(batch.token_columns) > num_columns:
+            out.metrics["perf/log_probs_seconds"] = time.monotonic() - began
         if self._has_rewards:
             with span("advantages"):
-                out.metrics = add_advantages(batch, samples, args, self._hook_args)
+                out.metrics |= add_advantages(batch, samples, args, self._hook_args)
         critic = None
         if self._critic is not None:
             critic = self._critic.train(batch, critic_schedule, num_critic_steps_before, rollout_id=rollout_id)

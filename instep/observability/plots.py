@@ -11,7 +11,7 @@ from typing import Any
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
-NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train")
+NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
 Curve = tuple[str, list[int], list[float]]  # label, x, y
 NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
 

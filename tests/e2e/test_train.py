@@ -66,6 +66,8 @@ def test_metrics_are_complete_and_consistent(finished):
     for row in steps:
         for name in names.split():
             assert name in row and math.isfinite(row[name]), name
+        assert 0 < row["perf/reward_seconds"] < row["perf/rollout_seconds"]
+        assert 0 < row["perf/log_probs_seconds"] < row["perf/train_seconds"]
         assert row["train/log_prob_gap_max"] < 1e-4  # fp32: trainer and engine compute the same policy
         assert 0 < row["train/entropy"] < math.log(60)
     assert undocumented({name for row in rows(finished / "metrics.jsonl") for name in row}) == set()

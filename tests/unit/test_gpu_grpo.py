@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_grpo import add_rooflines, flags, of_instep
+from benchmarks import gpu_grpo
+from benchmarks.gpu_grpo import ON_TWO, add_rooflines, flags, measure_fitting, of_instep, phases_of
 from benchmarks.random_model import dimensions
 from instep.arguments import parse
 from instep.plan.memory import plan_memory
@@ -38,6 +39,36 @@ def test_idle_ratios_are_kept_and_what_was_not_early_is_zero(tmp_path):
     found = of_instep(tmp_path, began=1.0)
     assert found["parts"]["perf/trainer_idle_ratio"] == 0.6 and found["parts"]["perf/engine_idle_ratio"] == 0.5
     assert found["parts"]["perf/early_log_probs_seconds"] == found["parts"]["perf/early_train_seconds"] == 0.0
+
+
+def test_the_phases_of_a_step_add_up_to_it():
+    seconds = {"rollout": 3.5, "reward": 0.25, "log_probs": 0.5, "train": 2.0, "sync": 0.75}
+    phases = phases_of(6.5, {f"perf/{name}_seconds": value for name, value in seconds.items()})
+    assert phases == {"generate": 3.25, "reward": 0.25, "log_probs": 0.5, "train": 1.5, "sync": 0.75, "idle": 0.25}
+
+
+def test_trl_is_tuned_to_the_largest_pass_that_fits(tmp_path, monkeypatch):
+    asked = []
+
+    def measure(*words):
+        asked.append(words[4:])
+        return {"step_s": 1.0} if words[4:] == ("8",) else {"error": ["torch.OutOfMemoryError: CUDA out of memory"]}
+
+    monkeypatch.setattr(gpu_grpo, "measure", measure)
+    assert measure_fitting(Namespace(), "trl-tuned", tmp_path, tmp_path) == {"step_s": 1.0, "per_device_batch": 8}
+    assert "error" in measure_fitting(Namespace(), "trl", tmp_path, tmp_path)
+    assert asked == [("16",), ("8",), ()]
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_gpus_are_planned(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dimensions("0.6b")}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    options = Namespace(size="0.6b", new_tokens=512, steps=3, lengths="even", device="cuda", more="")
+    args = parse([*flags(options, name, tmp_path, tmp_path / "run").split(), "--gpu-memory-gb", "79.65"], "train")
+    kinds = plan_memory(args)
+    assert sum(kind.count for kind in kinds) == 2 and all(kind.fits for kind in kinds)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
