@@ -41,6 +41,7 @@ def main(words: Sequence[str]) -> int:
     from instep.integrations.atropos.trainer_run import train
 
     flags = read(words)
+    check_readable(flags.model_name)
     for line in reports(flags):
         print(f"[Setup] {line}", flush=True)
     choose_gpus(flags)
@@ -163,6 +164,19 @@ def _config(model: str) -> dict[str, Any]:
             remedy="name the folder (huggingface-cli download MODEL --local-dir FOLDER)",
         ) from error
     return found
+
+
+def check_readable(model: str) -> None:
+    """Raise ConfigError unless `model` is the folder of a checkpoint whose weights the trainer reads."""
+    from instep.checkpoints.hf_export import fp8_block
+
+    config = _config(model)
+    try:
+        fp8_block(config, f"{COMMAND} --model-name {model}")
+    except ConfigError as error:
+        remedy = "name the checkpoint that they were made from, also for the server: with `--quantization fp8` it has "
+        remedy += "the base in 8 bits under an adapter (--weight-bridge-mode lora_only)"
+        raise ConfigError(error.what, where=error.where, remedy=remedy) from error
 
 
 def target_modules(flags: argparse.Namespace) -> list[str]:
