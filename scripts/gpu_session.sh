@@ -19,7 +19,7 @@ item_train_4b() { # 300 one optimizer step of 4B dimensions with 8-bit AdamW, bo
     python benchmarks/train_step.py --size 4b --max-tokens-per-gpu 8192 --num-samples 256 --steps 3 --out "$R/out.json" \
         --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit --max-tokens-per-gpu 6400"
 }
-item_guide() { # 420 Atropos' guide in its three modes (alone on the GPU)
+item_guide() { # 480 Atropos' guide in its three modes (alone on the GPU)
     GUIDE_MODEL=~/g/extra/guide PYTHONPATH=$PYTHONPATH:$HOME/atropos \
         python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_atropos_guide.py
 }
@@ -78,7 +78,7 @@ prepare() {
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
-        --platform manylinux_2_28_x86_64 --requirement requirements/atropos.txt --requirement - <<'END'
+        --platform manylinux_2_28_x86_64 --requirement requirements/atropos.txt --requirement /dev/stdin <<'END'
 wandb==0.31.0
 platformdirs==4.14.5
 protobuf==7.36.2
@@ -102,8 +102,10 @@ start() {
     mkdir -p ~/t "$Q" && cp -r "$HERE" ~/t/main && cd ~/t/main
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
     mkdir -p .venv-atropos/bin
-    printf '#!/bin/sh\nexec python3 "$@"\n' >.venv-atropos/bin/python
-    printf '#!/usr/bin/env python3\nfrom atroposlib.cli.run_api import main\n\nmain()\n' >.venv-atropos/bin/run-api
+    local python # this one: `python3` may be another
+    python=$(python -c 'import sys; print(sys.executable)')
+    printf '#!/bin/sh\nexec %s "$@"\n' "$python" >.venv-atropos/bin/python
+    printf '#!%s\nfrom atroposlib.cli.run_api import main\n\nmain()\n' "$python" >.venv-atropos/bin/run-api
     chmod +x .venv-atropos/bin/*
     setsid scripts/gpu_session.sh queue "$@" >"$Q/queue.log" 2>&1 </dev/null &
 }

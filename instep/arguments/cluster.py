@@ -332,6 +332,9 @@ def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
         if engine.parallel.data > 1:
             what = f"{engine.name} has {engine.parallel.data} replicas, of which only one can share its weights"
             yield Problem(what, where, f"give each replica an engine of its own, or use {shm}")
+        if engine.parallel.pipeline > 1:
+            what = f"{engine.name} has {engine.parallel.pipeline} pipeline stages, which do not share their weights"
+            yield Problem(what, where, f"use tensor parallelism, or {shm}")
         if args.device == "cuda" and not {*engine.slots} <= {*plan.actor}:
             what = f"{engine.name} is planned on a GPU without a rank of the trainer, which could write there"
             yield Problem(what, where, "give --colocate (`instep plan` shows the GPUs), or use --weight-sync nccl")

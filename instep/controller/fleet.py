@@ -330,8 +330,7 @@ class Fleet:
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
             engine.check_alive()
             remedy = "it was the last engine of its kind"
-            if engine.process is not None:
-                remedy += f"; {engine.process.remedy()}"
+            remedy += f"; {engine.process.remedy() if engine.process else 'start it again, then this run'}"
             raise EngineError(f"{engine.name} {fault}", where=where or engine.url, remedy=remedy)
         if comes_back:
             self._states[engine.url] = "starting"

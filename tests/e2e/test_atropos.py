@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from tests.atropos import Client
 from tests.documented import undocumented
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, start
 
+Api = subprocess.Popen[bytes]
 GROUP, GROUPS = 4, 4  # of a batch
 PROMPTS = [[5, 6, 7 + i] for i in range(GROUPS)]
 
 
-def env_api(port: int, output: Path) -> subprocess.Popen[bytes]:
+def env_api(port: int, output: Path) -> Api:
     command = [sys.executable, "-m", "instep.cli", "env-api", "--port", str(port)]
     with open(output, "ab") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
@@ -51,8 +53,14 @@ def rollout(engine: Client, env_id: int, prompt: list[int], scores: list[float])
 
 
 def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
+    api = outlives_its_api(tiny, tmp_path, lambda port: env_api(port, tmp_path / "api.log"))
+    assert api.wait(10) == 0 and "0 groups had not been asked for" in (tmp_path / "api.log").read_text()
+
+
+def outlives_its_api(tiny: Path, tmp_path: Path, serve: Callable[[int], Api]) -> Api:
+    """A run of two rollouts, between which the API that `serve` starts is killed and started anew; the API, ended."""
     port, engine_port, run_dir = free_port(), free_port(), tmp_path / "run"
-    api, client = env_api(port, tmp_path / "api.log"), Client(f"http://127.0.0.1:{port}")
+    api, client = serve(port), Client(f"http://127.0.0.1:{port}")
     more = [
         "--rollout-function-path",
         "instep.integrations.atropos.generate_rollout",
@@ -62,8 +70,8 @@ def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
     more += ["--atropos-url", client.url, "--pause-mode", "keep", "--engine-port", str(engine_port)]
     run = start(grpo_arguments(tiny, run_dir, *more, "--rollout-batch-size", str(GROUPS), "--rm-type", "random"))
     metrics = run_dir / "metrics.jsonl"
+    body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": GROUP}
     try:
-        body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": GROUP}
         until(lambda: client.post("/register-env", body)["status"] == "success", run)
         engine = Client(f"http://127.0.0.1:{engine_port}")
         sent = [rollout(engine, 0, prompt, [1.0, 0.0, 0.5, 0.0]) for prompt in PROMPTS]
@@ -72,8 +80,9 @@ def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
         api.kill()
         api.wait(10)
         time.sleep(1.5)  # the trainer asks meanwhile
-        api = env_api(port, tmp_path / "api.log")
-        until(lambda: client.get("/status-env", {"env_id": 0})["current_step"] == 1, run)  # it has registered again
+        api = serve(port)
+        until(lambda: client.get("/status")["current_step"] == 1, run)  # the trainer has registered again
+        until(lambda: client.post("/register-env", body)["status"] == "success", run)
         for prompt in PROMPTS:
             assert client.post("/scored_data", rollout(engine, 0, prompt, [0.0, 0.0, 1.0, 0.0])) == {
                 "status": "received"
@@ -84,7 +93,6 @@ def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
             if process.poll() is None:
                 process.send_signal(number)
     assert run.returncode == 0, output[1]
-    assert api.wait(10) == 0 and "0 groups had not been asked for" in (tmp_path / "api.log").read_text()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["rollout/reward_mean"] for row in rows] == [0.375, 0.25] and undocumented(set(rows[0])) == set()
     assert abs(rows[0]["train/ppo_kl"]) < 1e-5  # tokens, log-probs and temperature fit: the weights were the same
@@ -93,3 +101,4 @@ def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
     trained = {tuple(ids) for group in sent for ids in group["tokens"]}
     assert kept and {tuple(PROMPTS[s["group_index"]] + s["tokens"]["ids"]) for s in kept} <= trained
     assert sorted({s["group_index"] for s in samples}) == list(range(2 * GROUPS))
+    return api

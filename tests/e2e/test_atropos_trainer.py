@@ -17,10 +17,13 @@ from socket import gethostname
 import pytest
 from safetensors.torch import load_file
 
+from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
+from instep.errors import EngineError
 from instep.ports import free_port
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT
 
+SERVED = {KEY_VARIABLE: "of-a-test", GENERATE_VARIABLE: EVERYONE}  # as `instep atropos-serve` serves
 EMBEDDED = [sys.executable, "-m", "tests.e2e.atropos_embedded"]
 
 
@@ -122,6 +125,50 @@ def test_the_death_of_a_rank_that_joined_is_named(tiny: Path, tmp_path: Path) ->
     other.wait()
 
 
+@contextlib.contextmanager
+def embedded_server(model: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine that is not the run's own, when it answers."""
+    command = [sys.executable, "-m", "instep.engines.embedded", "--model", str(model), "--port", str(port)]
+    process = subprocess.Popen(command, env={**ENVIRONMENT, **SERVED})
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_the_death_of_the_users_server_ends_the_trainer_which_goes_on_with_the_next_one(tiny: Path, tmp_path) -> None:
+    """No batch comes from environments whose server is gone: the trainer names it, and does not wait for one."""
+    engine, api, save = free_port(), free_port(), tmp_path / "out"
+    flags = ["--weight-bridge-mode", "lora_only", "--gradient-accumulation-steps", "4", "--resume", "--training-steps"]
+    command = [*EMBEDDED, *words(tiny / "hf", save, engine, api, *flags)]
+    more, env = ["--vllm-restart-interval", "2"], {**ENVIRONMENT, **SERVED}
+    with feeder(api, f"http://127.0.0.1:{engine}"):
+        with embedded_server(tiny / "hf", engine) as server:
+            run = subprocess.Popen([*command, "1000", *more], env=env, stderr=subprocess.PIPE, text=True)
+            deadline = time.monotonic() + 120
+            while not list((save / "resume").glob("iter_*")):
+                assert time.monotonic() < deadline and run.poll() is None
+                time.sleep(0.1)
+            server.kill()
+            _, error = run.communicate(timeout=60)  # takes seconds, and some more on a busy machine
+        trained = rows(save)
+        assert run.returncode == EngineError.exit_code and f"127.0.0.1:{engine}" in error and "remedy:" in error, error
+        steps = str(len(trained) + 2)
+        with embedded_server(tiny / "hf", engine):
+            done = subprocess.run([*command, steps, *more], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and f"Step {steps}/{steps}" in done.stdout and "Step 1/" not in done.stdout, done.stderr
+    assert [row["step"] for row in rows(save)] == list(range(int(steps)))
+
+
 def asked(url: str, key: str = "", **body: object) -> dict:
     """The answer to a POST with `body`, or to a GET without one."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -171,6 +218,7 @@ def check_adapters(url: str, file: Path, save: Path) -> None:
         ("shared_vllm", 1, "--tensor-parallel-size 2"),
         ("lora_only", 1, ""),
         ("lora_only", 1, "--quantization fp8_per_channel"),
+        ("lora_only", 1, "--tensor-parallel-size 1 --pipeline-parallel-size 2"),
     ],
 )
 def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str, size: int, more: str) -> None:
@@ -190,6 +238,7 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
         while "Uvicorn running on" not in log.read_text():
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.5)
+        assert "vllm_api_server" in Path(f"/proc/{server.pid}/cmdline").read_text()  # which `pkill -f` reads
         with feeder(api, f"http://127.0.0.1:{engine}"):
             flags = words(model, save, engine, api, "--weight-bridge-mode", mode, "--training-steps", "4")
             flags[flags.index("--dtype") + 1] = "bfloat16"

@@ -188,6 +188,7 @@ class Guide:
         """The API, and vLLM in the modes that have one."""
         server = {"shared_vllm": SINGLE_COPY, "lora_only": LORA, "none": ""}[self.mode]
         self.type_in(f"{API}\n{server}\n{TELL if server else ''}")
+        self.wait_for(lambda: "Uvicorn running on" in self.read("api.log"), seconds, "the API runs")
         if server:
             up = f"Uvicorn running on http://127.0.0.1:{self._values['vllm']}"
             self.wait_for(lambda: up in self.read("vllm.log"), seconds, "vLLM runs")

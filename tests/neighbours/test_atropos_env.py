@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 from instep.ports import free_port
+from tests.assets import make_checkpoint, make_prompts
 from tests.atropos import REGISTRATION, Client, group, serving
+from tests.e2e.test_atropos import outlives_its_api
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -126,6 +128,19 @@ def same_answers(rng: random.Random, ours: Client, theirs: Client) -> int:
             num_batches += len(batches)
             both("GET", "/status")
     return num_batches
+
+
+def test_a_run_outlives_the_restart_of_atropos_own_server(tmp_path: Path) -> None:
+    """What waited in it is lost with it; the trainer registers again, and so do environments that start again."""
+    make_checkpoint(tmp_path / "hf")
+    make_prompts(tmp_path / "train.jsonl", 64)
+
+    def serve(port: int) -> subprocess.Popen[bytes]:
+        words, environment = api_server("atropos", port)
+        with open(tmp_path / "api.log", "ab") as out:
+            return subprocess.Popen([str(word) for word in words], env=environment, stdout=out, stderr=out)
+
+    outlives_its_api(tmp_path, tmp_path, serve).wait(20)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

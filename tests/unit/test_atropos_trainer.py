@@ -6,8 +6,11 @@ import json
 import os
 import socket
 import stat
+import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from instep.integrations.atropos import server, trainer
 from instep.integrations.atropos.trainer_flags import layer_indices, parser, read
 from instep.ports import free_port
 from tests.assets import make_checkpoint
+from tests.atropos import serving
 
+ROOT = Path(__file__).parents[2]
 WHEEL = json.loads((Path(__file__).parent / "data/atropos_flags.json").read_text())["flags"]
 BY_NAME = {name: action for action in parser()._actions for name in action.option_strings}
 # For each flag of the wheel a value other than its default, and the flags beside which it has its meaning.
@@ -169,23 +174,47 @@ def test_what_is_refused_says_why(words: list[str], what: str, model: Path, caps
 
 
 def test_a_hub_name_and_missing_neighbours_are_named(model: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(trainer, "_answers", lambda url, seconds: False)
+    monkeypatch.setattr(trainer, "_missing", lambda url: "refused")
     assert main(["atropos-train", "--model-name", str(model)]) == EngineError.exit_code
     assert "no Atropos API answered" in capsys.readouterr().err
     assert main(["atropos-train", "--model-name", str(model), "--single-copy"]) == EngineError.exit_code
     assert "VLLM_ENABLE_SHARED_WEIGHTS=1 instep atropos-serve" in capsys.readouterr().err
-    monkeypatch.setattr(trainer, "_answers", lambda url, seconds: True)
     assert main(["atropos-train", "--model-name", "Qwen/Qwen2.5-3B-Instruct"]) == 2
     assert "huggingface-cli download" in capsys.readouterr().err
 
 
+def test_a_quantized_base_is_refused_at_once_with_what_serves_it_in_8_bits(tmp_path, capsys) -> None:
+    config = tmp_path / "config.json"
+    for how in ("gptq", "awq"):
+        config.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": how, "bits": 4}}))
+        assert main(["atropos-train", "--model-name", str(tmp_path), "--weight-bridge-mode", "lora_only"]) == 2
+        error = capsys.readouterr().err
+        assert f"quantized ({how})" in error and "`--quantization fp8`" in error and "lora_only" in error, error
+
+
 def test_what_speaks_no_http_is_no_neighbour(model: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(trainer, "API_SECONDS", 0.1)
+    monkeypatch.setattr(trainer, "NEIGHBOUR_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].sendall(b"SSH-2.0-x\r\n" * 2), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert main(["atropos-train", "--model-name", str(model), "--atropos-url", url]) == EngineError.exit_code
     assert "no Atropos API answered" in capsys.readouterr().err
+
+
+def test_a_neighbour_that_is_missing_is_waited_for_with_a_line_at_once(monkeypatch, capsys) -> None:
+    """It may be starting; after at most ten seconds it is an error, which says how it failed."""
+    assert trainer.NEIGHBOUR_SECONDS <= 10
+    monkeypatch.setattr(trainer, "NEIGHBOUR_SECONDS", 1.0)
+    url, began = f"http://127.0.0.1:{free_port()}/info", time.monotonic()
+    assert "Connection refused" in trainer._missing(url) and 1 <= time.monotonic() - began < 5
+    assert f"waiting for {url}, 1 s left" in capsys.readouterr().out
+    monkeypatch.setattr(trainer, "NEIGHBOUR_SECONDS", 60.0)
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(trainer._missing, f"http://127.0.0.1:{port}/info")
+        time.sleep(1)
+        with serving(port):
+            assert waits.result() == ""
 
 
 def test_the_environment_is_read_or_reported(model: Path, monkeypatch) -> None:
@@ -269,6 +298,29 @@ def test_a_server_over_two_gpus_shares_its_weights(tmp_path, monkeypatch) -> Non
     assert (args.weight_sync, args.colocate, args.rollout_num_gpus_per_engine) == ("single-copy", True, 2)
 
 
+def test_a_pipeline_takes_adapters_and_does_not_share_its_weights(tmp_path, monkeypatch, installed, capsys) -> None:
+    """The guide's own command of LoRA and legacy with two GPUs; on a CPU the plugin has something to mend for it."""
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    monkeypatch.setattr("instep.controller.device.device_here", lambda: "cpu")
+    model = make_checkpoint(tmp_path / "hf", head_dim=32)
+    stages = ["--tensor-parallel-size", "1", "--pipeline-parallel-size", "2"]
+    argv, env = served(model, *stages, "--enable-lora", "--max-lora-rank", "32")
+    assert argv[argv.index("--pipeline-parallel-size") + 1] == "2" and env["INSTEP_CPU_STAGES"] == "1"
+    assert "INSTEP_CPU_STAGES" not in served(model, "--enable-lora")[1]
+    assert main(["atropos-serve", "--model", str(model), "--port", str(free_port()), *stages]) == 2
+    error = capsys.readouterr().err
+    assert "do not share their weights" in error and "--tensor-parallel-size 2, or --enable-lora" in error
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "0")
+    assert json.dumps({"backend": "instep_shm"}) in served(model, *stages)[0]
+
+
+def test_the_guides_requirements_are_those_of_its_api_alone() -> None:
+    """Neither torch nor vLLM, of which pip would put other builds into the place of those that are there."""
+    lines = (ROOT / "examples/atropos/example_trainer/requirements.txt").read_text().splitlines()
+    (wanted,) = [line for line in lines if not line.startswith("#")]
+    assert wanted.startswith("atroposlib==") and wanted in (ROOT / "requirements/atropos.txt").read_text().split()
+
+
 @pytest.mark.parametrize("name", server.REFUSED)
 def test_what_the_server_refuses_says_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["atropos-serve", "--model", "x", name, "1"]) == 2
@@ -289,12 +341,37 @@ def test_the_key_lies_where_the_trainer_of_this_user_looks(tmp_path, monkeypatch
     monkeypatch.setattr(os, "execve", lambda program, argv, env: begun.append((program, argv, env)))
     model = make_checkpoint(tmp_path / "hf", head_dim=32)
     server.main(["--model", str(model), "--port", "19001"])
-    (program, _, env), file = begun[0], server.key_file(19001)
-    assert program == sys.executable and env["INSTEP_GENERATE_KEY"] == EVERYONE
+    (program, argv, env), file = begun[0], server.key_file(19001)
+    assert program == argv[0] == sys.executable and argv[3:5] == ["-m", "vllm.entrypoints.cli.main"]
+    assert env["INSTEP_GENERATE_KEY"] == EVERYONE
     assert env["INSTEP_API_KEY"] == file.read_text().strip() and stat.S_IMODE(file.stat().st_mode) == 0o600
     assert env["INSTEP_API_KEY"] not in capsys.readouterr().out
     _, words = trainer.words_of(flags_of(model, "--weight-bridge-mode", "lora_only", "--vllm-port", "19001"))
     assert words[words.index("--api-key-file") + 1] == str(file)
+
+
+def test_the_guides_pkill_finds_the_server_whose_log_has_every_line_at_once(tmp_path: Path) -> None:
+    """With a program of ours in vLLM's place, which prints a line and stays."""
+    (tmp_path / "vllm/entrypoints/cli").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "vllm/entrypoints/cli/main.py").write_text("import time\nprint('it serves')\ntime.sleep(100)\n")
+    code = "from instep.engines.vllm import VllmKind; VllmKind.check_installed = lambda *_: None; "
+    code += "from instep.integrations.atropos.server import main; import sys; main(sys.argv[1:])"
+    model, port, log = make_checkpoint(tmp_path / "hf", head_dim=32), str(free_port()), tmp_path / "log"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    env |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w") as file:
+        command = [sys.executable, "-u", "-c", code, "--model", str(model), "--port", port]
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 60
+        while "it serves" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        assert "vllm_api_server" in Path(f"/proc/{process.pid}/cmdline").read_text()  # which `pkill -f` reads
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_state_is_open_and_control_needs_the_key() -> None:

@@ -32,6 +32,9 @@ def test_engines_on_the_gpus_of_the_trainer_share_their_weights():
         (VLLM + "--colocate --offload-rollout", ("--offload-rollout with --weight-sync single-copy",)),
         (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --vllm-data-parallel-size 2",
          ("engine 0 has 2 replicas", "an engine of its own")),
+        (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 "
+         "--vllm-pipeline-parallel-size 2",
+         ("engine 0 has 2 pipeline stages", "use tensor parallelism")),
         (ONE + "--device cpu --rollout-external-engine-addrs 127.0.0.1:1 127.0.0.1:2", ("2 are named",)),
         (EMBEDDED + "--device cpu --vllm-config-path bridge.json", ("--rollout-external-engine-addrs",)),
         ("--vllm-config-path bridge.json", ("--vllm-config-path", "--weight-sync single-copy")),

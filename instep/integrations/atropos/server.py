@@ -41,6 +41,7 @@ REFUSED = {  # flags of that server -> why not, and what instead
     "--data-parallel-size": ("a trainer attaches to one engine", "--tensor-parallel-size"),
 }
 _WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
+FOUND_BY = ("-X", "vllm_api_server")  # Python does not read it; the guide ends servers by `pkill -f vllm_api_server`
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 _OURS = frozenset(
     "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --enable-lora --max-lora-rank "
@@ -76,10 +77,11 @@ def main(words: Sequence[str]) -> int:
         key_file(port).unlink(missing_ok=True)
         with open(os.open(key_file(port), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key + "\n")
+    env |= {"PYTHONUNBUFFERED": "1"}  # of the guide's `python -u`, which an exec forgets
     env |= {KEY_VARIABLE: key, GENERATE_VARIABLE: EVERYONE, HOSTS_VARIABLE: os.environ.get(HOSTS_VARIABLE, "")}
     print(f"[vLLM Server] generation is open to this host; control routes ask for the key in {key_file(port)}")
     print(f"[vLLM Server] {' '.join(argv[2:])}", flush=True)
-    os.execve(sys.executable, [sys.executable, *argv], {**os.environ, **env})
+    os.execve(sys.executable, [sys.executable, *FOUND_BY, *argv], {**os.environ, **env})
 
 
 def _port(given: dict[str, str]) -> int:
@@ -159,6 +161,12 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
 
     tensor, pipeline = _number_of_gpus(given, "tensor"), _number_of_gpus(given, "pipeline")
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
+    if shared and pipeline > 1:
+        raise ConfigError(
+            "the stages of a pipeline do not share their weights with a trainer",
+            where=f"{WHERE} --pipeline-parallel-size {pipeline} with VLLM_ENABLE_SHARED_WEIGHTS=1",
+            remedy=f"--tensor-parallel-size {tensor * pipeline}, or --enable-lora (--weight-bridge-mode lora_only)",
+        )
     words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
     words += [
         "--disable-rollout-global-dataset",

@@ -25,7 +25,7 @@ from instep.ports import LOOPBACK
 
 ROLLOUT = "instep.integrations.atropos.trainer_run.generate_rollout"
 SCORES = "instep.integrations.atropos.normalized_scores"
-API_SECONDS = 30.0  # until the API must answer, as the original waits
+NEIGHBOUR_SECONDS = 10.0  # until each neighbour must answer; the original waits 30 s for the API
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,6 +41,7 @@ def main(words: Sequence[str]) -> int:
     from instep.integrations.atropos.trainer_run import train
 
     flags = read(words)
+    check_readable(flags.model_name)
     for line in reports(flags):
         print(f"[Setup] {line}", flush=True)
     choose_gpus(flags)
@@ -165,6 +166,19 @@ def _config(model: str) -> dict[str, Any]:
     return found
 
 
+def check_readable(model: str) -> None:
+    """Raise ConfigError unless `model` is the folder of a checkpoint whose weights the trainer reads."""
+    from instep.checkpoints.hf_export import fp8_block
+
+    config = _config(model)
+    try:
+        fp8_block(config, f"{COMMAND} --model-name {model}")
+    except ConfigError as error:
+        remedy = "name the checkpoint that they were made from, also for the server: with `--quantization fp8` it has "
+        remedy += "the base in 8 bits under an adapter (--weight-bridge-mode lora_only)"
+        raise ConfigError(error.what, where=error.where, remedy=remedy) from error
+
+
 def target_modules(flags: argparse.Namespace) -> list[str]:
     """`--lora-target-modules` in the layers of `--lora-layer-indices`, as names of modules.
 
@@ -231,31 +245,38 @@ def reports(flags: argparse.Namespace) -> list[str]:
 def _check_neighbours(flags: argparse.Namespace) -> None:
     """Raise EngineError unless the API answers, and the server of the modes that have one."""
     port, mode = flags.vllm_port, flags.weight_bridge_mode
-    if mode in ("shared_vllm", "lora_only") and not _answers(f"http://{LOOPBACK}:{port}/health", 10.0):
-        switch = {"shared_vllm": "", "lora_only": f" --enable-lora --max-lora-rank {flags.lora_r}"}[mode]
+    if mode in ("shared_vllm", "lora_only"):
+        more = {"shared_vllm": "", "lora_only": f" --enable-lora --max-lora-rank {flags.lora_r}"}[mode]
         first = "VLLM_ENABLE_SHARED_WEIGHTS=1 " if mode == "shared_vllm" else ""
+        if why := _missing(f"http://{LOOPBACK}:{port}/health"):
+            raise EngineError(
+                f"no vLLM answers on port {port}: {why}",
+                where=f"{COMMAND} --weight-bridge-mode {mode} --vllm-port {port}",
+                remedy=f"start it first: `{first}instep atropos-serve --model {flags.model_name} --port {port}{more}`",
+            )
+    if why := _missing(f"{flags.atropos_url.rstrip('/')}/info"):
         raise EngineError(
-            f"no vLLM answers on port {port}",
-            where=f"{COMMAND} --weight-bridge-mode {mode} --vllm-port {port}",
-            remedy=f"start it first: `{first}instep atropos-serve --model {flags.model_name} --port {port}{switch}`",
-        )
-    if not _answers(f"{flags.atropos_url.rstrip('/')}/info", API_SECONDS):
-        raise EngineError(
-            f"no Atropos API answered within {API_SECONDS:.0f} s",
+            f"no Atropos API answered within {NEIGHBOUR_SECONDS:.0f} s: {why}",
             where=f"{COMMAND} --atropos-url {flags.atropos_url}",
             remedy="start it first: run-api (of the wheel atroposlib), or instep env-api",
         )
     print(f"[Trainer] ✓ Atropos API server is reachable at {flags.atropos_url}", flush=True)
 
 
-def _answers(url: str, seconds: float) -> bool:
-    """Whether a GET is answered with 200 in time; a port at which nobody listens is asked again every half second."""
-    deadline = time.monotonic() + seconds
+def _missing(url: str) -> str:
+    """Why no GET was answered with 200 in time, or "". Who does not answer yet is asked again, and the user told."""
+    left = told = NEIGHBOUR_SECONDS
+    deadline = time.monotonic() + left
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while time.monotonic() < deadline:
+    while True:
         try:
-            with opener.open(url, timeout=2.0) as answer:
-                return bool(answer.status == 200)
-        except (OSError, ValueError, http.client.HTTPException):  # the last of what speaks no HTTP
-            time.sleep(0.5)
-    return False
+            with opener.open(url, timeout=max(0.1, min(2.0, left))) as answer:
+                return "" if answer.status == 200 else f"it says {answer.status}"
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last of what speaks no HTTP
+            why = str(error).removeprefix("<urlopen error ").removesuffix(">") or type(error).__name__
+        if (left := deadline - time.monotonic()) <= 0:
+            return why
+        if left <= told:
+            print(f"[Trainer] waiting for {url}, {left:.0f} s left ({why})", flush=True)
+            told -= 5.0
+        time.sleep(min(0.5, left))

@@ -73,7 +73,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         about = {
             "architecture": self.model_config.hf_config.architectures[0],
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
-            "num_ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            "num_ranks": parallel.tensor_parallel_size,
             "process": process_mark(os.getpid()),
         }
         meet = get_world_group().barrier
@@ -114,6 +114,8 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             reason = "LoRA layers keep weights of their own (--enable-lora)"
         elif getattr(self.model_config, "enable_sleep_mode", False):
             reason = "an engine that sleeps takes its memory from the trainer (--enable-sleep-mode)"
+        elif self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            reason = "each stage of a pipeline has a part of the weights (--pipeline-parallel-size)"
         elif self.model_config.use_mla:
             reason = "latent attention computes with copies of its weights"
         for path, layer in self.model.named_modules():
