@@ -31,11 +31,13 @@ from instep.models.weight_map import Kind
 from instep.weights.source import TensorSpec
 from tests.distributed.megatron_layouts import MODELS, random_model
 
+FAMILIES = ["untied", "tied", "qwen2", "llama", "moe-mixed", "deepseek", "deepseek-plain"]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in ("untied", "tied", "qwen2", "moe-mixed"):
+    for name in FAMILIES:
         random_model(MODELS[name]).bfloat16().save_pretrained(root / name)
     return root
 
@@ -52,7 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "qwen2", "moe-mixed"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_keeps_every_bit(models, tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(hf_export, "MAX_SHARD_BYTES", 50_000)
     assert to_megatron(models / name, tmp_path / "m") == 0
