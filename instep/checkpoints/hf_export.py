@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import struct
 import uuid
@@ -33,6 +34,7 @@ _ENCODERS = {
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mobilebert", "modernbert",
     "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
+_HOLD_A_CAUSAL_LM = {"qwen3_5", "qwen3_5_moe"}  # beside images' layers; AutoModelForCausalLM loads it alone
 
 DTYPES = {  # safetensors' names of torch's types
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
@@ -44,8 +46,8 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.jso
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "tokenization_*.py")
 
 
-def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
-    """Refuse the configuration of anything but a decoder-only language model.
+def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None = None) -> None:
+    """Refuse the configuration of anything but a decoder-only language model, of a checkpoint in `folder`.
 
     Raises:
         ConfigError: the model is an encoder-decoder, encoder-only, or has no language-model head.
@@ -58,7 +60,20 @@ def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
     if config.get("model_type") in _ENCODERS:
         raise ConfigError(f"this is an encoder-only model ({kind})", where=where, remedy=remedy)
     if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        if folder is not None and config.get("model_type") in _HOLD_A_CAUSAL_LM:
+            remedy = _without_images(folder)
         raise ConfigError(f"this is not a causal language model ({kind})", where=where, remedy=remedy)
+
+
+def _without_images(folder: Path) -> str:
+    old, new = json.dumps(str(folder)), json.dumps(f"{folder.resolve().name}-text")
+    lines = (
+        "import transformers as t",
+        f't.AutoModelForCausalLM.from_pretrained({old}, dtype="auto").save_pretrained({new})',
+        f"t.AutoTokenizer.from_pretrained({old}).save_pretrained({new})",
+    )
+    command = shlex.join(["python", "-c", "; ".join(lines)])
+    return f"write a checkpoint of its language model alone: `{command}`; and give that, with --train-backend hf"
 
 
 def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -72,7 +87,7 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
     config = read_hf_config(path)
-    check_causal_lm(config, where=str(path / "config.json"))
+    check_causal_lm(config, where=str(path / "config.json"), folder=path)
     files = [path / SINGLE]
     if (path / INDEX).exists():
         try:

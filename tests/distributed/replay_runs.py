@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from instep.errors import RolloutError
+from instep.models.shape import num_experts
 from instep.training.choices import CHOSEN, OwnChoices
 from instep.types import TokenBatch
 from tests.distributed.megatron_layouts import CUDA, LAYOUTS, MODELS
@@ -19,15 +20,16 @@ from tests.distributed.megatron_runs import make_backend, micro_batches, weighte
 def routed_batches(model: str) -> list[TokenBatch]:
     """The micro-batches of a step; each token has two different experts at random in every layer."""
     random, config, batches = np.random.default_rng(3), MODELS[model], micro_batches(0)
+    sizes = config.num_hidden_layers, num_experts(config.to_dict())
     for batch in batches:
         batch.sample_columns["routed_experts"] = [
-            random.random((n, config.num_hidden_layers, config.num_experts)).argsort(-1)[..., :2].astype(np.uint8)
-            for n in batch.total_lengths.tolist()
+            random.random((n, *sizes)).argsort(-1)[..., :2].astype(np.uint8) for n in batch.total_lengths.tolist()
         ]
     return batches
 
 
-def _backend(root: Path, layout: str, **more):
+def backend_on_rank(root: Path, layout: str, **more):
+    """`make_backend` on a rank of a `RankPool`."""
     if not CUDA:
         from instep.training.megatron import cpu_platform
 
@@ -37,7 +39,7 @@ def _backend(root: Path, layout: str, **more):
 
 def replayed(root: Path, layout: str, more: dict) -> dict:
     """On a rank: log-probs with replay, without, and the loss and the gradient norm of a step with replay."""
-    backend, folder = _backend(root, layout, **more)
+    backend, folder = backend_on_rank(root, layout, **more)
     backend.load_hf(folder)
     p, batches = backend.parallel, routed_batches(LAYOUTS[layout][1])
     mine = batches[p.dp_rank * 4 // p.dp_size : (p.dp_rank + 1) * 4 // p.dp_size]
@@ -51,7 +53,7 @@ def replayed(root: Path, layout: str, more: dict) -> dict:
 def own_choices_replayed(root: Path) -> list[tuple[float, float]]:
     """On a stage of a pipeline: loss (0 but on the last stage) and gradient norm of a step after the routers have
     changed, with the experts that were noted before, with the same ones as an engine's, and with new ones."""
-    backend, folder = _backend(root, "pp2-moe")
+    backend, folder = backend_on_rank(root, "pp2-moe")
     from instep.training.megatron.router import Router
 
     backend.load_hf(folder)
@@ -80,7 +82,7 @@ def own_choices_replayed(root: Path) -> list[tuple[float, float]]:
 
 
 def without_routes_recorded(root: Path) -> None:
-    backend, _ = _backend(root, "ep2")
+    backend, _ = backend_on_rank(root, "ep2")
     batch = routed_batches("moe")[0]
     batch.sample_columns["routed_experts"][0][:] = 0
     try:

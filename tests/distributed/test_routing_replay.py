@@ -19,6 +19,7 @@ from tests.distributed.megatron_runs import weighted_loss
 from tests.distributed.replay_runs import own_choices_replayed, replayed, routed_batches, without_routes_recorded
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+EP2 = dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
 CLOSE = dict(rtol=0, atol=2e-5)
 
 
@@ -30,8 +31,10 @@ def forced(folder: Path, batches: list[TokenBatch]) -> tuple[list[torch.Tensor],
     def force(layer):
         def hook(gate, args, output):
             logits, experts = args[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T, routes[0][:, layer]
-            scores = logits.softmax(-1).gather(1, experts)
-            return logits, scores / scores.sum(-1, keepdim=True) if model.config.norm_topk_prob else scores, experts
+            sigmoid = model.config.model_type == "deepseek_v3"  # its bias and groups only choose
+            scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+            scores = scores / scores.sum(-1, keepdim=True) if model.config.norm_topk_prob else scores
+            return logits, scores * (model.config.routed_scaling_factor if sigmoid else 1), experts
 
         return hook
 
@@ -54,7 +57,7 @@ def forced(folder: Path, batches: list[TokenBatch]) -> tuple[list[torch.Tensor],
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("replay")
-    for name in ("moe", "moe-mixed"):
+    for name in ("moe", "moe-mixed", "deepseek"):
         random_model(MODELS[name]).save_pretrained(root / name)
     return root
 
@@ -74,9 +77,10 @@ def both(root: Path, pool: RankPool, layout: str, more: dict) -> list[tuple[torc
 
 
 def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(root):
-    """A pipeline of dense and mixed layers in turns, recomputed; and context with expert parallelism."""
+    """A pipeline of dense and mixed layers in turns, recomputed; context with expert parallelism; and, with sigmoids,
+    groups and shared experts, sequence with expert parallelism."""
     with RankPool(2) as pool:
-        for layout, more in (("pp2-moe", RECOMPUTE), ("cp2-ep2", {})):
+        for layout, more in (("pp2-moe", RECOMPUTE), ("cp2-ep2", {}), ("tp2-sp-deepseek", EP2)):
             ours, forced_ones = both(root, pool, layout, more)
             torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
             assert ours[1] == forced_ones[1]
@@ -92,6 +96,9 @@ def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(
     [
         (1, "one-moe", {}),
         (1, "one-moe-mixed", RECOMPUTE),
+        (1, "one-deepseek", {}),
+        (2, "pp2-deepseek", {}),
+        (2, "cp2-deepseek", {}),
         (2, "tp2-sp-etp2", {}),
         (2, "tp2-sp-ep2", {}),
         (2, "ep2-dist-opt", {}),
@@ -101,7 +108,7 @@ def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(
     ],
 )
 def test_in_every_layout(root, ranks, layout, more):
-    with RankPool(ranks) as pool:
+    with RankPool(ranks, timeout=300) as pool:
         ours, forced_ones = both(root, pool, layout, more)
     torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
     assert ours[1] == forced_ones[1]

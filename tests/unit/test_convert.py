@@ -31,11 +31,13 @@ from instep.models.weight_map import Kind
 from instep.weights.source import TensorSpec
 from tests.distributed.megatron_layouts import MODELS, random_model
 
+FAMILIES = ["untied", "tied", "qwen2", "llama", "moe-mixed", "deepseek", "deepseek-plain"]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in ("untied", "tied", "qwen2", "moe-mixed"):
+    for name in FAMILIES:
         random_model(MODELS[name]).bfloat16().save_pretrained(root / name)
     return root
 
@@ -52,7 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "qwen2", "moe-mixed"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_keeps_every_bit(models, tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(hf_export, "MAX_SHARD_BYTES", 50_000)
     assert to_megatron(models / name, tmp_path / "m") == 0
@@ -313,6 +315,16 @@ def test_every_module_of_transformer_engine_finds_its_state(models, tmp_path):
         wanted |= {f"decoder.layers.{i}.{part}" for part in (["pre_mlp_layernorm"] if experts else ["mlp.linear_fc1"])}
     assert {f"{module}._extra_state/shard_0_1" for module in wanted} <= keys
     assert not any("input_layernorm" in key for key in keys)  # fused
+
+
+def test_states_without_content_take_no_time_of_their_own(models, tmp_path, monkeypatch):
+    """There are as many as weights, which counts where experts are small."""
+    saved, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *args, **options: saved.append(args) or save(*args, **options))
+    assert to_megatron(models / "moe-mixed", tmp_path / "m") == 0
+    weights_there = len(convert.weight_entries(convert._shape(models / "moe-mixed", False)))
+    states = sum("_extra_state" in key for key in read_index(tmp_path / "m" / "release").state_dict_metadata)
+    assert states > weights_there / 2 and weights_there < len(saved) <= weights_there + 2  # common.pt, and one state
 
 
 def test_every_type_of_safetensors_is_written(tmp_path):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.arguments import parse
 from instep.errors import ConfigError
@@ -44,39 +46,30 @@ def alone() -> Iterator[None]:
 
 def make_model(model_type: str, folder: Path) -> Path:
     torch.manual_seed(0)
-    config, tokenizer = tiny_config(model_type), make_tokenizer()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return saved(AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32), folder)
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    """Its checkpoint, with a tokenizer, beside a file of prompts."""
     model.save_pretrained(folder / "hf")
-    tokenizer.save_pretrained(folder / "hf")
+    make_tokenizer().save_pretrained(folder / "hf")
     make_prompts(folder / "train.jsonl", 2)
     return folder / "hf"
 
 
-@pytest.mark.parametrize("model_type", NAMES)
-def test_the_error_names_the_architecture_and_its_remedy_trains(model_type: str, tmp_path: Path, alone: None) -> None:
-    hf = make_model(model_type, tmp_path)
-    words = f"--hf-checkpoint {hf} --prompt-data {tmp_path}/train.jsonl --rollout-batch-size 1 --rm-type random "
-    words += f"--n-samples-per-prompt 4 --num-rollout 1 --device cpu --precision fp32 --run-dir {tmp_path}/run"
-    with pytest.raises(ConfigError) as error:
-        parse([*words.split(), "--actor-num-gpus-per-node", "4", *MEGATRON.split()])
-    said = str(error.value)
-    assert f"no model map for {NAMES[model_type]} (model_type {model_type!r})" in said and said.count("where:") == 1
-    assert "--hf-checkpoint" in error.value.where
-    remedy = re.match("(--train-backend hf) without ([^;]+);", error.value.remedy)
-    assert remedy is not None, error.value.remedy
-    config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ConfigError, match="convert the quantized weights to bfloat16, and give --train-backend hf;"):
-        parse([*words.split(), "--actor-num-gpus-per-node", "1"])
-    (hf / "config.json").write_text(json.dumps(config))
-    left = MEGATRON.split()
-    for flag in remedy[2].split(", "):
-        at = left.index(flag)
-        del left[at : at + (2 if left[at + 1 : at + 2] and left[at + 1].isdecimal() else 1)]
-    args = parse([*words.split(), *remedy[1].split(), *left, "--actor-num-gpus-per-node", "1"])
+def command_line(hf: Path, folder: Path) -> list[str]:
+    words = f"--hf-checkpoint {hf} --prompt-data {folder}/train.jsonl --rollout-batch-size 1 --rm-type random "
+    words += "--input-key prompt --n-samples-per-prompt 4 --num-rollout 1 --device cpu --precision fp32 "
+    words += f"--run-dir {folder}/run"
+    return words.split()
+
+
+def check_training(words: list[str], folder: Path) -> None:
+    """A step on the checkpoint of the command line makes good tokens likelier."""
+    args = parse([*words, "--actor-num-gpus-per-node", "1"])
     worker = Worker(lambda event: None)
-    worker.setup(args.replace(device="cpu", precision="fp32"), 0, 1, str(tmp_path / "rendezvous"), 1)
-    worker.load_weights(hf)
+    worker.setup(args.replace(device="cpu", precision="fp32"), 0, 1, str(folder / "rendezvous"), 1)
+    worker.load_weights(Path(args.hf_checkpoint))
     worker.remark()
     ones = torch.ones(8)
     columns = {"loss_mask": ones, "loss_weights": ones / 8, "advantages": torch.linspace(-1, 1, 8)}
@@ -88,7 +81,59 @@ def test_the_error_names_the_architecture_and_its_remedy_trains(model_type: str,
     assert before is not None and trained is not None and after is not None
     assert trained[0][0]["grad_norm"] > 0 and not trained[0][0]["skipped_steps"]
     gain = ((after["log_probs"] - before["log_probs"]) * columns["advantages"]).sum()
-    assert gain > 0, "the step makes good tokens likelier"
+    assert gain > 0
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_the_error_names_the_architecture_and_its_remedy_trains(model_type: str, tmp_path: Path, alone: None) -> None:
+    hf = make_model(model_type, tmp_path)
+    words = command_line(hf, tmp_path)
+    with pytest.raises(ConfigError) as error:
+        parse([*words, "--actor-num-gpus-per-node", "4", *MEGATRON.split()])
+    said = str(error.value)
+    assert f"no model map for {NAMES[model_type]} (model_type {model_type!r})" in said and said.count("where:") == 1
+    assert "--hf-checkpoint" in error.value.where
+    remedy = re.match("(--train-backend hf) without ([^;]+);", error.value.remedy)
+    assert remedy is not None, error.value.remedy
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match="convert the quantized weights to bfloat16, and give --train-backend hf;"):
+        parse([*words, "--actor-num-gpus-per-node", "1"])
+    (hf / "config.json").write_text(json.dumps(config))
+    left = MEGATRON.split()
+    for flag in remedy[2].split(", "):
+        at = left.index(flag)
+        del left[at : at + (2 if left[at + 1 : at + 2] and left[at + 1].isdecimal() else 1)]
+    check_training([*words, *remedy[1].split(), *left], tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_published_folder_trains_after_the_remedy(
+    model_type: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5 is published with layers for images; the command of the error leaves them out."""
+    text = {**tiny_config(f"{model_type}_text").to_dict(), "layer_types": ["linear_attention", "full_attention"]}
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=tower)
+    torch.manual_seed(0)
+    published = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    hf = saved(published, tmp_path)
+    words = command_line(hf, tmp_path)
+    for backend in ("megatron", "hf"):
+        with pytest.raises(ConfigError, match=f"not a causal language model .{type(published).__name__}") as error:
+            check_inputs(parse([*words, "--train-backend", backend, "--actor-num-gpus-per-node", "1"]))
+    remedy = re.search("`(.+)`; and give that, with (--train-backend hf)$", error.value.remedy)
+    assert remedy is not None, error.value.remedy
+    monkeypatch.chdir(tmp_path)
+    python, option, code = shlex.split(remedy[1])
+    assert (python, option) == ("python", "-c")
+    exec(code)
+    new, tokens = tmp_path / "hf-text", torch.arange(4, 20)[None]
+    logits = AutoModelForCausalLM.from_pretrained(new)(tokens, use_cache=False).logits
+    torch.testing.assert_close(logits, published.eval()(input_ids=tokens, use_cache=False).logits, rtol=0, atol=1e-5)
+    words = [*command_line(new, tmp_path), *remedy[2].split()]
+    check_inputs(parse([*words, "--actor-num-gpus-per-node", "1"]))
+    check_training(words, tmp_path)
 
 
 def test_a_model_that_hf_does_not_train_either_is_refused_for_that(tmp_path: Path) -> None:
