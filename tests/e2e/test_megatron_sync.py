@@ -2,11 +2,10 @@
 
 import pytest
 
-from instep.controller.sync.weight_sync import WeightSync
-from tests.e2e.test_families import difference, stack, train_once
+from tests.e2e.test_families import stack, train_once
 
 pytestmark = pytest.mark.vllm
-MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2"]
+MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--weight-sync", "shm"]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 LAYOUTS = [
     pytest.param("qwen3", TP2, id="tp2"),
@@ -21,12 +20,12 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_a_sharded_trainer_is_proven_by_vllm(name, layout, tmp_path):
     """The golden way is `disk`, whose files vLLM's own loader reads; after each step every log-prob is compared."""
-    with stack(name, tmp_path, *MEGATRON, *layout) as (args, actor, engine, folder):
-        sync = WeightSync(args, actor, "shm", folder, vocab_size=50, max_len=128)
+    with stack(name, tmp_path, *MEGATRON, *layout) as made:
+        sync = made.sync()
         try:
             for way in ("shm", "disk", "shm"):
-                off, _ = difference(sync, engine, way)
+                off, _ = made.difference(sync, way)
                 assert off <= 1e-5
-                train_once(actor)
+                train_once(made.actor)
         finally:
             sync.close()
