@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
+from instep.models.shape import KV_B
 from instep.weights.way import SINGLE_COPY
 
 MAX_RANK = 512  # of vLLM
@@ -28,7 +29,7 @@ LORA = FlagGroup(
         Flag(
             "--lora-target-modules",
             help="names, or last parts of names, of the linear layers with an adapter (q_proj v_proj ...); default: "
-            "all but the output layer",
+            "all but the output layer and kv_b_proj",
             nargs="+",
         ),
         Flag("--lora-dropout", FRACTION, 0.0, "0 only: the engine, whose distribution is trained, has no dropout"),
@@ -93,6 +94,9 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ref_load is not None and args.ref_load != args.hf_checkpoint:
         what = f"the adapter's base is --ref-load {args.ref_load}, but engines load {args.hf_checkpoint}"
         yield Problem(what, "--weight-sync lora", "name the base as --hf-checkpoint, or use --weight-sync shm")
+    if args.rollout_backend != "embedded" and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
+        what = f"vLLM computes latent attention with the weight of {KV_B} that it has loaded, and no adapter of it"
+        yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
     words = args.vllm_overrides
     largest = words.get("max_lora_rank", ["", ""])[-1]
     if largest.isdigit() and int(largest) < args.lora_rank:

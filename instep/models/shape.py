@@ -96,6 +96,9 @@ class Experts:
     shared_ffn_hidden_size: int = 0
 
 
+KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its weight as it was loaded, and with no adapter of it
+
+
 @dataclass(frozen=True)
 class LatentAttention:
     """Attention whose queries, keys and values come from latent vectors (arXiv 2412.19437, section 2.1.1).

@@ -1,6 +1,7 @@
 """The way `lora`: the adapter alone travels, in shared memory; the engines have the base that it belongs to.
 
-On GPUs that trainer and engines share it is `lora_ipc.py` that a run with `--weight-sync lora` uses.
+On GPUs that trainer and engines share it is `lora_ipc.py` that a run with `--weight-sync lora` uses, and for engines on
+other hosts `lora_disk.py`.
 """
 
 from __future__ import annotations

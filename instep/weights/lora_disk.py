@@ -1,4 +1,7 @@
-"""The way `lora_disk`: engines load an adapter on disk, in peft's format. The way `lora` is compared with it."""
+"""The way `lora_disk`: engines load an adapter on disk, in peft's format, also on other hosts that see the folder.
+
+The way `lora` is compared with it.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE: tells an engine to touch no GPU b
 AUTO = "auto"  # the value of --weight-sync that stands for a way
 LORA = "lora"
 WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", LORA, "restart")
-ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY, LORA})  # these need trainer and engines on one host
+ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY})  # these need trainer and engines on one host
 OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapter alone; the engines have its base
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
@@ -154,7 +154,9 @@ def way_of_adapters(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     """What `--weight-sync lora` means, and why; see `auto_way`."""
     if auto_way(one_host, sharing)[0] == "ipc":
         return "lora_ipc", "in buckets on the GPUs that trainer and engines share"
-    return LORA, "in shared memory"
+    if one_host:
+        return LORA, "in shared memory"
+    return "lora_disk", "through --run-dir, as an engine is on another host"
 
 
 def way_meant(named: str, one_host: bool, sharing: Sharing = None) -> tuple[str, str]:

@@ -2,31 +2,37 @@
 
 import contextlib
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from instep.arguments import parse
+from instep.arguments.args import Args
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
+from instep.engines.engine import Engine
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import Sample
 from instep.weights.memory import attach
 from instep.weights.place import SYNC
-from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY
+from instep.weights.way import MEMORY_VARIABLE, RESTART, SINGLE_COPY
 from tests.assets import make_prompts
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.families import FAMILIES, make_family
 
 DENSE = "phi qwen2 qwen3 llama mistral phi3 gemma gemma2 starcoder2".split()
 LIMITS = {"fp32": 1.1e-4, "bf16": 0.5}  # of what a proof allows
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def train_once(actor: RoleTrainer) -> None:
@@ -65,9 +71,29 @@ def empty_torchvision(folder):
     return home.parent
 
 
+class Stack(NamedTuple):
+    """The arguments, the trainer and the engine of a family, and a folder through which weights travel."""
+
+    args: Args
+    actor: RoleTrainer
+    engine: Engine
+    folder: Path
+    start_anew: Callable[[Sequence[Engine], Path], None]
+
+    def sync(self):
+        options = {"vocab_size": 50, "max_len": 128, "start_anew": self.start_anew}
+        return WeightSync(self.args, self.actor, self.args.weight_sync, self.folder, **options)
+
+    def difference(self, sync, way):
+        """The largest difference of log-probs in the proof of a sync by `way`, and the one that is allowed."""
+        result = sync.run([self.engine], way)
+        print(f"{way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
+        return result.probe_max_abs_diff, result.tolerance
+
+
 @contextlib.contextmanager
 def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
-    """The arguments, the trainer and an engine of a family, and a folder through which weights travel.
+    """The stack of a family.
 
     Args:
         kind: of the engine; with the embedded one in float32.
@@ -88,7 +114,14 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
     env = {MEMORY_VARIABLE: str(memory.path)}
     if name == "qwen3_5":
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
-    engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=logs, env=env)
+    spec = plan_engines(args)[0]
+    engine = start_engine(args, spec, num_threads=1, log_dir=logs, env=env)
+
+    def start_anew(engines, checkpoint):
+        engine.stop()
+        options = {"num_threads": 1, "log_dir": logs, "env": env, "port": urlsplit(engine.url).port}
+        engine.process = start_engine(args, spec.on(checkpoint), **options).process
+
     try:
         ranks = [(args, rank, n, str(folder / "rendezvous"), 1) for rank in range(n)]
         layout = workers.call("setup", per_rank=ranks, timeout=120)
@@ -96,46 +129,57 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
         actor.load_weights(checkpoint)
         assert (actor.remark() == "") is (family.packed or args.train_backend == "megatron")
         engine.wait_ready(240)
-        yield args, actor, engine, memory.path
+        yield Stack(args, actor, engine, memory.path, start_anew)
     finally:
         workers.close()
         engine.stop()
         memory.remove()
 
 
-def difference(sync, engine, way):
-    """The largest difference of log-probs in the proof of a sync by `way`, and the one that is allowed."""
-    result = sync.run([engine], way)
-    print(f"{way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
-    return result.probe_max_abs_diff, result.tolerance
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [*((name, "hf") for name in FAMILIES), ("deepseek_v3", "megatron")])
 def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
-    with stack(name, tmp_path, "--train-backend", backend) as (args, actor, engine, folder):
-        sync = WeightSync(args, actor, "shm", folder, vocab_size=50, max_len=128)
+    with stack(name, tmp_path, "--train-backend", backend, "--weight-sync", "shm") as made:
+        sync = made.sync()
         try:
-            for way in ("shm", "disk", "nccl", "ipc", "shm"):
-                off, allowed = difference(sync, engine, way)
+            for way in ("shm", "disk", "nccl", "ipc", "shm", RESTART):
+                off, allowed = made.difference(sync, way)
                 assert off <= allowed <= LIMITS[FAMILIES[name].precision]
-                train_once(actor)
+                train_once(made.actor)
         finally:
             sync.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_family_shares_one_memory_with_the_trainer(name, tmp_path):
     """Biases, norms of other kinds and a window: the map is recorded, whatever the layers are called."""
-    with stack(name, tmp_path, "--weight-sync", SINGLE_COPY) as (args, actor, engine, folder):
-        sync = WeightSync(args, actor, SINGLE_COPY, folder, vocab_size=50, max_len=128)
+    with stack(name, tmp_path, "--weight-sync", SINGLE_COPY) as made:
+        sync = made.sync()
         try:
             for way in (SINGLE_COPY, SINGLE_COPY, "disk"):  # the last compares every byte
                 if way == SINGLE_COPY:
-                    sync.hold([engine])
-                    train_once(actor)
-                off, allowed = difference(sync, engine, way)
+                    sync.hold([made.engine])
+                    train_once(made.actor)
+                off, allowed = made.difference(sync, way)
                 assert off <= allowed <= LIMITS[FAMILIES[name].precision]
-            memory = attach(folder, lock=False)
+            memory = attach(made.folder, lock=False)
             assert [n for n in memory.shapes if memory.whole(n) is None] == []
+        finally:
+            sync.close()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_the_adapter_of_a_family_is_proven_by_every_way(name, tmp_path):
+    """Each layer with an adapter counts: a step moves all of B, and the next proof compares log-probs."""
+    with stack(name, tmp_path, "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-2") as made:
+        sync = made.sync()
+        try:
+            for way in ("lora", "lora_ipc", "lora_disk", "lora"):
+                off, allowed = made.difference(sync, way)
+                assert off <= allowed <= LIMITS[FAMILIES[name].precision]
+                train_once(made.actor)
         finally:
             sync.close()

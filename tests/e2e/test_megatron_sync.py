@@ -3,10 +3,9 @@ engine, as vLLM's latent attention on a CPU knows no float32."""
 
 import pytest
 
-from instep.controller.sync.weight_sync import WeightSync
-from tests.e2e.test_families import difference, stack, train_once
+from tests.e2e.test_families import stack, train_once
 
-MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2"]
+MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--weight-sync", "shm"]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 GROUPS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}  # a key head for each rank
@@ -26,13 +25,13 @@ LAYOUTS = [
 def check_syncs(kind, name, layout, folder):
     """The golden way is `disk`, whose files the engine's loader reads; after each step every log-prob is compared."""
     sizes = GROUPS if name == "qwen2" else {}
-    with stack(name, folder, *MEGATRON, *layout, kind=kind, sizes=sizes) as (args, actor, engine, memory):
-        sync = WeightSync(args, actor, "shm", memory, vocab_size=50, max_len=128)
+    with stack(name, folder, *MEGATRON, *layout, kind=kind, sizes=sizes) as made:
+        sync = made.sync()
         try:
             for way in ("shm", "disk", "shm"):
-                off, _ = difference(sync, engine, way)
+                off, _ = made.difference(sync, way)
                 assert off <= 1e-5
-                train_once(actor)
+                train_once(made.actor)
         finally:
             sync.close()
 

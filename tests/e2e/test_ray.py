@@ -242,6 +242,16 @@ def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
     assert {p.name for p in (tmp_path / "logs").iterdir()} >= {"actor-rank0.log", "engine-0.log", "engine-1.log"}
 
 
+def test_an_adapter_reaches_an_engine_on_another_node(tiny, tmp_path, cluster):
+    """It alone travels, through the run's folder."""
+    flags = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "1", "--lora-rank", "4"]
+    done = run(grpo_arguments(tiny, tmp_path, *flags, "--weight-sync", "lora"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "adapters travel by lora_disk (--weight-sync lora: through --run-dir" in done.stdout + done.stderr
+    assert metrics(tmp_path, "sync/version") == [2, 3] and max(metrics(tmp_path, "sync/probe_max_abs_diff")) <= 1e-4
+    assert 0 < max(metrics(tmp_path, "sync/bytes")) < 100_000
+
+
 def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
     process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)

@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from instep.checkpoints.adapter import LAYOUT, Lora, base_of, check_layout, write_layout
 from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
+from instep.training.hf.lora import adapted, attach
+from tests.families import FAMILIES
 
 LORA, MODULES = Lora(2, 6, None), ["layer.0.q", "layer.1.q"]
 CONFIG = {"r": 2, "lora_alpha": 6, "num_tensors": 2}
@@ -98,3 +101,14 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_name():
         adapter.receive({b: good[b]}, {**CONFIG, "lora_alpha": 1})
     with pytest.raises(HttpError, match=r"1 of 2 tensors .* lora_B|1 of 2 tensors .*lora_B\.weight was not"):
         adapter.merge()
+
+
+@pytest.mark.parametrize("targets, last", [(None, "q_proj kv_a_proj_with_mqa o_proj"), (("kv_b_proj",), "kv_b_proj")])
+def test_latent_attention_has_adapters_where_vllm_has_them(targets, last):
+    """Of kv_b_proj vLLM uses the weight alone, so that it has one only where it is named."""
+    family = FAMILIES["deepseek_v2"]
+    config = AutoConfig.for_model(family.model_type, **family.settings, num_hidden_layers=1, vocab_size=8)
+    model = AutoModelForCausalLM.from_config(config)
+    attach(model, Lora(2, 4, targets), 1)
+    names = {name.rpartition(".")[2] for name in adapted(model) if ".self_attn." in name}
+    assert names == set(last.split())

@@ -24,6 +24,11 @@ def folder(tmp_path, monkeypatch):
         (HF, Lora(20, 40, None)),
         ("--train-backend fsdp --lora-r 8 --lora-alpha 4 --lora-dropout 0", Lora(8, 4, None)),
         (HF + "--lora-target-modules q_proj v_proj", Lora(20, 40, ("q_proj", "v_proj"))),
+        (HF + "--lora-target-modules kv_b_proj", Lora(20, 40, ("kv_b_proj",))),
+        (
+            HF + "--lora-target-modules kv_b_proj --weight-sync lora --rollout-backend embedded --device cpu",
+            Lora(20, 40, ("kv_b_proj",)),
+        ),
     ],
 )
 def test_what_the_flags_mean(extra, expected):
@@ -46,6 +51,7 @@ def test_what_the_flags_mean(extra, expected):
         (HF + "--lora-dropout 0.05", ("--lora-dropout 0.05", "has no dropout")),
         (HF + "--weight-sync lora --ref-load base", ("--ref-load base", "name the base as --hf-checkpoint")),
         (HF + "--weight-sync lora --vllm-max-lora-rank 16", ("16 is below --lora-rank 20",)),
+        (HF + "--weight-sync lora --lora-target-modules o_proj kv_b_proj", ("kv_b_proj", "use --weight-sync shm")),
         (HF + "--weight-sync lora --vllm-no-enable-lora", ("--vllm-no-enable-lora", "is needed by --weight-sync lora")),
     ],
 )

@@ -135,6 +135,11 @@ def test_a_step_of_32_768_tokens_needs_what_was_seen(plan, flags, seen, rel):
     [
         ("", "ipc", 1.074),
         ("--weight-sync lora --lora-rank 16", "lora_ipc", 4 * 33.03e6 / 1e9),
+        (
+            "--weight-sync lora --lora-rank 16 --train-backend hf --actor-num-nodes 2 --num-gpus-per-node 1",
+            "lora_disk",
+            0.0,
+        ),
         ("--weight-sync shm", "shm", 0.0),
         ("--rollout-num-gpus 1", "nccl", 1.074),
         ("--rollout-num-gpus 1 --rollout-backend embedded --device cpu", "shm", None),

@@ -312,7 +312,8 @@ def test_auto_stays_in_memory_on_one_host_alone():
 
 def test_adapters_stay_on_the_gpus_where_auto_does():
     for one_host, sharing in ((True, "shared"), (False, "shared"), (True, "apart"), (True, None), (False, None)):
-        expected = "lora_ipc" if auto_way(one_host, sharing)[0] == "ipc" else "lora"
+        elsewhere = "lora" if one_host else "lora_disk"
+        expected = "lora_ipc" if auto_way(one_host, sharing)[0] == "ipc" else elsewhere
         assert way_of_adapters(one_host, sharing)[0] == expected
     assert golden("lora_ipc") == golden("lora") == "lora_disk"
 

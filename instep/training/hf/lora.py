@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from instep.checkpoints.adapter import Lora, read_adapter
 from instep.errors import CheckpointError, ConfigError
+from instep.models.shape import KV_B
 from instep.training.hf.shards import local, shard, whole
 from instep.weights.source import TensorSpec, WeightSource
 
@@ -49,7 +50,7 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freeze `model`, and give its linear layers adapters: all but the output layer, or those that `lora` names.
+    """Freeze `model`, and give its linear layers adapters: all but the output layer and KV_B, or those of `lora`.
 
     The random A depend on `seed` alone, not on the ranks. B is 0, so that the policy begins as the base.
 
@@ -59,7 +60,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    wanted = lora.targets or tuple(linear)
+    wanted = lora.targets or tuple(n for n in linear if n.rpartition(".")[2] != KV_B)
     found = {name: [n for n in linear if n == name or n.endswith(f".{name}")] for name in wanted}
     if not linear:
         raise ConfigError(

@@ -42,13 +42,15 @@ def install() -> None:
     """Let requests without an adapter name the trainer's, and vLLM's loader find it here. Once in each process."""
     from vllm.lora import model_manager
     from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.linear import LinearBase
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     if hasattr(InputProcessor.process_inputs, "__wrapped__"):
         return
     process, load = InputProcessor.process_inputs, WorkerLoRAManager._load_adapter
-    layers = model_manager.get_supported_lora_modules
+    layers, about_experts = model_manager.get_supported_lora_modules, FusedMoEConfig.__post_init__
     signature = inspect.signature(process)
 
     @functools.wraps(process)
@@ -70,10 +72,16 @@ def install() -> None:
 
     @functools.wraps(layers)
     def get_supported_lora_modules(model: torch.nn.Module) -> list[str]:
-        # A trainer's adapter has neither table of tokens. With an adapter's output layer vLLM would add zeros to all
-        # logits, and take those of a prompt for the rows that it samples from: on a CPU the engine would die of it.
-        tables = {name for module in model.modules() for name in getattr(module, "embedding_modules", None) or ()}
-        return [name for name in layers(model) if name not in tables]
+        # A trainer's adapter has linear layers alone: neither table of tokens, nor experts. With an adapter's output
+        # layer vLLM would add zeros to all logits, and take those of a prompt for the rows that it samples from: on a
+        # CPU the engine would die of it.
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)}
+        return [name for name in layers(model) if name in linear]
+
+    @functools.wraps(about_experts)
+    def as_without_adapters(self: Any) -> None:
+        self.is_lora_enabled = False  # else vLLM takes kernels that know adapters: slower ones, and none on a CPU
+        about_experts(self)
 
     if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 has not
 
@@ -89,6 +97,7 @@ def install() -> None:
 
     InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
     model_manager.get_supported_lora_modules = get_supported_lora_modules
+    FusedMoEConfig.__post_init__ = as_without_adapters
 
 
 class Layout(NamedTuple):
