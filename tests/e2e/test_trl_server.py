@@ -240,12 +240,27 @@ def test_a_second_trainer_waits_for_the_first_to_leave(server, root, legacy):
     found = refusal(second.join, 10.0)
     assert found.status == 409 and "has the weight group since" in str(found)
     first.send(weights_of(root / "m2"))
+    assert first.http("/server_info", method="GET")["vllm_config"]["weight_transfer_config"]
     first.close()
     second.join()
     second.send(weights_of(root / "m0"))
     second.end()
     assert agree(server.scores(), expected(root, "m0"))
     second.close()
+
+
+def test_a_second_trainer_hears_it_before_it_joins_the_group(server):
+    """TRL >= 1.14 asks /server_info first, 1.11 to 1.13 /get_world_size; then they would wait for NCCL for ever."""
+    http, ask = Http(server.url), ("/server_info", "/get_world_size")
+    assert [http.status(path, method="GET") for path in ask] == [200, 200]
+    first = server.sender(legacy=False)
+    for path in ask:
+        found = refusal(lambda path=path: http(path, method="GET"))
+        assert found.status == 409 and "has the weight group since" in str(found)
+        assert "has the weight group since" in found.reason  # all that `raise_for_status` shows
+    assert http("/get_world_size/", method="GET") == {"world_size": 1}  # TRL <= 1.10 hears it when it inits
+    first.close()
+    assert [http.status(path, method="GET") for path in ask] == [200, 200]
 
 
 def test_a_trainer_without_an_open_connection_keeps_the_group_by_its_store(server):

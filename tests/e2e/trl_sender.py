@@ -22,9 +22,9 @@ PACKED_BYTES = 1 << 30
 
 
 class Refusal(Exception):
-    def __init__(self, status, text):
+    def __init__(self, status, text, reason):
         super().__init__(text)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class Http:
@@ -51,7 +51,7 @@ class Http:
         answer = self._connection.getresponse()
         text = answer.read().decode()
         if answer.status != 200:
-            raise Refusal(answer.status, text)
+            raise Refusal(answer.status, text, answer.reason)
         return json.loads(text)
 
     def close(self):
