@@ -30,10 +30,11 @@ print(time.monotonic() - began)
 """
 
 
-def client_environment():
-    """Of a client's process: the stand-in for vLLM first, and nothing of instep."""
+def client_environment(vllm="0.26"):
+    """Of a client's process: the stand-in for vLLM of a version first, and nothing of instep."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTEP_")}
-    path = os.pathsep.join([str(HERE / "stub_vllm"), str(HERE)])
+    newer = [str(HERE / "stub_vllm_0_31")] if vllm == "0.31" else []
+    path = os.pathsep.join([*newer, str(HERE / "stub_vllm"), str(HERE)])
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -46,15 +47,19 @@ def server(request, tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module", params=["1.10", "1.16"])
+# From vLLM 0.28 on TRL sends by other functions of it, and says at once that tensors come in packs.
+@pytest.fixture(scope="module", params=[("1.10", "0.26"), ("1.16", "0.26"), ("1.16", "0.31")], ids="-vllm-".join)
 def found(request, server, tmp_path_factory):
-    """What the client of this version got from the server."""
+    """What the client of this version got from the server, beside this vLLM."""
+    trl, vllm = request.param
     out = tmp_path_factory.mktemp("client") / "found.json"
     words = [server.url, str(free_port()), str(server.root / "m0"), str(server.root / "m1"), str(out)]
-    command = [python_of(request.param), str(HERE / "trl_client.py"), *words]
-    done = subprocess.run(command, env=client_environment(), capture_output=True, text=True, timeout=180)
+    command = [python_of(trl), str(HERE / "trl_client.py"), *words]
+    done = subprocess.run(command, env=client_environment(vllm), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:] + server.output.read_text()
-    return json.loads(out.read_text())
+    found = json.loads(out.read_text())
+    assert found["vllm"].startswith(vllm)
+    return found
 
 
 def alike(a, b):

@@ -59,7 +59,8 @@ class Updates:
         self._client: Client | None = None
         self._incoming: Incoming | None = None
         self._last: Client | None = None  # the one that had it last, if its update has failed
-        self._paused: float | None = None  # by a client: since when
+        self._paused: float | None = None  # by a client: since when, and who had the group then
+        self._pauser: Client | None = None
         self._num_waiting = 0  # for the thread: jobs of clients
 
     def close(self) -> None:
@@ -254,21 +255,37 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, for `--sync-timeout` at most."""
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most."""
+        holder = self._client
+        self._pauser = holder if holder is not None and await self._holds(holder) else None
         self._paused, self.delivery.paused = time.monotonic(), True
         await self._run(lambda: self.delivery.each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
 
     async def resume(self) -> None:
-        await self._run(lambda: self.delivery.each(lambda e: e.resume(timeout=self._args.sync_timeout)))
-        self._paused, self.delivery.paused = None, False
+        """Let the engines go on. Raises Refused, also if the version that came meanwhile cannot be proven."""
+        try:
+            await self._run(self.delivery.resume)
+        finally:
+            if not self.delivery.paused:
+                self._paused = self._pauser = None
 
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
-        if self._paused is not None and time.monotonic() - self._paused > self._args.sync_timeout:
-            self._say(f"nobody has resumed the engines for {self._args.sync_timeout:.0f} s: they go on")
-            await self.resume()
+        if self._paused is not None:
+            if why := await self._why_resume(self._paused, self._pauser):
+                self._say(f"{why}: the engines go on")
+                await self.resume()
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
+
+    async def _why_resume(self, since: float, pauser: Client | None) -> str:
+        """Why a pause is over that nobody has ended; "": it is not."""
+        if pauser is not None and (self._client is not pauser or not await self._holds(pauser)):
+            if self._client is pauser:
+                self._drop(pauser)
+            return f"the trainer at {pauser.peer}, which has paused the engines, has the weight group no more"
+        bound = self._args.sync_timeout
+        return f"nobody has resumed the engines for {bound:.0f} s" if time.monotonic() - since > bound else ""
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
