@@ -68,6 +68,9 @@ item_controller() { # 90 the controller's share
 item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms of one
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_megatron_parallel.py
 }
+item_trl() { # 420 TRL's own trainer sends its weights by NCCL (two GPUs)
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_trl.py
+}
 
 items() { sed -n 's/^item_\([a-z0-9_]*\)() { # \([0-9]*\) \(.*\)/\1 \2 \3/p' "$HERE/scripts/gpu_session.sh"; }
 

@@ -240,12 +240,27 @@ def test_a_second_trainer_waits_for_the_first_to_leave(server, root, legacy):
     found = refusal(second.join, 10.0)
     assert found.status == 409 and "has the weight group since" in str(found)
     first.send(weights_of(root / "m2"))
+    assert first.http("/server_info", method="GET")["vllm_config"]["weight_transfer_config"]
     first.close()
     second.join()
     second.send(weights_of(root / "m0"))
     second.end()
     assert agree(server.scores(), expected(root, "m0"))
     second.close()
+
+
+def test_a_second_trainer_hears_it_before_it_joins_the_group(server):
+    """TRL >= 1.14 asks /server_info first, 1.11 to 1.13 /get_world_size; then they would wait for NCCL for ever."""
+    http, ask = Http(server.url), ("/server_info", "/get_world_size")
+    assert [http.status(path, method="GET") for path in ask] == [200, 200]
+    first = server.sender(legacy=False)
+    for path in ask:
+        found = refusal(lambda path=path: http(path, method="GET"))
+        assert found.status == 409 and "has the weight group since" in str(found)
+        assert "has the weight group since" in found.reason  # all that `raise_for_status` shows
+    assert http("/get_world_size/", method="GET") == {"world_size": 1}  # TRL <= 1.10 hears it when it inits
+    first.close()
+    assert [http.status(path, method="GET") for path in ask] == [200, 200]
 
 
 def test_a_trainer_without_an_open_connection_keeps_the_group_by_its_store(server):
@@ -297,6 +312,39 @@ def test_a_pause_lets_requests_wait(server):
     assert asked.result(30)["completion_ids"] and not http("/is_paused", method="GET")["is_paused"]
 
 
+def test_engines_stay_paused_from_pause_to_resume(server, root):
+    """As TRL's asynchronous trainers do it: each request by a connection of its own, weights under /pause?mode=keep."""
+    sender, once = server.sender(legacy=False), lambda *what: Http(server.url)(*what)
+    sender.http.close()
+    for i, name in enumerate(("m1", "m2")):
+        once("/pause?mode=keep")
+        asked = trl_sender.ThreadPoolExecutor(1).submit(once, "/generate/", {"prompts": [[5, 6]]})
+        version, tensors = server.version(), weights_of(root / name)
+        for _ in range(1 + i):  # twice in one pause, and of two only the last one is used
+            once("/start_weight_update", {"is_checkpoint_format": True})
+            sender.stream(tensors)
+            once("/finish_weight_update")
+        assert server.version() == version + 1 + i
+        time.sleep(1.0)
+        assert not asked.done() and once("/is_paused", None, "GET")["is_paused"]
+        once("/resume")
+        assert asked.result(30)["completion_ids"] and not once("/is_paused", None, "GET")["is_paused"]
+        assert agree(server.scores(), expected(root, name))
+    sender.close()
+
+
+def test_a_pause_ends_with_the_trainer_that_has_died(server, root):
+    words = [server.url, str(free_port()), "pause", str(root / "m1")]
+    command = [sys.executable, str(Path(trl_sender.__file__)), *words]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout.readline() == "paused\n"
+        time.sleep(1.0)
+        assert Http(server.url)("/is_paused", method="GET")["is_paused"]  # while it lives
+        dying.kill()
+    assert Http(server.url)("/generate/", {"prompts": [[5, 6]]})["completion_ids"]
+    assert "which has paused the engines, has the weight group no more" in server.output.read_text()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_answers_and_takes_weights_likewise(root):
@@ -312,9 +360,13 @@ def test_vllm_answers_and_takes_weights_likewise(root):
         choices = http("/v1/completions", asks)["choices"]
         assert [c["token_ids"] for c in choices] == answer["completion_ids"]
         assert agree(server.scores(), expected(root, "m0"))
-        for legacy, name in ((True, "m1"), (False, "m2")):
+        for legacy, name in ((True, "m1"), (False, "m2"), (False, "m0")):
             sender = server.sender(legacy)
+            if name == "m0":  # as asynchronous trainers have it
+                http("/pause?mode=keep")
             sender.send(weights_of(root / name))
+            if name == "m0":
+                http("/resume")
             sender.end()
             assert agree(server.scores(), expected(root, name))
             sender.close()

@@ -1,6 +1,7 @@
 """A trainer's side of TRL's two weight protocols, written from their description: HTTP, a TCP store, and gloo.
 
-As a program it sends half of an update, and then waits to be killed: `trl_sender.py URL PORT legacy|new CHECKPOINT`.
+As a program it sends half of an update (or pauses the engines), and then waits to be killed:
+`trl_sender.py URL PORT legacy|new|pause CHECKPOINT`.
 """
 
 import base64
@@ -22,9 +23,9 @@ PACKED_BYTES = 1 << 30
 
 
 class Refusal(Exception):
-    def __init__(self, status, text):
+    def __init__(self, status, text, reason):
         super().__init__(text)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class Http:
@@ -51,7 +52,7 @@ class Http:
         answer = self._connection.getresponse()
         text = answer.read().decode()
         if answer.status != 200:
-            raise Refusal(answer.status, text)
+            raise Refusal(answer.status, text, answer.reason)
         return json.loads(text)
 
     def close(self):
@@ -150,6 +151,10 @@ if __name__ == "__main__":
     url, port, wire, checkpoint = sys.argv[1:]
     sender, tensors = Sender(url, int(port), wire == "legacy"), weights_of(checkpoint)
     sender.join()
+    if wire == "pause":
+        sender.http("/pause?mode=keep")
+        print("paused", flush=True)
+        time.sleep(600)
     half = dict(list(tensors.items())[: len(tensors) // 2])
     if sender.legacy:
         sender.send(half)

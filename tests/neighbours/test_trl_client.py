@@ -13,14 +13,28 @@ from tests.assets import make_checkpoint
 from tests.e2e.test_trl_server import Server
 from tests.e2e.trl_sender import Http
 from tests.neighbours import trl_client
+from tests.neighbours.test_trl_trainer import python_of
 
-HERE, TOP = Path(__file__).parent, Path(__file__).parents[2]
+HERE = Path(__file__).parent
+REFUSED = """
+import sys, time
+import cpu_as_cuda
+from trl.generation.vllm_client import VLLMClient
+
+client, began = VLLMClient(base_url=sys.argv[1], group_port=int(sys.argv[2])), time.monotonic()
+try:
+    client.init_communicator(device="cpu")
+except Exception as error:
+    print(error)
+print(time.monotonic() - began)
+"""
 
 
-def client_environment():
-    """Of a client's process: the stand-in for vLLM first, and nothing of instep."""
+def client_environment(vllm="0.26"):
+    """Of a client's process: the stand-in for vLLM of a version first, and nothing of instep."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTEP_")}
-    path = os.pathsep.join([str(HERE / "stub_vllm"), str(HERE)])
+    newer = [str(HERE / "stub_vllm_0_31")] if vllm == "0.31" else []
+    path = os.pathsep.join([*newer, str(HERE / "stub_vllm"), str(HERE)])
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -33,16 +47,19 @@ def server(request, tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module", params=["1.10", "1.16"])
+# From vLLM 0.28 on TRL sends by other functions of it, and says at once that tensors come in packs.
+@pytest.fixture(scope="module", params=[("1.10", "0.26"), ("1.16", "0.26"), ("1.16", "0.31")], ids="-vllm-".join)
 def found(request, server, tmp_path_factory):
-    """What the client of this version got from the server."""
+    """What the client of this version got from the server, beside this vLLM."""
+    trl, vllm = request.param
     out = tmp_path_factory.mktemp("client") / "found.json"
     words = [server.url, str(free_port()), str(server.root / "m0"), str(server.root / "m1"), str(out)]
-    python = TOP / f".venv-trl-{request.param}" / "bin" / "python"
-    command = [str(python), str(HERE / "trl_client.py"), *words]
-    done = subprocess.run(command, env=client_environment(), capture_output=True, text=True, timeout=180)
+    command = [python_of(trl), str(HERE / "trl_client.py"), *words]
+    done = subprocess.run(command, env=client_environment(vllm), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:] + server.output.read_text()
-    return json.loads(out.read_text())
+    found = json.loads(out.read_text())
+    assert found["vllm"].startswith(vllm)
+    return found
 
 
 def alike(a, b):
@@ -95,3 +112,14 @@ def test_sequences_are_scored_with_the_weights_that_were_sent(server, found):
 
 def test_a_refusal_says_what_is_wrong(found):
     assert "no_such_thing: no such sampling parameter" in found["refusal"] and "400" in found["refusal"]
+
+
+@pytest.mark.parametrize("trl", ["1.10", "1.16"])
+def test_a_second_trainer_is_told_so_at_once(server, trl):
+    """In the real group TRL >= 1.11 would wait for NCCL without a bound, here for as long as the stand-in waits."""
+    python, first = python_of(trl), server.sender(legacy=trl == "1.10")
+    words = [python, "-c", REFUSED, server.url, str(free_port())]
+    done = subprocess.run(words, env=client_environment(), capture_output=True, text=True, timeout=120)
+    first.close()
+    told, seconds = done.stdout.strip().splitlines()
+    assert "409" in told and "has the weight group since" in told and float(seconds) < 10, done.stdout + done.stderr

@@ -37,19 +37,26 @@ each_trl = pytest.mark.parametrize("trl", TRLS)
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_quickstart(tmp_path_factory.mktemp("quickstart"))
+
+
+def made_quickstart(out: Path, device: str = "cpu") -> Path:
     """A folder with `sft/hf`, the checkpoint to begin with, and `task/train.jsonl`."""
-    out = tmp_path_factory.mktemp("quickstart")
     code = (
         "import subprocess, sys; sys.path.insert(0, 'examples/quickstart'); import run\n"
-        "for _, command in run.stages(run.settings(['--out', sys.argv[1], '--num-threads', '1']))[:2]:\n"
+        "words = ['--out', sys.argv[1], '--num-threads', '1', '--device', sys.argv[2]]\n"
+        "for _, command in run.stages(run.settings(words))[:2]:\n"
         "    subprocess.run(command, check=True)"
     )
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=ROOT, env=ENVIRONMENT | ours(), check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, "-c", code, str(out), device], cwd=ROOT, env=ENVIRONMENT | ours(), check=True, timeout=600
+    )
     return out
 
 
 def ours() -> dict[str, str]:
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'plugins/instep-vllm'}"}
+    paths = [str(ROOT), str(ROOT / "plugins/instep-vllm"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def python_of(trl: str) -> str:
@@ -96,14 +103,16 @@ def by_itself(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 @contextmanager
-def server(model: Path, folder: Path, engine: str = "embedded") -> Iterator[int]:
+def server(
+    model: Path, folder: Path, *more: str, engine: str = "embedded", device: str = "cpu", **environment: str
+) -> Iterator[int]:
     """The port of an `instep vllm-serve`, which is ended by SIGTERM, and then has left nothing running."""
     port = free_port()
     words = [sys.executable, "-m", "instep.cli", "vllm-serve", "--model", str(model), "--port", str(port)]
-    words += ["--rollout-backend", engine, "--device", "cpu", "--run-dir", str(folder), "--num-threads", "1"]
+    words += ["--rollout-backend", engine, "--device", device, "--run-dir", str(folder), "--num-threads", "1", *more]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "server.txt").open("w") as log:
-        process = subprocess.Popen(words, env=ENVIRONMENT | ours(), cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(words, env=ENVIRONMENT | ours() | environment, cwd=ROOT, stdout=log, stderr=log)
         try:
             yield port
         finally:
@@ -137,7 +146,7 @@ def test_trls_trainer_on_our_server_learns_as_by_itself(
 @pytest.mark.vllm
 def test_trls_trainer_on_our_server_over_vllm(quickstart: Path, tmp_path: Path) -> None:
     """Four steps, each with the weights of the step before."""
-    with server(quickstart / "sft/hf", tmp_path / "server", "vllm") as port:
+    with server(quickstart / "sft/hf", tmp_path / "server", engine="vllm") as port:
         more = ["--server", f"http://127.0.0.1:{port}", "--group-port", str(free_port()), "--prompts", "8"]
         stub = {"PYTHONPATH": str(HERE / "stub_vllm")}
         out = tmp_path / "trl/steps.json"

@@ -8,6 +8,7 @@ PYTHONPATH. Nothing of instep is imported here.
 
 import json
 import sys
+from importlib.metadata import version
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8, 9, 10, 11]]
 CHAT = [[{"role": "user", "content": "12+30=?"}], [{"role": "user", "content": "7"}]]
@@ -28,6 +29,7 @@ def main() -> None:
     url, port, model, other, out = sys.argv[1:]
     client = VLLMClient(base_url=url, group_port=int(port), connection_timeout=60.0)
     found = {
+        "vllm": version("vllm"),
         "tokens": client.generate(PROMPTS, **SAMPLING),
         "plain": client.generate(PROMPTS, max_tokens=3, logprobs=None, generation_kwargs={"seed": 1}),
         "top": client.generate(PROMPTS, max_tokens=3, logprobs=2, generation_kwargs={"seed": 1}),

@@ -2,10 +2,11 @@
 
     python trl_train.py --model DIR --data train.jsonl --steps 25 --seed 0 --out FILE [--server URL --group-port PORT]
 
-Without `--server` transformers generates in this process; with it the server does, and its weights are updated at each
-step: `use_vllm=True, vllm_mode="server"`. For that `stub_vllm` must be first on the PYTHONPATH. FILE gets one JSON
-object: the versions, and of each step the mean reward, the gradient's norm and the seconds. Nothing of instep is
-imported here, and TRL is as its wheel has it.
+With `--cuda` it trains on the first GPU, from which TRL sends its weights by NCCL. Without `--server` transformers
+generates in this process; with it the server does, and its weights are updated at each step: `use_vllm=True,
+vllm_mode="server"`. For that `stub_vllm` must be first on the PYTHONPATH. FILE gets one JSON object: the versions, and
+of each step the mean reward, the gradient's norm and the seconds. Nothing of instep is imported here, and TRL is as its
+wheel has it.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--server", help="http://HOST:PORT")
     parser.add_argument("--group-port", type=int, default=51216)
+    parser.add_argument("--cuda", action="store_true")
     args = parser.parse_args()
     config = dict(MORE)
     if args.server:
-        import cpu_as_cuda  # noqa: F401
+        if not args.cuda:
+            import cpu_as_cuda  # noqa: F401
 
         config |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.server}
         config["vllm_group_port"] = args.group_port
+    config |= {"use_cpu": False} if args.cuda else {}
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -65,7 +69,7 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(args.model),
             reward_funcs=boxed,
             train_dataset=Dataset.from_list(rows_of(args)),
-            args=GRPOConfig(**fields_of(args, folder), **config),
+            args=GRPOConfig(**fields_of(args, folder) | config),
             callbacks=[steps],
         )
         trainer.train()

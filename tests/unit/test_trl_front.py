@@ -3,22 +3,99 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from instep.arguments import parse
 from instep.integrations.trl import front
+from instep.integrations.trl.access import Access
 from instep.integrations.trl.front import Front
+from instep.integrations.trl.serve import _layout
+from instep.integrations.trl.staging import Layout
+from instep.integrations.trl.updates import Updates
+from instep.ports import free_port
 from tests.assets import make_checkpoint
+from tests.e2e.trl_sender import Http, Refusal
 
 
-def test_a_port_that_never_listens_is_not_waited_for(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    root = tmp_path_factory.mktemp("front")
+    words = ["--hf-checkpoint", str(make_checkpoint(root / "hf")), "--run-dir", str(root / "run"), "--device", "cpu"]
+    return parse(words, "serve").replace(sync_timeout=60.0, rollout_backend="embedded")
+
+
+@pytest.fixture
+def port(args, tmp_path):
+    """Starts a port without engines, for a layout: returns its URL and its `Updates`, which let nobody join."""
+    running = []
+
+    def start(layout):
+        own = args.replace(port=free_port())
+        fleet = SimpleNamespace(waiting=list, available=list)
+        updates = Updates(own, fleet, layout, tmp_path, tmp_path, "127.0.0.1", print)
+        updates._begin = lambda client, work: None
+        server = Front(own, "http://127.0.0.1:1", "m", Access(""), "127.0.0.1", updates, lambda: True)
+        running.append((server, updates))
+        server.start()
+        return f"http://127.0.0.1:{own.port}", updates
+
+    yield start
+    for server, updates in running:
+        server.close()
+        updates.close()
+
+
+def test_a_port_that_never_listens_is_not_waited_for(args, monkeypatch):
     """A host's name that no server of names answers, say."""
-    checkpoint = make_checkpoint(tmp_path / "hf")
-    args = parse(["--hf-checkpoint", str(checkpoint), "--run-dir", str(tmp_path / "run")], "serve")
     server = Front(args, "http://127.0.0.1:1", "m", "", "127.0.0.1", None, lambda: True)
     monkeypatch.setattr(front, "START_SECONDS", 0.05)
     monkeypatch.setattr(server, "_serve", lambda: asyncio.sleep(0.3))
     with pytest.raises(OSError, match="does not listen after"):
         server.start()
     server.close()
+
+
+def test_a_trainer_hears_before_it_inits_a_group_that_another_one_has_it(port, args):
+    url, updates = port(_layout(args))
+    first, second = Http(url), Http(url)
+    info = second("/server_info?config_format=json", method="GET")["vllm_config"]
+    assert info["weight_transfer_config"] == {"backend": "nccl"} and info["lora_config"] is None
+    assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert second("/get_world_size", method="GET") == {"world_size": 1}
+    first("/init_communicator/", {"port": 1, "world_size": 2})
+    for path in ("/server_info?config_format=json", "/get_world_size"):
+        with pytest.raises(Refusal) as raised:
+            second(path, method="GET")
+        told, reason = str(raised.value), raised.value.reason  # requests' raise_for_status shows the latter
+        assert raised.value.status == 409 and "has the weight group since" in told and "one trainer at a time" in reason
+        assert first.status(path, method="GET") == 200
+    assert second("/get_world_size/", method="GET") == {"world_size": 1}  # TRL <= 1.10 hears it when it inits
+    first.close()
+    assert second.status("/server_info", method="GET") == 200 and updates._client is None
+
+
+def test_a_server_that_takes_no_weights_says_so_before_a_group_is_joined(port):
+    http = Http(port(Layout.none("they are quantized"))[0])
+    assert http("/server_info", method="GET")["vllm_config"]["weight_transfer_config"] is None
+    with pytest.raises(Refusal, match="they are quantized"):
+        http("/get_world_size", method="GET")
+
+
+def test_a_pause_ends_when_the_trainer_has_gone_that_had_the_group(port, args):
+    url, updates = port(_layout(args))
+    trainer, other = Http(url), Http(url)
+    trainer("/init_communicator/", {"port": 1, "world_size": 2})
+    trainer("/pause?mode=keep")
+    assert other("/is_paused", method="GET") == {"is_paused": True}
+    trainer.close()
+    asyncio.run(asyncio.wait_for(_until(lambda: not updates.delivery.paused), 30))
+    other("/pause?mode=keep")  # by nobody who had the group: it lasts
+    asyncio.run(asyncio.sleep(1.0))
+    assert other("/is_paused", method="GET") == {"is_paused": True}
+
+
+async def _until(there):
+    while not there():
+        await asyncio.sleep(0.05)

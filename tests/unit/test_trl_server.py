@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import shlex
 import shutil
 
 import numpy as np
@@ -19,7 +20,7 @@ from instep.integrations.trl.access import Access, sends
 from instep.integrations.trl.command_line import _FLAGS, HELP, read
 from instep.integrations.trl.forms import Asked, BadRequest, Scoring
 from instep.integrations.trl.receiver import Receiver, cuts
-from instep.integrations.trl.serve import _layout
+from instep.integrations.trl.serve import _layout, vllm_serve
 from instep.integrations.trl.staging import Incoming, Layout, Slot
 from instep.integrations.trl.tensors import Announced, WrongTensor
 from instep.models.checkpoint_names import named_weights
@@ -69,9 +70,37 @@ def test_flags_of_serve_and_equals_signs_are_taken():
     ]
 
 
+TRL_1_11 = (
+    """MODEL --weight-transfer-config '{"backend": "nccl"}' --logprobs-mode processed_logprobs --max-logprobs -1"""
+)
+
+
+def test_the_command_that_trl_1_11_documents_is_taken(checkpoint):
+    words = shlex.split(TRL_1_11.replace("MODEL", str(checkpoint)))
+    more = "--rollout-backend vllm --max_num_seqs 4 --no-async-scheduling --compilation-config.mode=3 --seed 7".split()
+    args = parse(read([*words, *more]).words, "serve")
+    assert args.hf_checkpoint == str(checkpoint) and args.seed == 7 and args.vllm_max_num_seqs == 4
+    assert args.vllm_overrides == {
+        "async_scheduling": ["--no-async-scheduling"],
+        "compilation_config.mode": ["--compilation-config.mode", "3"],
+    }
+    assert parse(read([*words, "--rollout-backend", "embedded"]).words, "serve").hf_checkpoint == str(checkpoint)
+
+
+def test_errors_name_the_command_that_was_typed():
+    with pytest.raises(ConfigError) as raised:
+        vllm_serve(["m", "--nonsense", "--served-model-name", "x"])
+    told = str(raised.value)
+    assert "where:  instep vllm-serve" in told and "`instep vllm-serve --help` explains" in told
+    assert "`instep serve" not in told and "an engine serves the trained model" in told
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ('--weight-transfer-config {"backend":"ipc"}', "by the group that TRL's trainers make; leave it out"),
+        ("--weight-transfer-config nccl", "is no JSON"),
+        ("--logprobs-mode raw_logprobs", "the distribution that was sampled from"),
         ("--revision main", "name the folder of that revision"),
         ("--config file.yaml", "as flags"),
         ("--dtype int8", "'int8' is not served"),
@@ -88,6 +117,8 @@ def test_flags_of_serve_and_equals_signs_are_taken():
 def test_wrong_flags_say_what_to_do(words, says):
     with pytest.raises(ConfigError, match=says):
         read(["--model", "m", *words.split()])
+    with pytest.raises(ConfigError, match="named already: m"):
+        read(["m", "--model", "n"])
 
 
 def test_float16_is_served_by_vllm_alone(checkpoint):

@@ -81,6 +81,7 @@ class Session:
         self.seconds: dict[str, float] = {}
         self._paused: float | None = None  # since when
         self._on_leave: Callable[[], None] | None = None  # called when an engine leaves
+        self.stays_paused = False  # after a transfer: somebody else has paused the engines, and says when to `resume`
         self.renew()
 
     def renew(self) -> None:
@@ -205,7 +206,8 @@ class Session:
                 self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
             for engine in self.engines:
                 engine.has_weights = True
-            if not self.turns.are_taken:  # else the trainer scores the probe first, and leaves
+            # With turns the trainer scores the probe first, and leaves.
+            if not (self.turns.are_taken or self.stays_paused):
                 self.resume()
         except EngineRefusal as refusal:
             tensor = f" (tensor {refusal.tensor})" if refusal.tensor else ""

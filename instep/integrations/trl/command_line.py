@@ -7,7 +7,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from instep.arguments.all_flags import find
+from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.parser import is_flag
+from instep.engines.flags import PREFIXES
 from instep.errors import ConfigError
 from instep.ports import LOOPBACK
 
@@ -20,7 +23,7 @@ DTYPES = {  # flags of `instep serve`
 COMMAND = "instep vllm-serve"
 
 HELP = """\
-usage: instep vllm-serve --model FOLDER [--flag value ...]
+usage: instep vllm-serve [FOLDER | --model FOLDER] [--flag value ...]
 
 The server that TRL's own clients use, unmodified: of `trl vllm-serve` up to TRL 1.10 and of `vllm serve` from 1.11 on
 (docs/neighbours/trl.md). Engines are started behind one port, and weights that a trainer sends reach all of them.
@@ -48,6 +51,12 @@ Flags of `trl vllm-serve`, each with - or _ between its words:
                                        (default 600)
 Refused: --revision (name the folder of that revision) and --config (write its fields as flags).
 
+Flags of the `vllm serve` that TRL >= 1.11 tells its users to start:
+  --weight-transfer-config '{"backend": "nccl"}'  what is done anyway (on a CPU by gloo); no other one
+  --logprobs-mode processed_logprobs   what is done anyway; no other one
+  --max-logprobs N                     vLLM's own (default -1: no limit)
+  and its others, with or without --vllm- before their name; one that `instep serve` has, too, means what it means there
+
 All flags of `instep serve` act, too (`instep serve --help`), above all --rollout-backend vllm|embedded, --device,
 --run-dir, --api-key-file, --no-api-key and --allowed-hosts.
 
@@ -71,8 +80,13 @@ class Serving:
 
 def read(argv: Sequence[str]) -> Serving:
     """Translate a command line. Raises ConfigError for everything that is wrong with TRL's own flags."""
-    given, rest = _split(argv)
+    positional = list(argv[:1]) if argv and not is_flag(argv[0]) else []
+    given, rest = _split(argv[len(positional) :])
     out, problems = Serving(list(rest)), []
+    if positional and "model" in given:
+        problems.append(f"--model: the model is named already: {positional[0]}")
+    elif positional:
+        given["model"] = positional
     sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     for name, values in given.items():
         try:
@@ -110,8 +124,15 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
             values = given[known] = [value] if equals else []
         else:
             values = rest
-            rest.append(word)
+            rest.append(_of_serve(name) + equals + value)
     return given, rest
+
+
+def _of_serve(name: str) -> str:
+    """The flag of `instep serve` that is meant: one of vLLM's may come without its prefix."""
+    ours, prefixed = find(name), PREFIXES["vllm"] + name[2:].replace("_", "-")
+    is_theirs = name.startswith("--") and (ours is None or ours.status in ("refused", "later"))
+    return prefixed if is_theirs and find_engine_flag(prefixed) else name
 
 
 def _one(values: list[str]) -> str:
@@ -167,6 +188,20 @@ def _refused(why: str) -> Read:
     def read(out: Serving, values: list[str]) -> None:
         if values != ["None"]:
             raise ValueError(why)
+
+    return read
+
+
+def _only(value: object, why: str) -> Read:
+    """Read what is so anyway, as JSON or a word; another value is refused."""
+
+    def read(out: Serving, values: list[str]) -> None:
+        try:
+            given = json.loads(_one(values)) if isinstance(value, dict) else _one(values)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is no JSON: {error}") from error
+        if given != value:
+            raise ValueError(f"{why}; leave it out")
 
     return read
 
@@ -230,6 +265,9 @@ _FLAGS: dict[str, Read] = {
     "vllm_model_impl": _as("--vllm-model-impl", "vllm"),
     "distributed_executor_backend": _executor,
     "speculative_config": _speculation,
+    "weight_transfer_config": _only({"backend": "nccl"}, "weights come by the group that TRL's trainers make"),
+    "logprobs_mode": _only("processed_logprobs", "log-probs are of the distribution that was sampled from"),
+    "max_logprobs": _as("--vllm-max-logprobs", "-1"),
     "log_level": _log_level,
     "sync_timeout": _sync_timeout,
 }

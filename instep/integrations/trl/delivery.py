@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
     from instep.engines.engine import Engine
 
 WAY = "staged"
+
+
+@dataclass
+class _Unproven:
+    """What is left to do about a version that came while a client kept the engines paused.
+
+    Attributes:
+        moved: whether their scores of the probe must differ from those under the weights before.
+        before: the weights to go back to; None: there are none, or their slot has been written to.
+    """
+
+    session: Session
+    weights: StagedWeights
+    moved: bool
+    before: StagedWeights | None
 
 
 class Delivery:
@@ -50,12 +66,15 @@ class Delivery:
         self._current: StagedWeights | None = None
         self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
         self._scores: dict[str, list[float]] = {}  # engine url -> of the probe, under the current weights
+        self._unproven: _Unproven | None = None
         self.version, self.brought_at, self.broken, self.paused = 0, 0.0, "", False
 
     def free_slot(self) -> Slot:
         """The slot that the current version is not in, with its memory. Raises SyncError where there is none."""
         used = None if self._current is None else self._current.slot
         slot = next(slot for slot in self._slots if slot is not used)
+        if self._unproven is not None:
+            self._unproven.before = None
         slot.allocate()
         return slot
 
@@ -67,7 +86,8 @@ class Delivery:
     def bring(self, incoming: Incoming) -> str:
         """Bring a whole version to all engines, and prove what can be proven; returns what to tell the user.
 
-        Requests wait meanwhile, and those under way end first, unless a client has paused the engines.
+        Requests wait meanwhile, and those under way end first. Where a client has paused the engines they stay so, and
+        their scores are looked at when it lets them `resume`.
 
         Raises:
             SyncError: the engines have the version before, if they could be brought back to it (`broken`).
@@ -84,18 +104,26 @@ class Delivery:
             session.drain()
             if not self._scores and not self.paused:
                 self._scores = self._probe(session)
+            scores: dict[str, list[float]] = {}
             try:
                 session.transfer(WAY)
-                scores = self._prove(session, weights, bool(moved))
+                self._compare(session, weights)
+                if not self.paused:
+                    scores = self._prove(session, bool(moved))
             except SyncError:
-                self._go_back(engines)
+                self._go_back(engines, self._current)
                 raise
             self._fleet.synced(engines, session.engines)
         except EngineGone as error:
             raise SyncError(error.what, where=error.where, remedy=error.remedy) from error
         finally:
             admission.open_again()
-        self._current, self._scores, self.broken = weights, scores, ""
+        if self.paused:
+            moved_once = bool(moved) and self._unproven is None
+            self._unproven = _Unproven(session, weights, moved_once, self._current)
+        else:
+            self._scores = scores
+        self._current, self.broken = weights, ""
         self.version, self.brought_at = self.version + 1, time.time()
         size = sum(r.nbytes for r in weights.records.values()) / 1e9
         note = "" if moved != 0 else "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
@@ -104,15 +132,42 @@ class Delivery:
             f"engine{'s' if len(session.engines) > 1 else ''} in {time.monotonic() - began:.1f} s{note}"
         )
 
+    def resume(self) -> None:
+        """End a client's pause, and prove the version that came meanwhile.
+
+        Raises:
+            EngineError: the engines are paused still.
+            SyncError: they go on with the version before, if they could be brought back to it (`broken`).
+        """
+        left = self._unproven
+        if left is not None:
+            left.session.renew()
+            with contextlib.suppress(EngineGone):  # those that took it have died; others got it when they came back
+                left.session.resume()
+        self.each(lambda e: e.resume(timeout=self._args.sync_timeout))
+        self.paused, self._unproven = False, None
+        if left is None or not left.session.engines:
+            return
+        try:
+            self._scores = self._prove(left.session, left.moved)
+        except SyncError:
+            self.version, self._current = self.version + 1, left.before
+            self._go_back(left.session.engines, left.before)
+            raise
+
     def rejoin(self, engine: Engine) -> None:
         """Bring the current version to an engine that was started anew, and has what it has loaded by itself."""
-        if self._current is not None:
-            try:
+        try:
+            if self._current is not None:
                 session = self._session([engine], self.version, self._current, "keep")
+                session.stays_paused = False  # it has no requests of a client's, and is proven at once
                 session.transfer(WAY)
-                self._prove(session, self._current, False)
-            except EngineGone:
-                return  # the fleet sees it, too
+                self._compare(session, self._current)
+                self._prove(session, False)
+            if self.paused:
+                engine.pause("keep", timeout=self._args.sync_timeout)
+        except EngineGone:
+            return  # the fleet sees it, too
         self._fleet.admit([engine])
 
     def each(self, call: Callable[[Engine], object]) -> None:
@@ -121,23 +176,28 @@ class Delivery:
 
     def _session(self, engines: Sequence[Engine], version: int, weights: StagedWeights, mode: str) -> Session:
         args = self._args.replace(pause_mode=mode)
-        return Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
+        session = Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
+        session.stays_paused = self.paused
+        return session
 
     def _probe(self, session: Session) -> dict[str, list[float]]:
         return session.each(lambda engine: self._proof.engine_scores(engine, session))
 
-    def _prove(self, session: Session, weights: StagedWeights, moved: bool) -> dict[str, list[float]]:
-        """Show what can be shown; returns the engines' scores of the probe.
-
-        Raises:
-            SyncError: an engine holds other bytes, computes no numbers, or scores as under the weights before.
-        """
+    def _compare(self, session: Session, weights: StagedWeights) -> None:
+        """Raise SyncError if an engine that can tell holds other bytes than were received."""
         for engine in session.engines:
             if engine.capabilities.digests:
                 held = engine.weight_digests(timeout=session.seconds_left())
                 wrong = [n for n, r in weights.records.items() if held.get(n) != r.digest]
                 if wrong:
                     raise _unproven(engine, f"holds other bytes of {', '.join(wrong[:3])} than were received")
+
+    def _prove(self, session: Session, moved: bool) -> dict[str, list[float]]:
+        """Show that engines compute with what they hold; returns their scores of the probe.
+
+        Raises:
+            SyncError: an engine computes no numbers, or scores as under the weights before, and they have `moved`.
+        """
         scores = self._probe(session)
         for engine in session.engines:
             own = scores[engine.url]
@@ -147,12 +207,12 @@ class Delivery:
                 raise _unproven(engine, "still scores as under the weights before, which differ")
         return scores
 
-    def _go_back(self, engines: Sequence[Engine]) -> None:
+    def _go_back(self, engines: Sequence[Engine], weights: StagedWeights | None) -> None:
         """Bring the engines the version before once more, after one that failed in the middle."""
         self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
-        if self._current is not None:
+        if weights is not None:
             with contextlib.suppress(InstepError):
-                self._session(engines, self.version, self._current, "keep").transfer(WAY)
+                self._session(engines, self.version, weights, "keep").transfer(WAY)
                 self.broken = ""
 
 

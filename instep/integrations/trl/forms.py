@@ -31,9 +31,16 @@ SAMPLING = frozenset(
     "ignore_eos max_tokens min_tokens logprobs prompt_logprobs skip_special_tokens spaces_between_special_tokens "
     "include_stop_str_in_output logit_bias allowed_token_ids bad_words structured_outputs detokenize".split()
 )
+# Others that vLLM 0.32 has. They are refused: an older engine would not notice them, and some change an answer's form.
+_NOT_PASSED_ON = frozenset(
+    "extra_args flat_logprobs logprob_token_ids output_kind prompt_logprob_start prompt_logprob_token_ids "
+    "repetition_detection routed_experts_prompt_start skip_reading_prefix_cache stream_interval thinking_token_budget "
+    "trace_decode_token_ids watermarking".split()
+)
 # Fields of OpenAI's routes that say how to answer.
 ANSWER = frozenset("model prompt messages return_token_ids return_tokens_as_token_ids stream echo user".split())
-CHAT = ANSWER | set("tools tool_choice chat_template chat_template_kwargs top_logprobs".split())
+RENDERING = ("add_generation_prompt", "continue_final_message")
+CHAT = ANSWER | set("tools tool_choice chat_template chat_template_kwargs top_logprobs".split()) | set(RENDERING)
 
 
 class BadRequest(Exception):
@@ -55,15 +62,17 @@ class Asked:
     @classmethod
     def of(cls, given: Body) -> Asked:
         """Read sampling parameters under vLLM's names. Raises BadRequest."""
-        if unknown := sorted(given.keys() - SAMPLING):
-            known = ", ".join(sorted(SAMPLING))
+        known = ", ".join(sorted(SAMPLING))
+        if refused := sorted(name for name in given.keys() & _NOT_PASSED_ON if given[name] is not None):
+            raise BadRequest(f"{', '.join(refused)}: vLLM has it, and this server does not pass it on; it has {known}")
+        if unknown := sorted(given.keys() - SAMPLING - _NOT_PASSED_ON):
             raise BadRequest(f"{', '.join(unknown)}: no such sampling parameter; there are {known}")
         n, logprobs = given.get("n", 1), given.get("logprobs")
         if type(n) is not int or n < 1:
             raise BadRequest(f"n must be a whole number above 0, got {n!r}")
         if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
             raise BadRequest(f"logprobs must be null or a whole number from 0 on, got {logprobs!r}")
-        params = {name: value for name, value in given.items() if value is not None}
+        params = {name: value for name, value in given.items() if value is not None and name in SAMPLING}
         if logprobs is not None and logprobs > 0:
             params["logprobs"] = logprobs + 1  # vLLM's route counts the sampled token among them
         return cls({"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY, **params}, n, logprobs)
@@ -241,6 +250,9 @@ def completion_prompts(body: Body) -> list[Any]:
 
 
 def completion_asked(body: Body) -> Asked:
+    """Raises BadRequest."""
+    if body.get("echo"):
+        raise BadRequest("echo: an answer with token ids does not repeat its prompt, whose ids are in prompt_token_ids")
     given = {name: value for name, value in body.items() if name not in ANSWER}
     return Asked.of({"max_tokens": 16} | given)
 
@@ -249,6 +261,11 @@ def chat_asked(body: Body) -> Asked:
     """Raises BadRequest."""
     if body.get("chat_template") is not None:
         raise BadRequest("chat_template: a request cannot bring a template of its own; the served model's is used")
+    if body.get("tools") and (choice := body.get("tool_choice")) not in (None, "none"):
+        raise BadRequest(
+            f"tool_choice={choice!r}: calls of tools are not read from an answer with token ids; "
+            'say "none", and read them from its text'
+        )
     given = {name: value for name, value in body.items() if name not in CHAT}
     given["max_tokens"] = given.pop("max_completion_tokens", None) or given.get("max_tokens")
     given["logprobs"] = (body.get("top_logprobs") or 0) if body.get("logprobs") else None

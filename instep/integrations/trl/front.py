@@ -21,7 +21,7 @@ from aiohttp import web
 
 from instep.data.tokenizer import load_tokenizer
 from instep.engines import keys
-from instep.engines.bodies import AS_THEY_COME, body_of
+from instep.engines.bodies import AS_THEY_COME
 from instep.engines.gate_main import MAX_BODY, forward
 from instep.engines.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep.engines.http import checked_socket, message
@@ -31,6 +31,7 @@ from instep.errors import InstepError
 from instep.integrations.atropos import bridge
 from instep.integrations.trl import forms
 from instep.integrations.trl.access import Access
+from instep.integrations.trl.bodies import body_of, error_answer, object_of
 from instep.integrations.trl.clients import Connection, Refused
 from instep.integrations.trl.forms import Asked, BadRequest, Body
 from instep.integrations.trl.texts import IMAGES, Texts, template_options
@@ -84,7 +85,7 @@ class Front:
             "POST /close_communicator/": self._close,
             # TRL >= 1.11
             "GET /health": self._health,
-            "GET /get_world_size": self._world_size,
+            "GET /get_world_size": self._world_size_if_free,
             "GET /server_info": self._server_info,
             "POST /v1/completions": self._completions,
             "POST /v1/chat/completions": self._chat_completions,
@@ -162,14 +163,14 @@ class Front:
                 return await self._pass_on(http)
             if handler is None:
                 raise Refused(f"there is no {http.method} {http.path} here", 404)
-            answer = await handler(http, await _body(http))
+            answer = await handler(http, await body_of(http))
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
         except BadRequest as error:
-            return _error(400, str(error))
+            return error_answer(400, str(error))
         except Refused as error:
-            return _error(error.status, str(error))
+            return error_answer(error.status, str(error))
         except InstepError as error:
-            return _error(503, f"{error.what} ({error.where}); {error.remedy}")
+            return error_answer(503, f"{error.what} ({error.where}); {error.remedy}")
 
     def _check(self, http: web.Request) -> None:
         """Check whose request it is. Raises Refused."""
@@ -281,12 +282,19 @@ class Front:
 
     # ---- TRL >= 1.11 -------------------------------------------------------------------------------------------------
 
+    async def _world_size_if_free(self, http: web.Request, body: Body) -> Body:
+        await self._updates.check_free(Connection(http.transport))
+        return await self._world_size(http, body)
+
     async def _server_info(self, http: web.Request, body: Body) -> Body:
-        """What TRL's clients look at of vLLM's configuration."""
+        """What TRL's clients look at of vLLM's configuration, before they init a group if they have none."""
+        if not self._updates.takes_none:
+            await self._updates.check_free(Connection(http.transport))
         dtype = f"torch.{served_dtype(self._args)}"
         config: Body = {
             "model_config": {"model": self._model, "dtype": dtype, "logprobs_mode": "processed_logprobs"},
-            "weight_transfer_config": {"backend": "nccl"},
+            "weight_transfer_config": None if self._updates.takes_none else {"backend": "nccl"},
+            "lora_config": None,
             "parallel_config": {"data_parallel_size": 1},
         }
         return {"vllm_config": config}
@@ -332,7 +340,7 @@ class Front:
         return {**head, "model": self._model, "choices": choices, "usage": usage}
 
     async def _init(self, http: web.Request, body: Body) -> Body:
-        await self._updates.init(Connection(http.transport), _object(body, "init_info"))
+        await self._updates.init(Connection(http.transport), object_of(body, "init_info"))
         return {"message": "Weight transfer initialized"}
 
     async def _start(self, http: web.Request, body: Body) -> Body:
@@ -342,7 +350,7 @@ class Front:
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        await self._updates.update(Connection(http.transport), _object(body, "update_info"))
+        await self._updates.update(Connection(http.transport), object_of(body, "update_info"))
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request, body: Body) -> Body:
@@ -367,25 +375,3 @@ class Front:
 
     async def _weight_info(self, http: web.Request, body: Body) -> Body:
         return {"weight_version": str(self._updates.delivery.version)}
-
-
-async def _body(http: web.Request) -> Body:
-    raw = await body_of(http, MAX_BODY)
-    try:
-        body = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body is no JSON object")
-    return body
-
-
-def _object(body: Body, name: str) -> Body:
-    value = body.get(name)
-    if not isinstance(value, dict):
-        raise BadRequest(f"{name} must be an object")
-    return value
-
-
-def _error(status: int, text: str) -> web.Response:
-    return web.json_response({"error": {"message": text, "type": "instep", "code": status}}, status=status)

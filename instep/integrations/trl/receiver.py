@@ -223,25 +223,15 @@ class _NcclGroup:
     def __init__(self, store: dist.Store, meeting: Meeting):
         try:
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-            from vllm.distributed.utils import StatelessProcessGroup
+
+            self._store = careful_group(store, meeting.rank)
         except ImportError as error:
             remedy = "pip install vllm, or serve on the CPU"
             what = f"weights come by NCCL, which needs vLLM here: {error}"
             raise SyncError(what, where="the weight group", remedy=remedy) from error
 
-        class Careful(StatelessProcessGroup):
-            """What the store holds comes from whoever reaches it: only an id, or a name, is unpickled."""
-
-            def broadcast_obj(self, obj: Any, src: int) -> Any:
-                if self.rank == src:
-                    return super().broadcast_obj(obj, src)
-                key = f"broadcast_from/{src}/{self.broadcast_recv_src_counter[src]}"
-                self.broadcast_recv_src_counter[src] += 1
-                return _IdUnpickler(io.BytesIO(self.store.get(key))).load()
-
         self._meeting, self.device = meeting, torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
-        self._store = Careful(rank=meeting.rank, world_size=2, store=store)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
             remedy = "see this process' log (receiver-rank0.log)"
@@ -253,6 +243,25 @@ class _NcclGroup:
 
     def barrier(self) -> None:
         self._store.barrier(timeout=self._meeting.seconds)
+
+
+def careful_group(store: dist.Store, rank: int) -> Any:
+    """vLLM's group of two over a store. What that holds comes from whoever reaches it: only an id, or a name, is read.
+
+    Raises:
+        ImportError: there is no vLLM.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    class Careful(StatelessProcessGroup):
+        def broadcast_obj(self, obj: Any, src: int) -> Any:
+            if self.rank == src:
+                return super().broadcast_obj(obj, src)
+            key = f"broadcast_from/{src}/{self.broadcast_recv_src_counter[src]}"
+            self.broadcast_recv_src_counter[src] += 1
+            return _IdUnpickler(io.BytesIO(self.store.get(key))).load()
+
+    return Careful(rank=rank, world_size=2, store=store)
 
 
 class _IdUnpickler(pickle.Unpickler):

@@ -39,7 +39,7 @@ NOT_PROVEN = (
 def vllm_serve(argv: Sequence[str]) -> None:
     """Serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
     serving = read(argv)
-    args = parse(serving.words, "serve")
+    args = _parsed(serving.words)
     if args.vllm_router_ip is not None or args.rollout_external_engine_addrs or len(served_models(args)) > 1:
         what = "a server for a trainer has one model, and engines and a router of its own"
         raise ConfigError(what, where=COMMAND, remedy="leave out --vllm-router-ip and further models of --vllm-config")
@@ -50,11 +50,21 @@ def vllm_serve(argv: Sequence[str]) -> None:
         words = [] if "max_logprobs" in args.vllm_overrides else ["--vllm-max-logprobs", "-1"]
         if "uvicorn_log_level" not in args.vllm_overrides and serving.log_level != "info":
             words += ["--vllm-uvicorn-log-level", serving.log_level]
-        args = parse([*serving.words, *words], "serve")
+        args = _parsed([*serving.words, *words])
     serve(
         args.replace(sync_timeout=serving.sync_timeout),
         lambda args, fleet, logs, say: Port(args, fleet, logs, say, serving),
     )
+
+
+def _parsed(words: Sequence[str]) -> Args:
+    """The arguments of `instep serve`. Raises ConfigError, which names this command."""
+    try:
+        return parse(words, "serve")
+    except ConfigError as error:
+        told = (text.replace("`instep serve", f"`{COMMAND}") for text in (error.what, error.remedy))
+        what, remedy = told
+        raise ConfigError(what, where=error.where.replace("instep serve", COMMAND), remedy=remedy) from None
 
 
 def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], None]], Port] | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from instep.integrations.trl.forms import TOKEN, BadRequest, Body
+from instep.integrations.trl.forms import RENDERING, TOKEN, BadRequest, Body
 
 IMAGES = "images are not taken here: this server is for models of text"
 _OURS = frozenset("tokenize return_tensors return_dict chat_template conversation padding truncation".split())
@@ -66,4 +66,7 @@ def template_options(body: Body) -> Body:
         raise BadRequest("chat_template_kwargs must be an object, tools a list")
     if refused := sorted(extra.keys() & _OURS):
         raise BadRequest(f"chat_template_kwargs: {', '.join(refused)} cannot be set by a request")
-    return {**extra, **({"tools": tools} if tools else {})}
+    given = {name: body[name] for name in RENDERING if body.get(name) is not None}
+    if any(not isinstance(value, bool) for value in given.values()):
+        raise BadRequest(f"{' and '.join(given)} must be true or false")
+    return {**given, **extra, **({"tools": tools} if tools else {})}

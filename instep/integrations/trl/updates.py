@@ -20,7 +20,8 @@ from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.gpus import visible_gpus
 from instep.integrations.trl.clients import Client, Connection, Refused
 from instep.integrations.trl.delivery import Delivery
-from instep.integrations.trl.receiver import PACKED_BYTES, Meeting
+from instep.integrations.trl.infos import announced_of, check_whole, packed_bytes_of
+from instep.integrations.trl.receiver import Meeting
 from instep.integrations.trl.staging import Incoming, Layout
 from instep.integrations.trl.tensors import Announced, WrongTensor
 from instep.rollout import admission
@@ -58,7 +59,8 @@ class Updates:
         self._client: Client | None = None
         self._incoming: Incoming | None = None
         self._last: Client | None = None  # the one that had it last, if its update has failed
-        self._paused: float | None = None  # by a client: since when
+        self._paused: float | None = None  # by a client: since when, and who had the group then
+        self._pauser: Client | None = None
         self._num_waiting = 0  # for the thread: jobs of clients
 
     def close(self) -> None:
@@ -89,7 +91,7 @@ class Updates:
             raise Refused("init_info needs master_address and master_port", 400)
         if (size := info.get("world_size")) != 2 or info.get("rank_offset") != 1:
             raise Refused(f"world_size is {size}: this server is one rank, 1 of 2 (/get_world_size answers 1)")
-        packed_bytes = _packed_bytes(info)
+        packed_bytes = packed_bytes_of(info)
         client = await self._admit(connection, legacy=False)
         client.packed_bytes = packed_bytes
         await self._do(client, lambda: self._join(client, Meeting(host, port, 1, self._args.device, JOIN_SECONDS)))
@@ -102,19 +104,36 @@ class Updates:
                 await self._settled()
             self._drop(client)
 
-    async def _admit(self, connection: Connection, legacy: bool) -> Client:
-        if self._layout.refusal:
-            raise Refused(self._layout.refusal)
+    @property
+    def takes_none(self) -> str:
+        """Why no weights are taken from anybody; "" if they are."""
+        return self._layout.refusal
+
+    async def check_free(self, connection: Connection) -> None:
+        """Raise Refused if whoever asks by this connection would not get the weight group now.
+
+        The trainer of TRL >= 1.11 has to hear of it before it inits the group: then it waits for NCCL without a bound,
+        and would not look at the answer.
+        """
+        if self.takes_none:
+            raise Refused(self.takes_none)
         holder = self._client
-        if holder is not None and connection not in holder.connections and await self._holds(holder):
+        if holder is None or connection in holder.connections:
+            return
+        if await self._holds(holder):
             told = (
                 f"the trainer at {holder.peer} has the weight group since {holder.since}; one trainer at a time sends "
                 "weights: end it (or let it close its communicator), and try again"
             )
             self._say(f"the trainer at {connection.peer} was refused: {told}")
             raise Refused(told)
-        if holder is not None and self._client is holder:
+        if self._client is holder:
             self._drop(holder)
+
+    async def _admit(self, connection: Connection, legacy: bool) -> Client:
+        await self.check_free(connection)
+        if self._client is not None and connection in self._client.connections:
+            self._drop(self._client)
         if self._client is not None:
             raise Refused(f"the trainer at {self._client.peer} was first: it has the weight group now")
         self._client, self._incoming, self._last = Client(legacy, [connection]), None, None
@@ -189,8 +208,8 @@ class Updates:
         incoming, lists = self._incoming, [info.get(key) for key in ("names", "dtype_names", "shapes")]
         if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
             raise Refused("update_info needs names, dtype_names and shapes, of one length", 400)
-        packed_bytes = _packed_bytes(info) if "packed" in info else client.packed_bytes
-        what, wrong = _announced(incoming, zip(*cast(list[list[Any]], lists), strict=True))
+        packed_bytes = packed_bytes_of(info) if "packed" in info else client.packed_bytes
+        what, wrong = announced_of(incoming, zip(*cast(list[list[Any]], lists), strict=True))
         # The trainer is broadcasting already: it gets rid of all that it has announced before it hears of a mistake.
         await self._do(client, lambda: self._receive(client, incoming, what, packed_bytes))
         if wrong:
@@ -203,7 +222,7 @@ class Updates:
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             raise Refused("no update was started: POST /start_weight_update first")
-        _check_whole(incoming)
+        check_whole(incoming)
         admission.close()
         await self._do(client, lambda: self._bring(client, incoming))
 
@@ -221,7 +240,7 @@ class Updates:
             await self._settled()
             if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
-                _check_whole(incoming)
+                check_whole(incoming)
         self._tell_fault(connection)
         try:
             return await asyncio.to_thread(self._reset_caches)
@@ -236,21 +255,37 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, for `--sync-timeout` at most."""
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most."""
+        holder = self._client
+        self._pauser = holder if holder is not None and await self._holds(holder) else None
         self._paused, self.delivery.paused = time.monotonic(), True
         await self._run(lambda: self.delivery.each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
 
     async def resume(self) -> None:
-        await self._run(lambda: self.delivery.each(lambda e: e.resume(timeout=self._args.sync_timeout)))
-        self._paused, self.delivery.paused = None, False
+        """Let the engines go on. Raises Refused, also if the version that came meanwhile cannot be proven."""
+        try:
+            await self._run(self.delivery.resume)
+        finally:
+            if not self.delivery.paused:
+                self._paused = self._pauser = None
 
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
-        if self._paused is not None and time.monotonic() - self._paused > self._args.sync_timeout:
-            self._say(f"nobody has resumed the engines for {self._args.sync_timeout:.0f} s: they go on")
-            await self.resume()
+        if self._paused is not None:
+            if why := await self._why_resume(self._paused, self._pauser):
+                self._say(f"{why}: the engines go on")
+                await self.resume()
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
+
+    async def _why_resume(self, since: float, pauser: Client | None) -> str:
+        """Why a pause is over that nobody has ended; "": it is not."""
+        if pauser is not None and (self._client is not pauser or not await self._holds(pauser)):
+            if self._client is pauser:
+                self._drop(pauser)
+            return f"the trainer at {pauser.peer}, which has paused the engines, has the weight group no more"
+        bound = self._args.sync_timeout
+        return f"nobody has resumed the engines for {bound:.0f} s" if time.monotonic() - since > bound else ""
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -296,8 +331,11 @@ class Updates:
         self._end_group()
 
     def _is_joined(self) -> bool:
+        if self._group is None:
+            return False
+        self._group.watch = self._group.check_alive  # a trainer without an open connection may live
         try:
-            return self._group is not None and bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
+            return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
         except WorkerError:
             return False
 
@@ -341,43 +379,6 @@ class Updates:
 
     def _bring(self, client: Client, incoming: Incoming) -> None:
         self._say(f"weights from {client.peer}: {self.delivery.bring(incoming)}")
-
-
-def _packed_bytes(info: dict[str, Any]) -> int | None:
-    """How the tensors come, by `packed` and `packed_buffer_size_bytes` of an info; None: one by one."""
-    size = info.get("packed_buffer_size_bytes", PACKED_BYTES)
-    if type(size) is not int or size < 1:
-        raise Refused("packed_buffer_size_bytes must be a whole number above 0", 400)
-    return size if info.get("packed", False) else None
-
-
-def _announced(incoming: Incoming, infos: Any) -> tuple[list[Announced], str]:
-    """What comes, and what is wrong about the first tensor that does not belong here. Raises Refused for no tensors."""
-    what, wrong = [], ""
-    for name, dtype, shape in infos:
-        try:
-            numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-            if not isinstance(name, str) or not isinstance(dtype, str) or not numbers:
-                raise Refused(f"{name!r}, {dtype!r}, {shape!r}: a name, a dtype and a shape are expected", 400)
-            one = Announced(name, dtype, tuple(shape), dtype)
-            _ = one.nbytes
-            try:
-                one = incoming.announce(name, dtype, tuple(shape))
-            except WrongTensor as error:
-                wrong = wrong or str(error)
-            what.append(one)
-        except WrongTensor as error:  # of a dtype: nobody knows how many bytes come
-            raise Refused(str(error), 400) from error
-    return what, wrong
-
-
-def _check_whole(incoming: Incoming) -> None:
-    if missing := incoming.missing:
-        raise Refused(
-            f"{len(missing)} of {len(incoming.layout.places)} weights did not come: {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}. An update brings all of them (a trainer of adapters merges them "
-            "first); this one is dropped, and the engines keep their weights"
-        )
 
 
 def _told(error: Exception) -> str:

@@ -3,7 +3,7 @@
 TRL moves weights through vLLM's own classes, which need NCCL, thus a GPU. Those here have the same names and meet on
 the same TCPStore with the same ranks; then the bytes go through torch's gloo, under the store's prefix `instep-gloo`.
 The folder is first on the client's PYTHONPATH; the dist-info beside it tells TRL a version that both 1.10 and 1.16
-accept.
+accept. With `stub_vllm_0_31` before it TRL finds one from 0.28 on, of which it calls other functions.
 """
 
 

@@ -1,0 +1,117 @@
+"""Requests to the server for TRL's clients that are refused, or do what they say; and who they come from."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from instep.integrations.trl import forms
+from instep.integrations.trl.clients import Connection
+from instep.integrations.trl.forms import BadRequest
+from instep.integrations.trl.receiver import Meeting, careful_group
+from instep.integrations.trl.texts import Texts, template_options
+from tests.assets import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("m") / "hf")
+
+
+@pytest.mark.vllm
+def test_an_id_of_nccl_is_read_from_a_store_and_nothing_else():
+    """As the installed vLLM pickles it, and names a barrier."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    store, sent = dist.HashStore(), ncclUniqueId()
+    sent.internal[:] = range(-64, 64)
+    trainer, ours = StatelessProcessGroup(0, 2, store), careful_group(store, 1)
+    for value in (sent, "barrier_1", b"gloo"):
+        trainer.broadcast_obj(value, 0)
+    got, name, data = (ours.broadcast_obj(None, 0) for _ in range(3))
+    assert bytes(got) == bytes(sent) and isinstance(got, ncclUniqueId) and (name, data) == ("barrier_1", b"gloo")
+    trainer.broadcast_obj(Meeting("127.0.0.1", 1, 0, "cpu", 1.0), 0)
+    with pytest.raises(RuntimeError, match="holds a instep.integrations.trl.receiver.Meeting"):
+        ours.broadcast_obj(None, 0)
+    ours.broadcast_obj("from us", 1)  # rank 1 of TRL >= 1.11 never does, rank 0 of a barrier of ours does
+    assert trainer.broadcast_obj(None, 1) == "from us"
+
+
+OPENAI = {"messages": [{"role": "user", "content": "1"}], "return_token_ids": True}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "body", "says"),
+    [
+        (forms.completion_asked, {"prompt": [1], "echo": True}, "prompt_token_ids"),
+        (forms.chat_asked, {**OPENAI, "tools": TOOLS, "tool_choice": "auto"}, "tool_choice='auto': calls of tools"),
+        (forms.chat_asked, {**OPENAI, "tools": TOOLS, "tool_choice": "required"}, "tool_choice='required'"),
+        (forms.chat_asked, {**OPENAI, "extra_args": {"a": 1}}, "extra_args: vLLM has it, and this server does not"),
+        (forms.completion_asked, {"prompt": [1], "thinking_token_budget": 3}, "thinking_token_budget: vLLM has it"),
+        (forms.completion_asked, {"prompt": [1], "tempreature": 1}, "tempreature: no such sampling parameter"),
+    ],
+)
+def test_what_is_not_done_is_refused(asked, body, says):
+    with pytest.raises(BadRequest, match=says):
+        asked(body)
+
+
+@pytest.mark.vllm
+def test_every_sampling_parameter_of_vllm_is_passed_on_or_refused_as_one_of_its_own():
+    from vllm import SamplingParams
+
+    names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    untold = names - forms.SAMPLING - forms._NOT_PASSED_ON - {"output_text_buffer_length", "skip_clone"}  # its own
+    assert not untold and forms._NOT_PASSED_ON <= names
+
+
+def test_what_changes_nothing_is_taken():
+    plain = forms.chat_asked(OPENAI)
+    for more in ({"echo": False, "tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "auto"}, {"extra_args": None}):
+        assert forms.chat_asked(OPENAI | more) == plain
+
+
+def test_a_conversation_is_rendered_as_a_request_says(checkpoint):
+    texts = Texts(AutoTokenizer.from_pretrained(checkpoint))
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    go_on = {"add_generation_prompt": False, "continue_final_message": True}
+    closed, begun, continued = (
+        texts.render([talk], template_options({"messages": talk, **more}))[0]
+        for more in ({"add_generation_prompt": False}, {}, go_on)
+    )
+    assert begun[: len(closed)] == closed and len(begun) > len(closed)
+    assert closed[: len(continued)] == continued and len(continued) < len(closed)
+    forms.chat_asked(OPENAI | go_on)
+    with pytest.raises(BadRequest, match="add_generation_prompt must be true or false"):
+        template_options({"add_generation_prompt": "no"})
+
+
+# ---- who is there ----------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_has_vanished_is_noticed():
+    """Its socket is gone, and sent no FIN: without probes its connection would stay open."""
+
+    async def seconds() -> float:
+        made = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda reader, writer: made.set_result(writer), "127.0.0.1", 0)
+        trainer = socket.create_connection(server.sockets[0].getsockname())
+        connection = Connection((await made).transport)
+        try:
+            trainer.setsockopt(socket.IPPROTO_TCP, 19, 1)  # TCP_REPAIR: closed without a word
+        except PermissionError:
+            pytest.skip("needs CAP_NET_ADMIN")
+        trainer.close()
+        began = time.monotonic()
+        assert connection.open
+        while connection.open and time.monotonic() - began < 60:
+            await asyncio.sleep(0.05)
+        server.close()
+        return time.monotonic() - began
+
+    assert asyncio.run(seconds()) < 30
