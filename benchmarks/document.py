@@ -165,6 +165,10 @@ def weight_sync_gpu() -> str:
             name = f"{r['size']} `{r['way']}`"
             rows.append([name, r["error"], *[""] * 6] if "error" in r else [name, *_sync_cells(r)])
         parts.append(f"{measured({**found, 'device': gpus})}\n\n{table(*rows)}")
+        names = {True: "yes", False: "**no**", None: "not measured"}
+        figures = [[f"`{n}`", f["target"], f"{f['measured']}", names[f["met"]]] for n, f in found["headline"].items()]
+        told = [[*cells[:2], "" if cells[3] == names[None] else cells[2], cells[3]] for cells in figures]
+        parts.append(table(["figure", "target", "measured", "met"], *told))
     return "\n\n".join(parts) or "Nothing measured yet."
 
 
@@ -233,7 +237,8 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
         return ", ".join("-" if s is None else f"{s * 1e3:,.1f}" for s in seconds)
 
     busy = r["busy"]
-    sent = [busy[f"{n}_seconds"] for n in ("gather", "meet", "send", "load") if f"{n}_seconds" in busy]
+    parts = ("gather", "meet", "send", "load", "write", "sample")
+    sent = [busy[f"{n}_seconds"] for n in parts if f"{n}_seconds" in busy]
     published = ms(busy.get("publish"), r.get("floor")) + (f" ({ms(*sent)})" if sent else "")
     paused = [
         ms(r["paused_p50"], r["paused_p95"]),

@@ -7,8 +7,8 @@ side by side, in order as many as the memory takes, and are measured one after a
 syncs with 64 requests in flight that stay in the engine (`--pause-mode keep`), syncs with none, tokens per second. The
 trainer loads another checkpoint before every fifth sync. The tokens per second of `lora` are also put in relation to
 those of `ipc` (or single-copy) in the same run, whose engine has no adapters. Results go into
-`results/weight-sync-<device>.json`, where they replace those of the same ways and sizes. `--device cpu --size tiny`
-tries all of it without a GPU.
+`results/weight-sync-<device>.json`, where they replace those of the same ways and sizes; its `headline` compares all
+rows with what is to be reached. `--device cpu --size tiny` tries all of it without a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_model import SIZES  # noqa: E402
+from benchmarks.weight_sync_headline import headline  # noqa: E402
 from scripts.gpu_main import compile_vllm  # noqa: E402
 from scripts.gpu_vllm import end  # noqa: E402
 
@@ -264,7 +265,11 @@ def write(out: Path, machine: dict[str, Any], rows: list[dict[str, Any]], num_sy
     old = json.loads(out.read_text())["rows"] if out.exists() else []
     kept = [row for row in old if (row["size"], row["way"]) not in new]
     found = {"benchmark": "weight_sync", "date": time.strftime("%Y-%m-%d"), "versions": versions(), **machine}
-    out.write_text(json.dumps({**found, "num_syncs": num_syncs, "rows": [*kept, *rows]}, indent=1) + "\n")
+    rows = [*kept, *rows]
+    reached = headline(rows, machine["num_gpus"])
+    out.write_text(json.dumps({**found, "num_syncs": num_syncs, "rows": rows, "headline": reached}, indent=1) + "\n")
+    for name, figure in reached.items():
+        print(f"{name}: {figure['measured']} ({figure['target']}), met: {figure['met']}")
     print(f"written: {out}")
 
 

@@ -4,11 +4,11 @@
     python scripts/gpu_main.py --out DIR --tests [WORD ...] [--side-by-side 4]
 
 Each job is `instep train` of a random model of 0.6 B dimensions (16 prompts x 8 samples x (128 + 128) tokens a step,
-10 steps); job `4b` has a KV cache of 40 GiB. With --tests each job is a file of tests/gpu (whose name has one of the
-words), and what it prints. Jobs begin in their order, --side-by-side at a time; those that offload have the GPU alone:
-vLLM cannot sleep while others take memory. Models lie in --models, logs and runs in DIR. At the end, or after --limit
-seconds, a table shows what was measured; DIR/table.json holds it, too. `--device cpu --tiny` tries all of it without a
-GPU.
+10 steps); job `4b` takes 2 steps, with a KV cache of 40 GiB. With --tests each job is a file of tests/gpu (whose name
+has one of the words), and what it prints. Jobs begin in their order, --side-by-side at a time; those that offload have
+the GPU alone: vLLM cannot sleep while others take memory. Models lie in --models, logs and runs in DIR. At the end, or
+after --limit seconds, a table shows what was measured; DIR/table.json holds it, too. `--device cpu --tiny` tries all of
+it without a GPU.
 """
 
 from __future__ import annotations

@@ -35,14 +35,42 @@ item_lora_joined() { # 240 one product gives vLLM's log-probs
 item_quickstart() { # 420 the quickstart (alone on the GPU)
     python examples/quickstart/run.py --device cuda --out "$R/run"
 }
-item_main_4b() { # 420 ten steps of 4B dimensions, colocated
-    python scripts/gpu_main.py --only 4b --out "$R/out.json"
+item_main_4b() { # 420 two steps of 4B dimensions, colocated
+    python scripts/gpu_main.py --only 4b --limit 400 --out "$R/out"
+}
+item_main_ipc() { # 420 ten steps of hf by ipc, with sleep and offload
+    python scripts/gpu_main.py --only ipc-hf --limit 400 --out "$R/out"
+}
+item_main_lora() { # 300 ten steps of hf with an adapter
+    python scripts/gpu_main.py --only lora-hf --limit 280 --out "$R/out"
 }
 item_main_megatron() { # 300 ten steps of Megatron by ipc
-    python scripts/gpu_main.py --only ipc-megatron --out "$R/out.json"
+    python scripts/gpu_main.py --only ipc-megatron --limit 280 --out "$R/out"
 }
-item_sync_4b() { # 300 pauses of syncs of 4B dimensions
-    python benchmarks/weight_sync.py --device cuda --only 4b:ipc 4b:lora --out "$R/out.json"
+item_sync_06b() { # 300 syncs of 0.6B dimensions
+    python benchmarks/weight_sync.py --device cuda --only 0.6b:ipc 0.6b:single-copy --limit 280 --out "$R/out.json"
+}
+item_sync_4b() { # 300 syncs of 4B dimensions, and an adapter's tokens/s
+    python benchmarks/weight_sync.py --device cuda --only 4b:ipc 4b:lora --limit 280 --out "$R/out.json"
+}
+item_sync_4b_copy() { # 300 syncs of 4B dimensions in one memory
+    python benchmarks/weight_sync.py --device cuda --only 4b:single-copy --limit 280 --out "$R/out.json"
+}
+item_sync_nccl() { # 480 syncs of 4B and 8B dimensions between two GPUs
+    python benchmarks/weight_sync.py --device cuda --only 4b:nccl 8b:nccl --limit 460 --out "$R/out.json"
+}
+item_sync_tp2() { # 300 syncs in one memory with TP 2 (two GPUs)
+    python benchmarks/weight_sync.py --device cuda --only 0.6b:single-copy-tp2 --limit 280 --out "$R/out.json"
+}
+item_tests_ways() { # 540 the tests of the ways on one GPU
+    python scripts/gpu_main.py --tests ipc single_copy test_lora offload lease --limit 520 --out "$R/out"
+}
+item_tests_two() { # 480 the tests that need two GPUs
+    python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --limit 460 --out "$R/out"
+}
+item_tests_rest() { # 600 all other files of tests/gpu
+    python scripts/gpu_main.py --tests async compiled conversion families fast faults grouped host latent optimizer plan \
+        profile routing --limit 580 --out "$R/out"
 }
 item_grpo_long() { # 1200 1.7B dimensions, 1,024 new tokens, beside TRL as it is and tuned
     python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 560 --out "$R/out.json" \

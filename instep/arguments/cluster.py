@@ -25,7 +25,7 @@ from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
-from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY
+from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY, expandable
 
 RAY = "rollouts reach the trainer in one way, through the controller"
 
@@ -247,9 +247,12 @@ def own_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """A bucket on a GPU reaches the engines on this GPU alone."""
+    """A bucket on a GPU reaches the engines on this GPU alone, and only where it can be opened."""
     if args.weight_sync != "ipc" or args.device != "cuda" or args.debug_train_only or args.debug_rollout_only:
         return
+    if (name := expandable()) is not None:
+        what, remedy = "opens GPU memory of another process, which expandable segments do not let", "--weight-sync auto"
+        yield Problem(what, f"--weight-sync ipc with expandable_segments in {name}", f"take them out, or use {remedy}")
     try:
         sharing = gpu_sharing(args)
     except ConfigError:

@@ -18,6 +18,7 @@ from instep.cluster.launch import Cluster, make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
+from instep.controller.space import check_shared_memory
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
@@ -34,7 +35,6 @@ from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_root, places, sweep
 from instep.weights.bridge import shared_folder
-from instep.weights.ipc import expandable
 from instep.weights.place import SYNC
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
 
@@ -89,6 +89,7 @@ class Deployment:
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
         self._shared()  # a server that has ended is noticed before anything starts
+        check_shared_memory(self._args, self._memory.path)
         args, logs, line = self._args, self._log.run_dir / "logs", self._log.progress.line
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
             self._bound_context(teacher.check(tokenizer_of(args)))
@@ -189,14 +190,13 @@ class Deployment:
         """The folder in shared memory through which weights travel, or where a server of the user's shares them."""
         args = self._args
         external = args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs
-        return shared_folder(args.vllm_config_path) if external else self._memory.path
+        return shared_folder(args.vllm_config_path, args.hf_checkpoint) if external else self._memory.path
 
     def _chosen_way(self) -> str:
         """The way of the weight syncs; says what `auto` and `lora` mean here."""
         assert self._cluster is not None
         named = self._args.weight_sync
-        sharing = None if named == LORA and expandable() else gpu_sharing(self._args)
-        way, why = way_meant(named, self._cluster.one_host, sharing)
+        way, why = way_meant(named, self._cluster.one_host, gpu_sharing(self._args))
         if why:
             what = "adapters" if named == LORA else "weights"
             self._log.progress.line(f"{what} travel by {way} (--weight-sync {named}: {why})")

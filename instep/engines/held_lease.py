@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from instep.engines.lease import EXPIRED, HELD, UNKNOWN
+from instep.engines.lease import EXPIRED, HELD, NONE, UNKNOWN
 from instep.errors import EngineError
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class HeldLease:
         remedies = {
             HELD: "end that run, or give this one an engine of its own",
             EXPIRED: f"this run stood still for {LEASE_SECONDS:.0f} s: resume it from its last checkpoint",
+            NONE: "start it with a vLLM that this instep-vllm knows (docs/engines.md), or leave "
+            "--rollout-external-engine-addrs out: an engine that the run starts ends with it",
             UNKNOWN: "somebody else resumed the engine or started it anew: resume the run from its last checkpoint",
         }
         known = next((remedy for words, remedy in remedies.items() if words in error.what), error.remedy)

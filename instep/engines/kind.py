@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat  # a command line does not need it
 
+SHARED_MEMORY_REMEDY = "enlarge /dev/shm (docker: --shm-size), or use --weight-sync shm, which needs two buckets there"
+NO_SHARED_MEMORY = "of weights do not fit into"  # what an engine says that finds no room there
 AUTO = "auto"  # the value of --rollout-backend that stands for a kind
 
 
@@ -139,7 +141,7 @@ class EngineKind(Protocol):
 
     def start_remedy(self, log: str) -> str:
         """What to do about an engine that has ended before it was ready, by the end of its log; "" if unknown."""
-        return ""
+        return SHARED_MEMORY_REMEDY if NO_SHARED_MEMORY in log else ""
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         """Seconds after which an unanswered `core_route` means that the engine hangs; None: it need not be asked."""

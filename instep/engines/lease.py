@@ -16,9 +16,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-HELD = "another run has paused this engine"  # trainers look for these three in an answer
+HELD = "another run has paused this engine"  # trainers look for these four in an answer
 EXPIRED = "nobody renewed the lease of this pause, and the engine went on"
 UNKNOWN = "nobody holds the lease of this engine: it has resumed, or was started anew"
+NONE = "this engine cannot keep a lease of its pause"
 LONGEST = 3600.0  # seconds
 LATE = 1.0  # seconds after the end at which the server itself must have stood still
 

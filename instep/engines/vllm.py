@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-PROTOCOL = 2  # of the plugin instep-vllm; it refuses another one
+PROTOCOL = 3  # of the plugin instep-vllm; it refuses another one
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this instep-vllm \d+")
 PLUGIN_REMEDY = "install plugins/instep-vllm of this instep where the engine runs, and start the engine anew"
 PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
@@ -264,7 +264,7 @@ class VllmKind(EngineKind):
 
     def start_remedy(self, log: str) -> str:
         if not NO_ROOM.search(log):
-            return ""
+            return super().start_remedy(log)
         return "lower --vllm-gpu-memory-utilization, or let trainer and engines take turns (--colocate --offload)"
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:

@@ -29,10 +29,9 @@ from instep.weights.manifest import TensorRecord
 from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.stream import ROW_BYTES, Invitation, Packed, StreamBroken, bytes_of, checksums, rows_of
-from instep.weights.way import Order
+from instep.weights.way import Order, expandable
 
 NUM_BUCKETS = 2
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass
@@ -372,9 +371,3 @@ def _refuse_expandable(device: torch.device) -> None:
             where=f"--weight-sync ipc with {name}={os.environ[name]}",
             remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
         )
-
-
-def expandable() -> str | None:
-    """The environment variable, if one is set so, by which torch allocates memory without IPC handles."""
-    values = {name: os.environ.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_VARIABLES}
-    return next((name for name, value in values.items() if "expandable_segments:true" in value), None)

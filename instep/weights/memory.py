@@ -16,7 +16,9 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ class EngineMemory:
         slices: by nonce and name, of the workers whose memory is opened.
         on_gpus: whether the memory is that of GPUs, of which each rank of the trainer writes its own.
         crowded: whether a process may open the memory of several workers.
+        written_at: when `wait` returned first since this was set to None, by `time.monotonic`.
     """
 
     def __init__(self, workers: Sequence[Mapping[str, Any]], locks: Sequence[int] = ()):
@@ -68,6 +71,7 @@ class EngineMemory:
         self.crowded = len({_gpu(worker) for worker in workers}) < len(workers)
         self.dtype, self.architecture = str(workers[0]["dtype"]), str(workers[0]["architecture"])
         self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
+        self.written_at: float | None = None
         self._locks, self._workers = list(locks), workers
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -179,6 +183,7 @@ class EngineMemory:
         """Return when everything is written."""
         if self.on_gpus and self.slices:
             torch.cuda.synchronize()
+        self.written_at = self.written_at or time.monotonic()
 
 
 def attach(folder: Path, *, lock: bool) -> EngineMemory:
@@ -192,25 +197,44 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
     """
     locks: list[int] = []
     try:
-        workers, ended = [], list[str]()
-        for place in _places(folder):
-            check_memory_folder(str(place))
-            first = json.loads((place / "memory-0.json").read_text())
-            if not lives(first["process"]):  # it is started anew, or it was killed and left its files
-                ended.append(str(place))
-                continue
-            if lock:
-                locks.append(_lock(place / "memory-0.json"))  # an engine that is started anew has a new file
-            workers += [first]
-            workers += [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
-        if not workers:
-            raise ValueError(f"the engine that shared it has ended: {ended[0]}")
-        return EngineMemory(workers, locks)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace, SyncError) as error:
+        with _explained(folder):
+            return EngineMemory(_workers(folder, locks if lock else None), locks)
+    except SyncError:
         for fd in locks:
             os.close(fd)
-        if isinstance(error, SyncError):
-            raise
+        raise
+
+
+def nonces_in(folder: Path) -> list[str]:
+    """The nonces of all memory that `attach` would open; nothing is opened. Raises SyncError as it does."""
+    with _explained(folder):
+        return [str(worker["nonce"]) for worker in _workers(folder, None)]
+
+
+def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
+    """The manifests of the workers of all engines that live; `locks` gets the lock of each engine."""
+    workers, ended = list[dict[str, Any]](), list[str]()
+    for place in _places(folder):
+        check_memory_folder(str(place))
+        first = json.loads((place / "memory-0.json").read_text())
+        if not lives(first["process"]):  # it is started anew, or it was killed and left its files
+            ended.append(str(place))
+            continue
+        if locks is not None:
+            locks.append(_lock(place / "memory-0.json"))  # an engine that is started anew has a new file
+        workers += [first]
+        workers += [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
+    if not workers:
+        raise ValueError(f"the engine that shared it has ended: {ended[0]}")
+    return workers
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say in a SyncError what is wrong with a memory."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace) as error:
         raise SyncError(
             f"the memory in which the engine shares its weights cannot be opened: {error!r}",
             where=str(folder),

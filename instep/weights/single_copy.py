@@ -1,22 +1,24 @@
 """The way `single-copy`: the trainer writes into the memory that the engines compute with; no byte travels.
 
-Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them. A source
-whose parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the
-engines are digests of samples of the trainer's own weights, which they must find in their memory: so it is the same. On
+Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them, after
+each engine has said that this memory is its own: nothing is written into that of another server. A source whose
+parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the engines
+are digests of samples of the trainer's own weights, which they must find in their memory: so it is the same. On
 a CPU rank 0 tells all of them, on GPUs each rank those of the workers on its own. The proof compares every bit of it
 with the trainer's own weights (`unwritten`), while the engines serve already.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instep.errors import SyncError
+from instep.errors import EngineError, SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
-from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, sample_digest
+from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, nonces_in, sample_digest
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.way import Carriage, Order, Sent
+from instep.weights.way import OTHER_MEMORY, Carriage, Order, Sent
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class Written:
     Attributes:
         digests: by the nonce of a worker's memory, and by name.
         specs: all weights, and `homes`: by nonce where all memory is; of the rank that emits.
+        seconds: what the rank took to `write`, and then to `sample` what it has written.
     """
 
     digests: dict[str, dict[str, str]]
     specs: tuple[TensorSpec, ...] = ()
     homes: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class SingleCopy:
@@ -39,6 +43,7 @@ class SingleCopy:
     def __init__(self) -> None:
         self._memory: EngineMemory | None = None  # of the engines, while this process is a worker
         self._marks: list[tuple[str, int, int]] = []
+        self._shown: tuple[str, list[tuple[str, int, int]]] | None = None  # engines, and the memory that is theirs
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Written], None]) -> None:
         """Write all weights into the engines' memory, and emit what they must find there.
@@ -57,12 +62,16 @@ class SingleCopy:
                 memory.close()
                 raise
             self._memory, self._marks = memory, found
-        memory = self._memory
+        memory, began = self._memory, time.monotonic()
+        memory.written_at = None
         samples = source.write_into(memory)
         memory.wait()
+        written = memory.written_at or time.monotonic()
         if source.emits or memory.on_gpus:
             digests = {nonce: digests_of(found) for nonce, found in samples.items()}
-            emit(Written(digests, tuple(source.specs), memory.homes) if source.emits else Written(digests))
+            seconds = {"write": written - began, "sample": time.monotonic() - written}
+            about = (tuple(source.specs), memory.homes) if source.emits else ((), {})
+            emit(Written(digests, *about, seconds))
 
     def digests(self, source: WeightSource) -> dict[str, str]:
         """The digests that `Sent` has if the engines hold these weights (collective); for a worker."""
@@ -78,6 +87,7 @@ class SingleCopy:
     def drive(self, carriage: Carriage) -> Sent:
         """Let the trainer write, and each engine compare samples of what it computes with."""
         events: list[Written] = []
+        self._show(carriage)
         carriage.pause()  # the engine computes with what the trainer writes
         carriage.publish(carriage.memory_folder, events.append)
         digests = {nonce: found for event in events for nonce, found in event.digests.items()}
@@ -91,7 +101,30 @@ class SingleCopy:
         together = {s.name: "".join(digests[nonce].get(s.name, "") for nonce in whole.homes) for s in whole.specs}
         records = [TensorRecord(s.name, s.shape, dtype_name(s.dtype), 0, 0, together[s.name]) for s in whole.specs]
         carriage.deliver({"backend": "single-copy", "digests": digests})
-        return Sent(tuple(records), self.digest_kind)
+        seconds = {name: max(e.seconds.get(name, 0.0) for e in events) for name in ("write", "sample")}
+        return Sent(tuple(records), self.digest_kind, seconds)
+
+    def _show(self, carriage: Carriage) -> None:
+        """Let each engine say that the memory is its own, unless the same ones have said so of the same memory.
+
+        Raises:
+            SyncError: it is another server's, or was another's; nothing has been written there.
+        """
+        shown = carriage.audience(), marks(carriage.memory_folder)
+        if shown == self._shown:
+            return
+        try:
+            carriage.show({"backend": "memory", "memory": nonces_in(carriage.memory_folder)})
+        except EngineError as error:
+            if OTHER_MEMORY not in error.what:
+                raise
+            raise SyncError(
+                f"{error.what}; nothing was written",
+                where=f"{error.where}, {carriage.memory_folder}",
+                remedy="give the vllm_bridge_config.json of the server at that address with --vllm-config-path (its "
+                "log names the file), or that file's server with --rollout-external-engine-addrs",
+            ) from error
+        self._shown = shown
 
 
 WAY = SingleCopy()

@@ -7,6 +7,7 @@ in every worker and whose `drive` runs in the controller, within a session (`con
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,10 @@ LORA = "lora"
 WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", LORA, "restart")
 ON_ONE_HOST = frozenset({"ipc", "shm", SINGLE_COPY})  # these need trainer and engines on one host
 OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapter alone; the engines have its base
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
+OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # as an engine says it, instep-vllm, too
 BROKEN = "the stream of weights broke"  # as an engine says it, instep-vllm, too: another's death may have done it
 RESTART = "restart"  # engines are started anew on a checkpoint, and need not be able to load one while they run
 
@@ -85,8 +88,11 @@ class Carriage(Protocol):
     memory_folder: Path
     disk_folder: Path | None
 
+    def audience(self) -> str:
+        """Which processes the engines of the session are, as a text."""
+
     def receivers(self) -> tuple[str, int]:
-        """Which processes the engines of the session are, as a text, and how many workers they have together."""
+        """`audience`, and how many workers they have together."""
 
     def publish(
         self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
@@ -98,6 +104,9 @@ class Carriage(Protocol):
 
         An adapter is delivered before that, as it is not in use before the session is finished.
         """
+
+    def show(self, info: dict[str, Any]) -> None:
+        """Let every engine of the session check `info`, which changes nothing: it need not be paused."""
 
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
         """Let every engine of the session load what `info` names, the `update_info` of `/update_weights`.
@@ -133,6 +142,12 @@ class Way(Protocol):
         """Drive the session: the controller's side, which publishes and delivers to the engines what is emitted."""
 
 
+def expandable() -> str | None:
+    """The environment variable, if one is set so, by which torch allocates memory without IPC handles."""
+    values = {name: os.environ.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_VARIABLES}
+    return next((name for name, value in values.items() if "expandable_segments:true" in value), None)
+
+
 def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     """What `--weight-sync auto` means, and why.
 
@@ -142,7 +157,9 @@ def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
             are no GPUs, or it is not known.
     """
     if one_host and sharing == "shared":
-        return "ipc", "trainer and engines are on the same GPUs"
+        if (name := expandable()) is None:
+            return "ipc", "trainer and engines are on the same GPUs"
+        return "shm", f"with expandable_segments in {name} no process can open GPU memory of another, as ipc needs"
     if sharing == "apart":
         return "nccl", "trainer and engines have GPUs of their own"
     if one_host:
@@ -152,11 +169,12 @@ def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
 
 def way_of_adapters(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     """What `--weight-sync lora` means, and why; see `auto_way`."""
-    if auto_way(one_host, sharing)[0] == "ipc":
+    way, why = auto_way(one_host, sharing)
+    if way == "ipc":
         return "lora_ipc", "in buckets on the GPUs that trainer and engines share"
-    if one_host:
-        return LORA, "in shared memory"
-    return "lora_disk", "through --run-dir, as an engine is on another host"
+    if not one_host:
+        return "lora_disk", "through --run-dir, as an engine is on another host"
+    return LORA, "in shared memory" + (f": {why}" if sharing == "shared" else "")
 
 
 def way_meant(named: str, one_host: bool, sharing: Sharing = None) -> tuple[str, str]:

@@ -168,7 +168,8 @@ def test_what_a_step_changes_is_what_the_engine_computes_with(
         updates = [body["update_info"]["backend"] for body in told if "update_info" in body]
         size = sum(part.view.nbytes for w in shared.memory().slices.values() for parts in w.values() for part in parts)
         calibrates = set() if full else {"disk"}  # the proof compares with it when bf16 differs by more than before
-        assert {"single-copy"} <= {*updates} <= {"single-copy", "complete", *calibrates}
+        first = {"memory"} if number == 0 else set()  # the engine knows it as its own, before the first write
+        assert {"single-copy"} <= {*updates} <= {"single-copy", "complete", *calibrates, *first}
         assert len(json.dumps(told)) < size / 20
         dtype = torch.float32 if full else torch.bfloat16
         after, twin = shared.scores(), shared.exported_scores(tmp_path / str(number), dtype)
@@ -249,6 +250,31 @@ def test_a_second_trainer_is_refused(shared: Pair, sync: WeightSync) -> None:
     sync.run([shared.engine])
     with pytest.raises(SyncError, match="another trainer is attached"):
         attach(shared.folder, lock=True)
+
+
+@pytest.mark.parametrize("shared", ["embedded bf16 2", pytest.param("vllm fp32", marks=VLLM)], indirect=True)
+def test_the_memory_of_another_server_is_not_written(shared: Pair, sync: WeightSync, tmp_path: Path) -> None:
+    """As when a bridge file of server B lies where the trainer of server A looks for its own."""
+    sync.run([shared.engine])
+    before = shared.held()
+    with Scratch(f"{SYNC}test-", memory_root()) as folder:
+        args, env = shared.args.replace(rollout_backend="embedded"), {MEMORY_VARIABLE: str(folder)}
+        stale = args.replace(hf_checkpoint=str(shared.logs.parent / "stale"))
+        other = start_engine(stale, plan_engines(stale)[0], num_threads=1, log_dir=tmp_path, env=env)
+        try:
+            other.wait_ready(120)
+            (weights,) = attach(folder, lock=False).slices.values()
+            kept = {name: parts[0].view.clone() for name, parts in weights.items()}
+            strayed = WeightSync(shared.args, shared.actor, "single-copy", folder, vocab_size=50, max_len=128)
+            with pytest.raises(SyncError, match="other memory than this engine's; nothing was written") as caught:
+                strayed.run([shared.engine])
+            assert all(torch.equal(parts[0].view, kept[name]) for name, parts in weights.items())
+        finally:
+            other.stop()
+    message = str(caught.value)
+    assert shared.engine.name in message and str(folder) in message and "--vllm-config-path" in message
+    assert not shared.paused() and shared.held() == before and len(shared.scores()) == len(TOKENS) - 1
+    sync.run([shared.engine])
 
 
 @pytest.mark.parametrize("shared", ["embedded bf16 2", pytest.param("vllm bf16", marks=SLOW)], indirect=True)

@@ -246,7 +246,7 @@ def test_seconds_of_twenty_syncs(published, tiny, tmp_path):
     num_bytes = results[-1].num_bytes
     print(f"session p50 {statistics.median(sessions):.1f} ms, pause p50 {statistics.median(pauses):.1f} ms, ", end="")
     print(f"{num_bytes / 1e9:.2f} GB, {num_bytes / 1e6 / statistics.median(pauses):.1f} GB/s of the pause")
-    assert num_bytes > 1.1e9 and statistics.median(sessions) < 1000
+    assert num_bytes > 1.1e9 and statistics.median(sessions) <= 100 and statistics.median(pauses) <= 60
 
 
 def milliseconds(result):

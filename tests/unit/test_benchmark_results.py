@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.weight_sync_headline import headline
 from instep.arguments.algorithm.loss_rules import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +101,29 @@ def test_every_algorithm_learnt():
     rows = json.loads((ROOT / "benchmarks" / "results" / "learning-cpu.json").read_text())["rows"]
     assert len(rows) == 19 * 3 and {row["seed"] for row in rows} == {0, 1, 2}
     assert min(row["reward_after"] - row["reward_before"] for row in rows) >= 0.2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("weight-sync-[0-9]x-*.json")))
+def test_the_headline_of_the_ways_follows_from_their_rows(path):
+    found = json.loads(path.read_text())
+    assert found["headline"] == headline(found["rows"], found["num_gpus"])
+
+
+def test_a_figure_that_no_row_holds_is_not_met():
+    row = {"size": "0.6b", "way": "single-copy", "num_syncs": 20, "num_parameters": 10**9, "trainer_peak_gb": 7.0}
+    row |= {"idle": {"session_seconds": 0.11, "pause_seconds": 0.06}, "busy": {"bytes": 0, "write_seconds": 0.003}}
+    found = headline([row, {"size": "0.6b", "way": "ipc", "trainer_peak_gb": 8.95}], 1)
+    met = {name: (figure["measured"], figure["met"]) for name, figure in found.items() if "0.6b_single-copy" in name}
+    assert met == {
+        "0.6b_single-copy_syncs_with_requests": (20, True),
+        "0.6b_single-copy_session_s": (0.11, False),
+        "0.6b_single-copy_pause_s": (0.06, True),
+        "0.6b_single-copy_write_over_floor": (None, None),
+        "0.6b_single-copy_bytes": (0, True),
+        "0.6b_single-copy_peak_below_ipc_in_bf16_models": (0.975, True),
+    }
+    again = headline([row | {"floor": 0.001}, {"size": "4b", "way": "ipc", "error": "it ended"}], 1)
+    assert again["0.6b_single-copy_write_over_floor"] == {"target": "<= 2", "measured": 3.0, "met": False}
+    assert again["4b_ipc_syncs_with_requests"]["met"] is None
+    nccl = {"size": "4b", "way": "nccl", "idle": {"transfer_seconds": 0.2}, "floor": 0.05}
+    assert headline([nccl], 2)["4b_nccl_over_broadcast"] == {"target": "<= 3", "measured": 4.0, "met": False}

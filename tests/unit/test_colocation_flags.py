@@ -77,6 +77,16 @@ def test_ipc_without_a_shared_gpu_is_refused_where_auto_means_a_gpu(monkeypatch)
         assert device.resolve_on_machine(parse(f"{flags} {more}".split(), "plan"), with_engines=False).device == "cuda"
 
 
+def test_ipc_from_memory_that_no_other_process_can_open_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(device, "device_here", lambda: "cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="--weight-sync ipc with expandable_segments in PYTORCH_ALLOC_CONF") as caught:
+        device.resolve_on_machine(parse(f"{COLOCATED} --weight-sync ipc".split(), "plan"), with_engines=False)
+    assert "use --weight-sync auto" in str(caught.value)
+    assert device.resolve_on_machine(parse(COLOCATED.split(), "plan"), with_engines=False).weight_sync == "auto"
+
+
 def test_engines_beyond_the_trainers_gpus_stay_awake(tmp_path):
     topology = tmp_path / "engines.yaml"
     topology.write_text(

@@ -250,6 +250,12 @@ def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, fol
     class Carriage:
         memory_folder = folder
 
+        def audience(self) -> str:
+            return "engine 0"
+
+        def show(self, info) -> None:
+            assert info["memory"] == list(memory.homes)
+
         def pause(self) -> None:
             pass
 

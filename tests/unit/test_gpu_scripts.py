@@ -1,9 +1,12 @@
 """What the scripts for a GPU host make of logs and metrics; the scripts themselves run with `--device cpu`, too."""
 
 import json
+import re
+import shlex
+import subprocess
 
 from benchmarks.random_model import SIZES, dimensions, prompt
-from benchmarks.weight_sync_gpu import floors
+from benchmarks.weight_sync_gpu import WAYS, floors
 from scripts import gpu_main
 from scripts.gpu_main import Job, printed, row, text
 
@@ -55,3 +58,32 @@ def test_floors_are_those_of_the_bytes_that_a_way_moves():
     assert abs(floors("single-copy", 600_000_000, machine)["floor"] - 0.0012) < 1e-6
     assert abs(floors("nccl", 4_000_000_000, machine)["floor"] - 0.02186) < 1e-4
     assert "floor" not in floors("ipc", 1, machine)
+
+
+def test_the_items_of_a_session_name_what_there_is_and_end_before_their_limit(tmp_path):
+    """A job that reaches its own limit still writes what it has measured; one that is ended does not."""
+    script = gpu_main.ROOT / "scripts" / "gpu_session.sh"
+    items = subprocess.run([str(script), "items"], capture_output=True, text=True, check=True).stdout.splitlines()
+    limits = {name: int(limit) for name, limit, *_ in map(str.split, items)}
+    bodies = dict(re.findall(r"^item_(\w+)\(\) \{[^\n]*\n(.*?)^\}", script.read_text(), re.M | re.S))
+    assert limits.keys() == bodies.keys() and max(limits.values()) <= 600
+    tested = set()
+    for name, body in bodies.items():
+        words = shlex.split(body.replace("\\\n", " "))
+        given = {flag: words[words.index(flag) + 1 :] for flag in ("--only", "--tests", "--limit") if flag in words}
+        values = {
+            f: [v for v in vs[: next((i for i, v in enumerate(vs) if v[:2] == "--"), None)]] for f, vs in given.items()
+        }
+        if "benchmarks/weight_sync.py" in words:
+            assert all(size in SIZES and way in WAYS for size, _, way in (v.partition(":") for v in values["--only"]))
+        elif "scripts/gpu_main.py" in words:
+            assert set(values.get("--only", ())) <= set(gpu_main.WAYS)
+            assert all(gpu_main.tests([word], tmp_path) for word in values.get("--tests", ()))
+            tested |= (
+                {job.name for job in gpu_main.tests(values["--tests"], tmp_path)} if "--tests" in values else set()
+            )
+        else:
+            continue
+        assert int(values["--limit"][0]) < limits[name], name
+    alone = {"test_atropos_guide"}  # an item of its own
+    assert {job.name for job in gpu_main.tests([], tmp_path)} == tested | alone

@@ -23,7 +23,7 @@ from instep.weights.manifest import dtype_name
 from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.stream import Invitation, StreamBroken, StreamMismatch
-from instep.weights.way import Order
+from instep.weights.way import Order, expandable
 from tests.distributed.helpers import RankPool
 
 SHAPES = {"embed": (40, 64), "up": (128, 64), "norm": (64,), "scale": (), "none": (0, 4), "down": (64, 128)}
@@ -215,9 +215,9 @@ def test_memory_that_cannot_be_exported_is_refused_with_a_remedy(monkeypatch):
     with pytest.raises(SyncError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
         ipc._refuse_expandable(torch.device("cuda"))
     ipc._refuse_expandable(torch.device("cpu"))
-    assert ipc.expandable() == "PYTORCH_CUDA_ALLOC_CONF"
+    assert expandable() == "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    assert ipc.expandable() is None
+    assert expandable() is None
 
 
 def test_without_room_for_its_buckets_a_session_says_so_and_the_next_one_succeeds(monkeypatch):
@@ -234,15 +234,25 @@ def test_without_room_for_its_buckets_a_session_says_so_and_the_next_one_succeed
         assert holds(engine, 2)
 
 
-@pytest.mark.parametrize("allocator, way", [("", "lora_ipc"), ("expandable_segments:True", "lora")])
-def test_a_run_says_how_its_adapters_travel(monkeypatch, allocator, way):
-    lines, args = [], SimpleNamespace(weight_sync="lora")
+@pytest.mark.parametrize(
+    "named, allocator, way",
+    [
+        ("lora", "", "lora_ipc"),
+        ("lora", "expandable_segments:True", "lora"),
+        ("auto", "", "ipc"),
+        ("auto", "expandable_segments:True", "shm"),
+    ],
+)
+def test_a_run_says_how_its_weights_travel(monkeypatch, named, allocator, way):
+    """No process can open memory in an expandable segment of another: no way is taken that would fail by it."""
+    lines, args = [], SimpleNamespace(weight_sync=named)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     monkeypatch.setattr(deployment, "gpu_sharing", lambda args: "shared")
     log = SimpleNamespace(progress=SimpleNamespace(line=lines.append))
     run = SimpleNamespace(_args=args, _cluster=SimpleNamespace(one_host=True), _log=log)
     assert deployment.Deployment._chosen_way(run) == way
-    assert f"adapters travel by {way} (--weight-sync lora:" in lines[0]
+    assert f"{'adapters' if named == 'lora' else 'weights'} travel by {way} (--weight-sync {named}: " in lines[0]
+    assert ("expandable_segments in PYTORCH_CUDA_ALLOC_CONF" in lines[0]) == bool(allocator)
 
 
 def trainer_that_dies(folder, where):

@@ -1,6 +1,7 @@
 """The lease of an engine's pause: on the engine's side, in the plugin around vLLM's methods, and in the controller."""
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -14,7 +15,7 @@ import pytest
 import instep.engines.held_lease as held
 import instep.engines.lease
 from instep.engines.engine import Engine, EngineRefusal
-from instep.engines.lease import EXPIRED, HELD, UNKNOWN, Lease, NoLease
+from instep.engines.lease import EXPIRED, HELD, NONE, UNKNOWN, Lease, NoLease
 from instep.errors import EngineError
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
@@ -265,6 +266,7 @@ LOADED = "; some weights of the session were loaded before"
         ([of_adapter("lora")], "resume"),  # which is not in use before the session is complete
         ([of_adapter("lora_ipc"), of_adapter("lora_ipc")], "resume"),
         ([of_adapter("lora_disk"), complete], "end"),
+        ([of_adapter("memory")], "resume"),  # the nonce of its memory is compared, and nothing is loaded
         ([bucket, of_adapter("lora")], "end"),
         ([bucket, complete, finish], "resume"),
         ([bucket, finish], "end"),  # so a session is given up that another trainer has left
@@ -321,6 +323,19 @@ def test_no_lease_is_kept_by_a_vllm_that_is_not_known(async_llm, caplog, change)
     before = dict(vars(llm_class))
     async_llm.install(llm_class)
     assert vars(llm_class) == before and caplog.text.count("no lease of pauses, as this vLLM's AsyncLLM.") == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_worker_that_is_asked_for_a_lease_refuses_it(monkeypatch, is_last):
+    """Its server has not kept it: a trainer must not believe that the engine goes on by itself. The last one raises."""
+    from instep_vllm import engine
+
+    for name in ("get_tp_group", "get_pp_group"):
+        monkeypatch.setattr(engine, name, lambda: SimpleNamespace(is_last_rank=is_last))
+    worker = object.__new__(engine.ShmWeightTransferEngine)
+    with pytest.raises(RuntimeError, match=rf"WeightMismatch\[\]: {NONE}") if is_last else contextlib.nullcontext():
+        worker.init_transfer_engine({"lease": asking(begin=True)})
 
 
 # ---- in the controller -------------------------------------------------------------------------------------------
@@ -380,6 +395,7 @@ def test_a_process_that_stood_still_asks_before_it_goes_on(monkeypatch):
         (f"{EXPIRED}", "resume it from its last checkpoint"),
         (f"{HELD}: process 7 on host1 (5f3a)", "end that run"),
         (UNKNOWN, "somebody else resumed the engine"),
+        (f"WeightMismatch[]: {NONE}: instep-vllm does not know", "an engine that the run starts"),
         ("the session is malformed: Session() got an unexpected keyword argument 'lease'", "the instep-vllm of this"),
     ],
 )

@@ -155,6 +155,12 @@ def test_the_plan_knows_the_way_that_a_run_takes(plan, flags, way, buckets):
         assert held in ([], [pytest.approx(1e9 * buckets, rel=1e-3)])
 
 
+def test_the_plan_heeds_what_the_allocator_is_told(plan, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert planned_way(parse(plan(""), "plan")) == "shm"
+    assert planned_way(parse(plan("--weight-sync lora --lora-rank 16"), "plan")) == "lora"
+
+
 def test_what_each_choice_saves(plan):
     fixed = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
     one = only(plan(fixed))

@@ -1,6 +1,8 @@
 """Each way of the weights, without engines: what its sender announces and what its driver delivers."""
 
 import contextlib
+import errno
+import os
 import threading
 import time
 import weakref
@@ -16,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from instep.engines.embedded.protocol import HttpError
 from instep.engines.embedded.shared import SharedWeights
-from instep.errors import SyncError
+from instep.engines.embedded.weights import LiveWeights
+from instep.engines.kind import kind_of
+from instep.errors import EngineError, SyncError
 from instep.ports import users_listening
 from instep.weights import nccl, stream
 from instep.weights.handles import Receiver
@@ -24,7 +28,7 @@ from instep.weights.lora_ipc import LoraIpc
 from instep.weights.manifest import BucketManifest
 from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
-from instep.weights.single_copy import SingleCopy
+from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.stream import (
     ROW_BYTES,
@@ -81,8 +85,11 @@ class Carriage:
         self.memory_folder.mkdir(mode=0o700)
         self.loaded = {}
 
+    def audience(self):
+        return str(self.memory_folder)
+
     def receivers(self):
-        return str(self.memory_folder), 1
+        return self.audience(), 1
 
     def publish(self, folder, on_event, audience="", num_receivers=0):
         # Two tensors of 24 bytes do not fill a bucket.
@@ -153,6 +160,50 @@ def test_what_is_delivered_is_what_was_announced(tmp_path, name):
     assert (carriage.started_on is not None) == (name == RESTART)
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_single_copy_writes_into_no_memory_but_the_engines_own(tmp_path, shares):
+    """An engine says so before the first write, and the next session asks nothing where both are the same."""
+    carriage = Carriage(SINGLE_COPY, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    other = SharedWeights(model, tmp_path / "hf", carriage.memory_folder)
+    engine = other if shares else LiveWeights(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tmp_path / "hf")
+    engine.start("3", "nonce")
+    calls, way = [], SingleCopy()
+
+    def show(info):
+        calls.append("show")
+        try:
+            engine.update(info)
+        except HttpError as error:
+            raise EngineError(f"engine 0 refused it: {error}", where="its address") from error
+
+    carriage.show, carriage.pause = show, lambda: calls.append("pause")
+    carriage.publish = lambda folder, emit: calls.append("publish") or emit(Written({}, (Source.specs[0],), {"": ""}))
+    for _ in range(2):
+        with pytest.raises(SyncError, match="no rank of the trainer" if shares else "nothing was written") as caught:
+            way.drive(carriage)
+        assert shares or all(w in str(caught.value) for w in ("--vllm-config-path", "--rollout-external-engine-addrs"))
+    assert calls == (["show", *["pause", "publish"] * 2] if shares else ["show"] * 2)
+    assert not engine.failure
+
+
+def test_an_engine_without_room_for_its_weights_says_what_helps(tmp_path, monkeypatch):
+    """Where another process has taken it since the run compared."""
+    carriage = Carriage(SINGLE_COPY, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineError, match="GB of weights do not fit into .*: No space left") as caught:
+        SharedWeights(model, tmp_path / "hf", carriage.memory_folder)
+    assert "--shm-size" in caught.value.remedy and not list(carriage.memory_folder.iterdir())
+    for name in ("embedded", "vllm"):
+        assert kind_of(name).start_remedy(f"cannot serve: {caught.value}") == caught.value.remedy
+        assert "shm" not in kind_of(name).start_remedy("another fault")
+
+
 @pytest.mark.parametrize("spoilt", [None, "model.layers.1.mlp.up_proj.weight"])
 def test_single_copy_delivers_digests_of_what_the_engine_holds(tmp_path, spoilt):
     carriage = Carriage(SINGLE_COPY, tmp_path)
@@ -174,7 +225,7 @@ def test_single_copy_delivers_digests_of_what_the_engine_holds(tmp_path, spoilt)
             engine.shared[spoilt].data[0, 0] += 1
         engine.update(info)
 
-    way, carriage.deliver = SingleCopy(), deliver
+    way, carriage.deliver, carriage.show = SingleCopy(), deliver, engine.update
     order = Order("3", "nonce", carriage.memory_folder, 50, tmp_path / "hf")
     carriage.publish = lambda folder, emit: way.send(Trainer(), order, emit)
     if spoilt:
@@ -187,6 +238,7 @@ def test_single_copy_delivers_digests_of_what_the_engine_holds(tmp_path, spoilt)
     held = model.state_dict()
     assert all(torch.equal(held[name], t) for name, t in new.items()) and len(new) > 20
     assert sum(record.nbytes for record in sent.tensors) == 0 and sent.digests.keys() == new.keys()
+    assert set(sent.seconds) == {"write", "sample"} and min(sent.seconds.values()) > 0
     assert len(str(told[0])) < 100 * len(new)  # digests and nothing else
 
 

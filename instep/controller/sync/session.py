@@ -292,11 +292,13 @@ class _Carriage:
         self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
         self._receiving: list[Engine] = []  # of a stream, which ends with any of them
 
+    def audience(self) -> str:
+        return ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self._session.engines)
+
     def receivers(self) -> tuple[str, int]:
         counts = self._session.each(lambda e: e.num_workers(self.seconds_left()))
         self._receiving = list(self._session.engines)
-        audience = ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self._receiving)
-        return audience, sum(counts.values())
+        return self.audience(), sum(counts.values())
 
     def publish(
         self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
@@ -308,6 +310,9 @@ class _Carriage:
 
     def pause(self) -> None:
         self._session.pause()
+
+    def show(self, info: dict[str, Any]) -> None:
+        self._session.each(lambda e: e.update(info, timeout=self.seconds_left()))
 
     def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
         session, began = self._session, time.monotonic()

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from instep.engines.embedded.protocol import HttpError
 from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
+from instep.engines.kind import NO_SHARED_MEMORY, SHARED_MEMORY_REMEDY
+from instep.errors import EngineError
 from instep.processes import pulse
 from instep.weights.manifest import dtype_name
 from instep.weights.memory import sample_digest
@@ -31,7 +33,8 @@ class SharedWeights(LiveWeights):
         folder: of the run, as `place.py` asks for.
 
     Raises:
-        NoPlace, OSError: it is no such folder, or there is no room for the weights.
+        NoPlace, OSError: it is no such folder.
+        EngineError: there is no room for the weights.
         ValueError: a weight of the checkpoint does not lie in one piece in the model.
     """
 
@@ -52,9 +55,10 @@ class SharedWeights(LiveWeights):
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, end)  # else a write without room would end the process
-            except OSError:
+            except OSError as error:
                 path.unlink()
-                raise
+                what = f"{end / 1e9:,.2f} GB {NO_SHARED_MEMORY} {folder}: {error.strerror}"
+                raise EngineError(what, where=str(folder), remedy=SHARED_MEMORY_REMEDY) from error
             data = torch.frombuffer(mmap.mmap(file.fileno(), end), dtype=torch.uint8)
         tensors: dict[str, Any] = {}
         for (name, parameter), offset in zip(self.shared.items(), offsets, strict=True):

@@ -20,7 +20,7 @@ from instep.weights.manifest import BucketManifest, digest, dtype_name, record_o
 from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
 from instep.weights.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
-from instep.weights.way import BROKEN, OF_ADAPTERS
+from instep.weights.way import BROKEN, OF_ADAPTERS, OTHER_MEMORY
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 
@@ -31,6 +31,8 @@ class LiveWeights:
     Tensors that make one weight together, such as the experts of a layer, wait in `pending` for the last of them.
     `failure` says why nothing may be generated: a session failed, and the parameters may be of two weight versions.
     """
+
+    nonce = ""  # of the memory that it shares with a trainer
 
     def __init__(self, model: PreTrainedModel, folder: Path):
         self.weights = named_weights(model)
@@ -57,6 +59,10 @@ class LiveWeights:
         """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
+        if info.get("backend") == "memory":
+            if self.nonce not in info.get("memory", ()):
+                raise HttpError("WeightMismatch", OTHER_MEMORY)
+            return 0
         try:
             loaders = {"shm": self._load_bucket, "disk": self._load_checkpoint, "nccl": self._receive}
             loaders |= {"ipc": self._receive, "lora_ipc": self._receive}

@@ -138,6 +138,7 @@ class Mirror:
         for name, full in self._written_apart(memory, names):
             memory.write(names[name], full, without=self._index if name in self._views else None)
         assert self._sampler is not None
+        memory.wait()
         return self._sampler.samples()
 
     @torch.no_grad()

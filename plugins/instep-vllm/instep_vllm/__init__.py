@@ -15,7 +15,7 @@ import threading
 import time
 from types import ModuleType
 
-PROTOCOL = 2  # of the weight sync; instep refuses an engine that speaks another one
+PROTOCOL = 3  # of the weight sync; instep refuses an engine that speaks another one
 ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
 SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where that memory lies: a folder of the run

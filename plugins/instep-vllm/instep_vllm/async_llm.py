@@ -27,7 +27,8 @@ from instep_vllm.loaded import Loaded
 logger = logging.getLogger("vllm.instep")
 GRACE = 10.0  # seconds from SIGTERM to the end
 LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
-ADAPTERS = ("lora", "lora_ipc", "lora_disk")  # updates after which the engine computes as before: "complete" loads them
+# Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
+HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
 WRAPPED = {  # methods of AsyncLLM, with the parameters that are read here
     "init_weight_transfer_engine": ["request"],
     "update_weights": ["request"],
@@ -63,11 +64,11 @@ class Keeper:
         self.check()
         backend = info.get("backend") if isinstance(info, dict) else None
         before, self._complete = self._torn, False
-        self._torn = before or backend not in ADAPTERS
+        self._torn = before or backend not in HARMLESS
         try:
             await load()
         except Exception as error:  # whatever vLLM raises: parts may be loaded
-            self._torn = before or (self._several and backend not in ADAPTERS) or LOADED in str(error)
+            self._torn = before or (self._several and backend not in HARMLESS) or LOADED in str(error)
             raise
         self._complete = backend == "complete"
 
@@ -109,8 +110,8 @@ async def _end_server() -> None:
 def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
     """Let servers with an engine of the class `llm`, vLLM's `AsyncLLM`, keep a lease. Once in a process.
 
-    Where the class has not the methods that are known here no lease is kept, and an engine stays paused for ever when
-    its trainer has died.
+    Where the class has not the methods that are known here no lease is kept: an engine would stay paused for ever when
+    its trainer has died, so its workers refuse a trainer that asks for one (`engine.py`).
 
     Args:
         end: ends the server with its engine.

@@ -2,13 +2,14 @@
 
 A session uses vLLM's own routes:
 
-    POST /init_weight_transfer_engine {"init_info": {"protocol": 2, "version": "3", "nonce": "..."}}
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 3, "version": "3", "nonce": "..."}}
     POST /start_weight_update
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
                                                                     or "nccl" or "ipc", "invitation", "seconds"
                           "restart" with path and manifest of the checkpoint that the engine was started on
                           an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk";
                           "lora_ipc", with "config" beside what "ipc" needs
+                          "memory", with the nonces of all memory that a trainer is about to write into
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
@@ -50,11 +51,13 @@ from instep_vllm.async_llm import LOADED
 from instep_vllm.bucket import Manifest, WeightMismatch, compare, read
 from instep_vllm.direct import DirectLoader, loads_directly
 from instep_vllm.handles import Receiver as IpcReceiver
+from instep_vllm.lease import NONE as NO_LEASE
 from instep_vllm.lora import Receiver, session_begins
 from instep_vllm.place import NoPlace, check_checkpoint
 from instep_vllm.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
 logger = init_logger("vllm.instep")
+OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # instep looks for it
 ACTIVE = "a session is active: POST /finish_weight_update ends it"
 
 
@@ -72,7 +75,7 @@ class Update(WeightTransferUpdateInfo):
     """One step of a session.
 
     `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
-    (`invitation`, `seconds`), lora_ipc (`config`, too) or complete (`names`).
+    (`invitation`, `seconds`), lora_ipc (`config`, too), memory (`memory`) or complete (`names`).
     """
 
     backend: str
@@ -82,10 +85,12 @@ class Update(WeightTransferUpdateInfo):
     invitation: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     config: dict[str, Any] = field(default_factory=dict)
+    memory: list[str] = field(default_factory=list)
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     init_info_cls, update_info_cls = Session, Update
+    _nonce = ""  # of the memory that this worker shares with a trainer
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -106,8 +111,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         return init_dict  # checked below, where the workers agree on a failure
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        if isinstance(init_info, dict) and "lease" in init_info:
-            return  # this vLLM keeps none, as `async_llm.py` has said
+        if isinstance(init_info, dict) and "lease" in init_info:  # `async_llm.py` has not wrapped this vLLM's server
+            if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+                raise RuntimeError(f"WeightMismatch[]: {NO_LEASE}: instep-vllm does not know its vLLM's AsyncLLM")
+            return
         failure = None
         try:
             session = Session(**init_info)
@@ -188,6 +195,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         elif update_info.backend == "lora_disk":
             tensors = self._files(update_info)
             self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
+        elif update_info.backend == "memory":
+            if self._nonce not in update_info.memory:
+                raise WeightMismatch(OTHER_MEMORY)
         elif update_info.backend == "complete":
             self._check_complete(update_info.names)
             if self._adapter.tensors:

@@ -2,12 +2,13 @@
 
 They lie in memory that both map (`memory.py`). A session has the routes of `engine.py`; nothing is loaded in it:
 
+    POST /update_weights {"update_info": {"backend": "memory", "memory": ["NONCE", ...]}}   before the first write
     POST /update_weights {"update_info": {"backend": "single-copy", "digests": {"NONCE": {"NAME": "..."}, ...}}}
     POST /update_weights {"update_info": {"backend": "disk", "path": DIR}}
 
-The first compares samples of the parameters as each worker has them with what the trainer has written into the memory
-of that nonce.
-The second compares a whole checkpoint with them, every byte, and writes nothing.
+The first asks each worker whether its memory is among those that the trainer would write into. The second compares
+samples of the parameters as each worker has them with what the trainer has written into the memory of that nonce. The
+third compares a whole checkpoint with them, every byte, and writes nothing.
 """
 
 from __future__ import annotations
