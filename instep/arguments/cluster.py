@@ -32,7 +32,7 @@ RAY = "rollouts reach the trainer in one way, through the controller"
 CLUSTER = FlagGroup(
     "Cluster and device",
     (
-        Flag("--actor-num-nodes", GPUS, 1, "hosts of the trainer; more than one needs --cluster ray", whose="VSC"),
+        Flag("--actor-num-nodes", GPUS, 1, "hosts of the trainer; more than one: of a Ray cluster", whose="VSC"),
         Flag(
             "--actor-num-gpus-per-node",
             GPUS_PER_NODE,
@@ -50,7 +50,8 @@ CLUSTER = FlagGroup(
             "--cluster",
             default="local",
             choices=("local", "ray"),
-            help="local: one supervised process per rank, on this host; ray: on the hosts of a Ray cluster",
+            help="local: one supervised process per rank, on this host; ray: on the hosts of a Ray cluster "
+            "(default if the actor or the critic has more than one)",
         ),
         Flag(
             "--ray-address",
@@ -127,6 +128,12 @@ def precision(args: Settings, given: Given) -> str:
     return "bf16" if args.bf16 and args.precision == "auto" else args.precision
 
 
+def cluster(args: Settings, given: Given) -> str:
+    """Beyond one host it is Ray's."""
+    several = max(args.actor_num_nodes, args.critic_num_nodes or 1) > 1
+    return "ray" if several and "cluster" not in given else args.cluster
+
+
 def actor_num_gpus_per_node(args: Settings, given: Given) -> int:
     """By default 8, or on the CPUs of this host one copy of the model: more would only take turns on its cores."""
     if args.device != "cpu" or args.cluster != "local" or "actor_num_gpus_per_node" in given:
@@ -182,6 +189,7 @@ def notes(args: Settings, given: Given) -> list[str]:
 
 RESOLVERS = (
     precision,
+    cluster,
     actor_num_gpus_per_node,
     world_size,
     dp_size,
@@ -264,14 +272,17 @@ def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
     local = args.command != "plan" and args.cluster == "local"
-    if local and args.actor_num_nodes > 1:
-        yield Problem("the local cluster is one host", "--actor-num-nodes", "use --cluster ray, or 1")
+    several = "--actor-num-nodes" if args.actor_num_nodes > 1 else "--critic-num-nodes"
+    if local and max(args.actor_num_nodes, args.critic_num_nodes or 1) > 1:
+        yield Problem("the local cluster is one host", several, "leave out --cluster local, or use 1")
+    elif args.cluster == "ray" and "cluster" not in given:
+        yield Problem("more than one host, so this run is one of --cluster ray", several, refused=False)
     for name in ("ray_address", "num_gpus_per_node"):
         if local and name in given:
             yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
     if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
-        yield Problem("Ray is not installed here", "--cluster ray", remedy)
+        yield Problem("Ray is not installed here", "--cluster ray" if "cluster" in given else several, remedy)
 
 
 def placement(args: Settings, given: set[str]) -> Iterator[Problem]:

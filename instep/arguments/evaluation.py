@@ -255,7 +255,9 @@ def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif args.num_rollout == 0 and args.debug_train_only:
         yield Problem("evaluates, and there is no engine", "--num-rollout 0 with --debug-train-only", "leave one out")
     if named and args.eval_interval is None:
-        yield Problem("no evaluation would ever run", "--eval-interval", "say after how many rollouts")
+        yield Problem(
+            "is not given, so no evaluation runs, neither before nor after rollouts", "--eval-interval", refused=False
+        )
 
 
 RULES = (sources, datasets, interval)

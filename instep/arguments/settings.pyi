@@ -47,7 +47,7 @@ class Settings:
     ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None
     clip_grad: float
-    cluster: Literal["local", "ray"]
+    cluster: str
     colocate: bool
     command: Literal["train", "train-async", "sft", "dpo", "serve", "plan"]
     constant_loss_length: int | None

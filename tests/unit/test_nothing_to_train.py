@@ -32,6 +32,15 @@ def test_an_evaluation_follows_every_last_rollout():
     assert not evaluates_at(args, 0, 5) and not evaluates_at(args, 4, 5) and evaluates_at(args, 3, 5)
 
 
+@pytest.mark.parametrize("words", ["--eval-prompt-data data.jsonl", "--eval-function-path json.dumps"])
+def test_without_an_interval_no_evaluation_runs(words):
+    """As in slime, whose run-qwen3-235B-A22B.sh names data sets and no interval. A line says so."""
+    args = parse(argv(words))
+    assert not any(evaluates_at(args, i, 3) or evaluates_after(args, i, 3) for i in range(4))
+    assert [n for n in args.notes if n.startswith("--eval-interval: is not given, so no evaluation runs")]
+    assert not [n for n in parse(argv()).notes if "eval" in n]
+
+
 def test_num_rollout_0_needs_no_interval():
     assert parse(argv("--num-rollout 0 --eval-prompt-data data.jsonl")).eval_interval == 1
     assert parse(argv("--num-rollout 0 --eval-prompt-data data.jsonl --eval-interval 7")).eval_interval == 7

@@ -139,7 +139,11 @@ def train(tmp_path):
 @pytest.mark.parametrize(
     "words,text",
     [
-        ("--actor-num-gpus-per-node 1 --actor-num-nodes 2", "the local cluster is one host"),
+        ("--actor-num-gpus-per-node 1 --actor-num-nodes 2 --cluster local", "the local cluster is one host"),
+        (
+            "--advantage-estimator ppo --actor-num-gpus-per-node 1 --critic-num-nodes 2 --cluster local",
+            "--critic-num-nodes",
+        ),
         ("--actor-num-gpus-per-node 1 --ray-address local", "no effect without --cluster ray"),
         (
             "--actor-num-gpus-per-node 8 --cluster ray --weight-sync shm",
@@ -152,6 +156,25 @@ def test_train_refuses_before_anything_starts(train, words, text):
     with pytest.raises(ConfigError) as caught:
         train(words)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words,flag",
+    [
+        ("--actor-num-nodes 2 --rollout-batch-size 128", "--actor-num-nodes"),
+        ("--advantage-estimator ppo --critic-num-nodes 2 --rollout-batch-size 128", "--critic-num-nodes"),
+    ],
+)
+def test_beyond_one_host_ray_is_the_default(train, words, flag, monkeypatch):
+    args = train(words)
+    assert args.cluster == "ray" and len(make_plan(args).nodes) > 2
+    assert f"{flag}: more than one host, so this run is one of --cluster ray" in args.notes
+    assert train("--actor-num-nodes 1").cluster == "local"
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
+    with pytest.raises(ConfigError) as caught:
+        train(words)
+    assert "Ray is not installed here" in str(caught.value) and flag in str(caught.value)
 
 
 def test_train_takes_what_can_be_placed(train):
