@@ -7,7 +7,7 @@ import torch
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.rollout import vllm_rollout
 from instep.rollout.filters import DynamicFilterOutput
-from instep.rollout.tokens import next_turn_ids
+from instep.rollout.tokens import next_turn
 from instep.training.megatron.hooks import model_provider
 from instep.training.slime_api import get_log_probs_and_entropy
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -40,11 +40,13 @@ def evaluate(args, rollout_id, data_source, evaluation=True):
 
 async def generate(args, sample, sampling_params):
     """Two turns: the model answers, is asked whether it is sure, and answers again."""
-    sample = await vllm_rollout.generate(args, sample, {**sampling_params, "max_new_tokens": 4})
-    question = next_turn_ids(args, [{"role": "user", "content": "Are you sure?"}])
-    sample.append_response_tokens(args, tokens=question, trainable=False)
-    longest = sample.response_length + 4
-    return await vllm_rollout.generate(args, sample, {**sampling_params, "max_new_tokens": longest})
+    half = sampling_params["max_new_tokens"] // 2
+    first = await vllm_rollout.generate(args, sample, {**sampling_params, "max_new_tokens": half})
+    if first.status is not Sample.Status.COMPLETED:  # cut off, or aborted: its turn has no end
+        return first
+    second = next_turn(args, first, [{"role": "user", "content": "Are you sure?"}])
+    second = await vllm_rollout.generate(args, second, sampling_params)
+    return second if second is first else [first, second]  # two where the template changes the first turn then
 
 
 async def note_length(args, sample, *, rollout_id=None, evaluation=False):

@@ -53,14 +53,15 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
         raise DataError(
             "the last message has tool calls, or content that is no text: it cannot be taken as it stands",
             where=where,
-            remedy="leave --loss-mask-type distill_qwen out",
+            remedy="leave --loss-mask-type distill_qwen out, or take qwen3_5 in its place",
         )
     tag = prompt[prompt.rfind("<") :].rstrip()
     if messages[-1].get("reasoning_content") or (tag == "<think>" and "</think>" not in content):
         raise DataError(
             "the last message has its reasoning beside its content, or none where the prompt opens it",
             where=where,
-            remedy="write <think>...</think> into the content, or leave --loss-mask-type distill_qwen out",
+            remedy="write <think>...</think> into the content; or take --loss-mask-type qwen3_5, which trains turns as the "
+            "template writes them at last",
         )
     if tag.startswith("<") and content.startswith(tag):
         content = content.removeprefix(tag).removeprefix(prompt[len(prompt.rstrip()) :])

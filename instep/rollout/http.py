@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,10 +22,11 @@ from instep.errors import EngineError, NoAnswerError
 from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
 
-__all__ = ["api_key", "get", "headers_for", "post"]
+__all__ = ["api_key", "get", "headers_for", "post", "post_within"]
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
 LONGEST_PAUSE = 5.0
+TOO_MANY = 429  # requests: the server asks for patience
 
 
 async def post(
@@ -37,8 +39,8 @@ async def post(
 ) -> dict[str, Any]:
     """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
 
-    A refusal (4xx) is final. After a failed connection or a 5xx there are at most `max_retries` further attempts, with
-    growing pauses (by default 3 seconds in all). `timeout` bounds one attempt, in seconds.
+    A refusal (4xx, but 429) is final. After a failed connection, a 429 or a 5xx there are at most `max_retries` further
+    attempts, with growing pauses (by default 3 seconds in all). `timeout` bounds one attempt, in seconds.
 
     Raises:
         EngineError: with the URL and the answer's own message.
@@ -46,7 +48,7 @@ async def post(
     in_sglangs_form = admission.is_guarded(url) and urlsplit(url).path == sglang_form.PATH
     if in_sglangs_form:
         headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
-    answer = await _ask("POST", url, max_retries, timeout, headers, json=payload)
+    answer = _object(url, await _ask("POST", url, max_retries, timeout, headers, json=payload))
     if in_sglangs_form:
         params = {sglang_form.VLLM_NAMES.get(k, k): v for k, v in (payload.get("sampling_params") or {}).items()}
         note_request(params, [answer.get("output_ids") or []], payload.get("input_ids"))
@@ -57,12 +59,31 @@ async def post(
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
     """GET a JSON object; bounds and errors are those of `post`."""
-    return await _ask("GET", url, max_retries, timeout, None)
+    return _object(url, await _ask("GET", url, max_retries, timeout, None))
+
+
+async def post_within(url: str, payload: dict[str, Any], seconds: float) -> Any:
+    """POST `payload` as JSON and return the answer, any JSON value; tried again, as `post` does, for `seconds` in all.
+
+    Raises:
+        EngineError: with the URL and the answer's own message.
+    """
+    end, attempts, pause = time.monotonic() + seconds, 0, FIRST_PAUSE
+    while True:
+        attempts += 1
+        try:
+            return await _ask("POST", url, 0, max(0.1, end - time.monotonic()), None, json=payload)
+        except NoAnswerError as error:
+            if time.monotonic() + pause >= end:
+                what = error.what.replace("1 attempts failed", f"{attempts} attempts in {seconds:g} s failed")
+                raise NoAnswerError(what, where=error.where, remedy=error.remedy) from None
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 async def _ask(
     method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
-) -> dict[str, Any]:
+) -> Any:
     problem = ""
     headers = bearer(key_of(url)) | (headers or {})  # each new connection is checked (runtime.py)
     for attempt in range(max_retries + 1):
@@ -83,7 +104,7 @@ async def _ask(
                 problem = f"{answer.status}: {message(text)}"
                 if answer.status in REFUSED:
                     raise refusal(url, answer.status, text)
-                if answer.status < 500:
+                if answer.status < 500 and answer.status != TOO_MANY:
                     remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
         except aiohttp.ClientError as error:
@@ -101,15 +122,20 @@ async def _ask(
     )
 
 
-def _parse(url: str, body: bytes, content_type: str) -> dict[str, Any]:
+def _parse(url: str, body: bytes, content_type: str) -> Any:
     try:
         if content_type == CONTENT_TYPE:
             return decode(body)
-        value = json.loads(body) if body.strip() else {}
+        return json.loads(body) if body.strip() else {}
     except ValueError:
-        value = None
+        raise _no_object(url, body, "JSON") from None
+
+
+def _object(url: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise EngineError(
-            f"the answer is no JSON object: {body[:200]!r}", where=url, remedy="is this the address of an engine?"
-        )
+        raise _no_object(url, json.dumps(value).encode(), "JSON object")
     return value
+
+
+def _no_object(url: str, body: bytes, wanted: str) -> EngineError:
+    return EngineError(f"the answer is no {wanted}: {body[:200]!r}", where=url, remedy="is this the right address?")

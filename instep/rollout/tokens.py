@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from instep.data.branches import Message, ended, window
 from instep.data.byte_texts import ByteTexts, byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
@@ -19,7 +21,11 @@ from instep.types import Sample
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-_TURN = "\ue001"  # private use: stands for a turn of the model
+_TURN, _THOUGHT, _MARK = "\ue001", "\ue002", "\ue003"  # private use: for a turn, its reasoning, what follows
+_OF_RESPONSE = (  # fields of a sample that another one does not share
+    *("response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_routed_experts"),
+    *("weight_versions", "status", "sampling_params", "sampling_turns", "remove_sample", "non_generation_time"),
+)
 MAX_TOKENS_INLINE = 256  # the transfer to a thread and back takes longer than to decode so many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
@@ -56,10 +62,15 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     if not isinstance(text, str):
         tokenizer, kwargs = require_chat_template(tokenizer_of(args)), args.apply_chat_template_kwargs
         text = render(text, tokenizer, sample.metadata.get("tools"), kwargs, generation_prompt=True, where=where)
-    ids = _encode(str(args.hf_checkpoint), args.trust_remote_code, text)
+    ids = encode(args, text)
     if not ids:
         raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
-    return list(ids)
+    return ids
+
+
+def encode(args: Settings, text: str) -> list[int]:
+    """The token ids of a text that already has its special tokens."""
+    return list(_encode(str(args.hf_checkpoint), args.trust_remote_code, text))
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
@@ -72,24 +83,182 @@ def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
 
     They begin after the end-of-turn token that the model has sampled and end where its next turn begins, so that
     `sample.append_response_tokens(ids, trainable=False)` makes the next prompt and no token is tokenized again. Names
-    of special tokens are removed from the contents, because they would become these tokens.
+    of special tokens are removed from the contents, because they would become these tokens. `messages` may begin with
+    the model's turn as a message (`assistant`, with its `tool_calls`), which some templates want.
+
+    What the model has said is not known here: the template is tried with a turn that has reasoning (`<think>`, or what
+    the template makes of it) and with one that has none, unless the generation prompt opens or closes it. `next_turn`
+    looks at the turn itself.
 
     Raises:
-        DataError: the template refuses the messages, or ends a turn with no special token.
+        DataError: the template refuses the messages, does not show one of them, ends a turn with no special token, or
+            writes a turn otherwise once they follow.
     """
-    tokenizer, kwargs = tokenizer_of(args), args.apply_chat_template_kwargs
-    special = special_tokens(tokenizer)
-    messages = [{**message, "content": _without(special, str(message["content"]))} for message in messages]
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
-    text = render(turns, tokenizer, None, kwargs, generation_prompt=True, where="next_turn_ids").partition(_TURN)[2]
-    end = next((token for token in special if text.startswith(token)), None)
+    said, messages = _said_and_others(args, messages)
+    talk = _Talk(args, [{"role": "user", "content": "?"}])
+    plain = {"role": "assistant", "content": _TURN}
+    tags = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}"}
+    keys = plain | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    closed = talk.prompt.rstrip().endswith("</think>")  # so that the model does not reason
+    forms = [said] if said else [tags] if talk.opening else [plain] if closed else [plain, tags]
+    talk.must_show(forms[0], messages)
+    out = None
+    for form in [*forms, *([] if said or closed or _THOUGHT not in talk.alone(keys) else [keys])]:
+        alone, after = talk.alone(form), talk.after(form, messages)
+        turns = [alone.removeprefix(talk.prompt)] if alone.startswith(talk.prompt) and _shows(alone, form) else []
+        if form in (plain, tags):  # as the model may say it, before the template reads it
+            turns.append(form["content"].removeprefix(talk.opening) + alone.rpartition(_TURN)[2])
+        turns = [ended(turn, list(talk.ends))[0] for turn in turns]
+        rests = [(turn, rest) for turn in turns if (rest := _rest(after, talk.prompt + turn)) is not None]
+        if not rests:
+            raise talk.refusal(messages)
+        out = rests[0] if out is None else out
+    turn, text = out or ("", "")
+    end = "" if turn.endswith(talk.ends) else next((token for token in talk.ends if text.startswith(token)), None)
     if end is None:
         raise DataError(
             f"the chat template ends a turn of the model with no special token, but with {text[:20]!r}",
             where="next_turn_ids",
             remedy="make the tokens between two turns yourself, as the model's template writes them",
         )
-    return list(_encode(str(args.hf_checkpoint), args.trust_remote_code, text.removeprefix(end)))
+    return encode(args, text.removeprefix(end))  # a model that nothing ends is stopped by what begins the next message
+
+
+def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) -> Sample:
+    """The sample that ends where the model's next turn begins, after `messages` (as those of `next_turn_ids`).
+
+    It is `sample`, with the tokens between the two turns, if the chat template goes on from what the model has said;
+    blanks that a template changes are the model's. A template may write the turn otherwise once others follow, as one
+    that drops reasoning. Then it is another sample, whose prompt is the conversation as the template writes it now: a
+    fan-out sibling, which a generate function returns in a list with those before. No token is tokenized again.
+
+    The conversation is known of samples whose prompt is one (without --apply-chat-template). It is rendered whole for a
+    sibling only: what stands before the last user's message, and before a tool's answer all turns between that message
+    and the turn before, are left out, so that all turns together take a time that is linear in their number.
+
+    Raises:
+        DataError: the template refuses the messages, or does not show one of them; or a sibling would be needed, and
+            the prompt is a text.
+    """
+    said, messages = _said_and_others(args, messages)
+    state = sample.extra.get("next_turn") or {"start": 0, "messages": []}
+    known = [*sample.prompt, *state["messages"]] if isinstance(sample.prompt, list) else None
+    before = [{"role": "user", "content": "?"}]
+    if known is not None:
+        kept, earlier = window([*known, {"role": "assistant"}], len(known))
+        if any(m["role"] != "tool" for m in messages):  # which may change all turns since the last user's message
+            earlier = next((i + 1 for i in reversed(range(len(known))) if known[i]["role"] == "user"), 0)
+        before = [*kept, *known[earlier:]]
+    talk = _Talk(args, before, sample.metadata.get("tools"), where_of(sample))
+    ids = sample.tokens[sample.prompt_length + state["start"] :]
+    turn = tokenizer_of(args).decode(ids, skip_special_tokens=False)
+    said = said or {"role": "assistant", "content": talk.opening + _without_ends(turn, talk.ends)}
+    talk.must_show(said, messages)
+    rest = _rest(talk.after(said, messages), talk.prompt + turn)
+    messages = [*state["messages"], said, *messages]
+    if rest is not None:
+        sample.append_response_tokens(encode(args, rest), trainable=False)
+        sample.extra = {**sample.extra, "next_turn": {"start": sample.response_length, "messages": messages}}
+        return sample
+    if known is None:
+        raise talk.refusal(messages[len(state["messages"]) + 1 :])
+    messages = [*sample.prompt, *messages]
+    empty = Sample()
+    fresh = {name: getattr(empty, name) for name in _OF_RESPONSE}
+    return dataclasses.replace(
+        sample,
+        **fresh,
+        prompt=messages,
+        tokens=encode(args, talk.render(messages, generation_prompt=True)),
+        metadata=dict(sample.metadata),
+        extra={name: value for name, value in sample.extra.items() if name != "next_turn"},
+    )
+
+
+class _Talk:
+    """A conversation up to a turn of the model, as the chat template writes it, and what follows.
+
+    Attributes:
+        ends: the special tokens, one of which ends a turn.
+        prompt: the text before the turn.
+        opening: the tag of reasoning with which that ends, if it does.
+    """
+
+    def __init__(self, args: Settings, before: list[Message], tools: Any = None, where: str = "next_turn_ids"):
+        self.tokenizer, self.before, self.where = require_chat_template(tokenizer_of(args)), before, where
+        added = self.tokenizer.added_tokens_decoder.values()
+        self.ends = tuple({*(str(t) for t in added if t.special), *self.tokenizer.all_special_tokens})
+        kwargs = args.apply_chat_template_kwargs
+        self.render = functools.partial(
+            render, tokenizer=self.tokenizer, tools=tools, template_kwargs=kwargs, where=where
+        )
+        self.prompt: str = self.render(before, generation_prompt=True)
+        at = self.prompt.rfind("<think>")
+        self.opening = self.prompt[at:] if self.prompt.rstrip().endswith("<think>") else ""
+
+    def alone(self, said: Message) -> str:
+        """The text that ends with the turn `said`."""
+        return self.render([*self.before, said], generation_prompt=False)
+
+    def after(self, said: Message, messages: list[Message]) -> str:
+        """The next prompt, when `messages` follow the turn."""
+        return self.render([*self.before, said, *messages], generation_prompt=True)
+
+    def must_show(self, said: Message, messages: list[Message]) -> None:
+        """Raise a DataError if the template leaves out one of `messages`."""
+        marked = [m | {"content": f"{_MARK}{i}."} if m["content"].strip() else m for i, m in enumerate(messages)]
+        text = self.after(said, marked)
+        lost = [m["role"] for m in marked if m["content"].strip() and m["content"] not in text]
+        if lost:
+            raise DataError(
+                f"the chat template does not show what the {lost[0]} says after a turn of the model",
+                where=self.where,
+                remedy="give the model's turn with its tool_calls as the first of the messages, if the template writes "
+                "answers where their calls are; or use a role that it shows, such as user",
+            )
+
+    def refusal(self, messages: list[Message]) -> DataError:
+        roles = ", ".join(m["role"] for m in messages)
+        return DataError(
+            f"the chat template writes a turn of the model otherwise once messages ({roles}) follow, such as without "
+            "its reasoning or with another end: what the model has said is not how the next prompt begins",
+            where=self.where,
+            remedy="take instep.rollout.tokens.next_turn, which looks at what was said and begins a fan-out sibling "
+            "where that is needed, with prompts that are conversations (without --apply-chat-template)",
+        )
+
+
+def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
+    """The model's turn, if `messages` begin with it, and the others without names of special tokens."""
+    special = special_tokens(tokenizer_of(args))
+    first = messages[0] if messages and messages[0]["role"] == "assistant" else None
+    others = messages if first is None else messages[1:]
+    return first, [{**m, "content": _without(special, str(m["content"]))} for m in others]
+
+
+def _shows(text: str, form: Message) -> bool:
+    return _THOUGHT in text or _THOUGHT not in str(form)
+
+
+def _without_ends(text: str, ends: tuple[str, ...]) -> str:
+    """`text` without the special tokens at its end, and the blanks between them."""
+    while (cut := next((end for end in ends if end and text.rstrip().endswith(end)), "")) != "":
+        text = text.rstrip().removesuffix(cut)
+    return text
+
+
+def _rest(text: str, beginning: str) -> str | None:
+    """What follows `beginning` in `text`, blanks aside; None: `text` begins otherwise."""
+    if text.startswith(beginning):
+        return text[len(beginning) :]
+    at = 0
+    for letter in "".join(beginning.split()):
+        while text[at : at + 1].isspace():
+            at += 1
+        if not text.startswith(letter, at):
+            return None
+        at += 1
+    return text[at:]
 
 
 def _without(names: list[str], text: str) -> str:

@@ -16,6 +16,7 @@ from examples import hooks
 from instep.engines.engine import Engine
 from instep.hooks import Hook
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import generate_rollout
 from tests.engines.rollouts import rollout, source_of
 from tests.unit.test_hook_errors import WAYS, current, folder, parsed  # noqa: F401
@@ -63,14 +64,27 @@ def test_examples_of_a_rollout_together(make_args: Callable[..., Any], capsys: p
 
 
 def test_two_turns_and_a_whole_rollout(make_args: Callable[..., Any]) -> None:
+    """A second turn follows one that has ended; one that was cut off stays the last."""
     flag, whole = "--custom-generate-function-path", "--rollout-function-path"
-    args = make_args(flag, NAME(ENTRIES[flag].example), whole, NAME(ENTRIES[whole].example))
+    ends = [str(i) for i in range(10, 53, 8)]  # so that some turns of the random model end
+    more = ("--rollout-max-response-len", "24", "--rollout-stop-token-ids", *ends)
+    args = make_args(flag, NAME(ENTRIES[flag].example), whole, NAME(ENTRIES[whole].example), *more)
     hook = Hook(whole, args.rollout_function_path)
     output = as_train_output(hook.call(args, 0, source_of(args), evaluation=False), hook)
     assert output.metrics["rollout/mine"] == 1.0 and len(output.samples) == 4
+    num_turns = set()
     for sample in (s for group in output.samples for s in group):
-        trained = sum(sample.loss_mask)
-        assert 2 <= trained <= 8 and 0 in sample.loss_mask and sample.response_length > trained
+        mask, response = sample.loss_mask, sample.tokens[sample.prompt_length :]
+        num_turns.add(1 + (0 in mask))
+        if 0 not in mask:
+            assert sample.response_length == 12 and sample.truncated
+            continue
+        tokenizer = tokenizer_of(args)
+        between = tokenizer.decode([i for i, m in zip(response, mask, strict=True) if not m])
+        last = response[mask.index(0) - 1]
+        assert last == tokenizer.eos_token_id or str(last) in ends
+        assert between.startswith("<|im_end|>") == (last != tokenizer.eos_token_id) and "<|im_start|>" in between
+    assert num_turns == {1, 2}
 
 
 def test_an_evaluation(make_args: Callable[..., Any], data: Path, server: Engine) -> None:

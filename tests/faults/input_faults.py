@@ -71,7 +71,7 @@ def hook_import(place: Place) -> None:
         run.error("hook_import", "ConfigError: ", "no_such_package", "my_hooks", code=2)
 
 
-@scenario(slow=True, reward_server_away="error: nothing answers at `--rm-url`")
+@scenario(slow=True, reward_server_away="error: nothing answers at `--rm-url` (`--reward-timeout 3`)")
 def reward_server_away(place: Place) -> None:
     patch = """
         import instep.rollout.http as module
@@ -82,7 +82,7 @@ def reward_server_away(place: Place) -> None:
             return ask(method, url, *args, **more)
         module._ask = ask_and_mark
         """
-    flags = ("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/")
+    flags = ("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/", "--reward-timeout", "3")
     with place.run(*flags, patches={"controller": patch}) as run:
         run.error("reward_server_away", "RewardError: ", "http://127.0.0.1:9/")
 

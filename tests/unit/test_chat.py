@@ -177,3 +177,27 @@ def test_reasoning_beside_the_content_is_not_left_out_in_silence(tokenizer: PreT
     talk = [USER, {"role": "assistant", "content": "2", "reasoning_content": "1+1"}]
     with pytest.raises(DataError, match="has its reasoning beside its content"):
         conversation_samples(talk, tokenizer, loss_mask_type="distill_qwen")
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_a_generation_prompt_that_opens_a_reasoning_which_is_not_shown(
+    tokenizer: PreTrainedTokenizerFast, thought: str
+) -> None:
+    """As DeepSeek-R1's, V3's and Nemotron 3's. Each refusal names what is accepted."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip() }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    talk = [USER, {"role": "assistant", "content": f"{thought}It is 2."}]
+    with pytest.raises(DataError, match="otherwise than after its own generation prompt") as error:
+        conversation_samples(talk, tokenizer)
+    assert "--loss-mask-type qwen3_5" in error.value.remedy and "distill_qwen" in error.value.remedy
+    if thought:
+        [(ids, mask)] = conversation_samples(talk, tokenizer, loss_mask_type="distill_qwen")
+        assert trained(tokenizer, ids, mask) == ["hm\n</think>\n\nIt is 2.<|im_end|>"]
+    else:
+        with pytest.raises(DataError, match="none where the prompt opens it") as error:
+            conversation_samples(talk, tokenizer, loss_mask_type="distill_qwen")
+        assert "--loss-mask-type qwen3_5" in error.value.remedy
+    [(ids, mask)] = conversation_samples(talk, tokenizer, loss_mask_type="qwen3_5")
+    assert trained(tokenizer, ids, mask) == ["It is 2.<|im_end|>"]

@@ -106,14 +106,32 @@ def test_exact_match(make: Callable[..., Any]) -> None:
     assert rewards(make("--rm-type", "exact_match"), other) == [0.0, 0.0]
 
 
-def test_a_failed_generation_is_no_zero(make: Callable[..., Any]) -> None:
-    failed = pair()
+async def of_slimes_form(args: Any, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+    return [0.5] * len(sample) if isinstance(sample, list) else 0.5
+
+
+FORMS = {
+    "built-in": ["--rm-type", "exact_match"],
+    "TRL's": ["--custom-rm-path", f"{ME}.lengths"],
+    "slime's": ["--custom-rm-path", f"{ME}.of_slimes_form"],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "group"),
+    [("built-in", False), *((form, group) for form in ("TRL's", "slime's") for group in (False, True))],
+)
+def test_a_failed_generation_is_no_zero(make: Callable[..., Any], form: str, group: bool) -> None:
+    """No function is asked about it."""
+    failed, args = pair(), make(*FORMS[form], *(["--group-rm"] if group else []))
     failed[1].status = Status.FAILED
     with pytest.raises(RewardError, match="has failed, which is no reward of 0") as caught:
-        rewards(make("--rm-type", "exact_match"), failed)
-    assert "group 3, sample 1" in caught.value.where
+        rewards(args, failed)
+    assert "group 3, sample 1" in caught.value.where and FORMS[form][1] in caught.value.where
+    assert failed[1].reward is None
     failed[1].reward = 0.25  # what the generate function says counts
-    assert rewards(make("--rm-type", "exact_match"), failed) == [1.0, 0.25]
+    first, second = rewards(args, failed)
+    assert first in (0.5, 1.0) and (group or second == 0.25)
 
 
 # ---- failures that are counted

@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 
 from instep.errors import ConfigError, RewardError
+from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.rewards import text
 from instep.rollout.rewards.dapo import dapo
@@ -160,28 +161,63 @@ def test_gpqa(response: str, label: str, expected: float) -> None:
     assert text.gpqa(response, label, {"choices": ["red", "blue", "green", "black"]}) == expected
 
 
-def test_remote_reward() -> None:
-    seen: list[Any] = []
+def ask_remote(*answers: Any, **flags: Any) -> tuple[Any, list[Any]]:
+    """The reward by a server that gives these answers one after the other (a number is a status), and its requests.
+
+    None: it is not there yet, and comes after a second."""
+    seen, left = list[Any](), list(answers)
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(await request.json())
-        return web.json_response({"reward": 0.25})
+        value = left.pop(0)
+        return web.Response(status=value) if type(value) is int else web.json_response(value)
 
     async def serve() -> Any:
         app = web.Application()
         app.add_routes([web.post("/", answer)])
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        port = free_port()
+        starts = asyncio.create_task(start(web.TCPSite(runner, "127.0.0.1", port)))
+        if answers[0] is not None:
+            await starts
         sample = Sample(prompt="1+1=", response="2", label="2")
-        value = await compute_reward(arguments(rm_type="remote_rm", rm_url=url), sample)
-        await runner.cleanup()
-        return value
+        try:
+            return await compute_reward(
+                arguments(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample
+            )
+        finally:
+            await starts
+            await runner.cleanup()
 
-    assert runtime.run(serve(), timeout=20) == 0.25
-    assert seen == [{"prompt": "1+1=", "response": "2", "label": "2"}]
+    async def start(site: web.TCPSite) -> None:
+        if answers[0] is None:
+            left.pop(0)
+            await asyncio.sleep(1)
+        await site.start()
+
+    return runtime.run(serve(), timeout=40), seen
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [({"reward": 0.25}, 0.25), (0.5, 0.5), ({"score": 1.0}, {"score": 1.0})]
+)
+def test_remote_reward(answer: Any, expected: Any) -> None:
+    assert ask_remote(answer) == (expected, [{"prompt": "1+1=", "response": "2", "label": "2"}])
+
+
+def test_a_reward_server_that_is_busy_or_starts_again() -> None:
+    value, seen = ask_remote(429, 503, 500, 502, 429, 0.5, reward_timeout=30)
+    assert value == 0.5 and len(seen) == 6
+    assert ask_remote(None, 0.5, reward_timeout=30)[0] == 0.5
+
+
+def test_a_reward_server_that_stays_away_or_refuses() -> None:
+    with pytest.raises(RewardError, match=r"[23] attempts in 1 s failed, the last with 503"):
+        ask_remote(503, 503, 503, 503, reward_timeout=1.0)
+    with pytest.raises(RewardError, match="refused with 400"):
+        ask_remote(400, 0.5)
+    assert ask_remote("good")[0] == "good"  # which `apply_rewards` refuses, as it does of any function
 
 
 def test_no_reward_an_unknown_one_and_no_label() -> None:

@@ -15,7 +15,7 @@ from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import defined_at, load_function, raised_at
 from instep.rollout import runtime
-from instep.rollout.http import post
+from instep.rollout.http import post_within
 from instep.rollout.rewards import text
 from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
 from instep.rollout.rewards.dapo import dapo
@@ -112,6 +112,8 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
 async def _reward(args: HookSettings, target: Sample | Group, first: Sample) -> Any:
     path = _path_of(args, first)
     if path is not None and path != BUILT_IN:
+        for sample in [target] if isinstance(target, Sample) else target:
+            _refuse_failed(args, sample)
         out = await _custom(args, path, target)
         if isinstance(target, Sample):
             return _one_each(args, path, [target], out)[0] if is_trls(path) else out
@@ -119,6 +121,16 @@ async def _reward(args: HookSettings, target: Sample | Group, first: Sample) -> 
     if isinstance(target, Sample):
         return await _built_in(args, target)
     return await runtime.gather([_built_in(args, s) for s in target])
+
+
+def _refuse_failed(args: HookSettings, sample: Sample) -> None:
+    """Raise a RewardError for a FAILED sample, unless its generate function has given it a reward."""
+    if sample.status is Status.FAILED and sample.reward is None:
+        raise RewardError(
+            "the generation of this sample has failed, which is no reward of 0",
+            where=f"{_function_of(args, sample)}: {name_of(sample)}",
+            remedy="set sample.reward in the generate function if it is to be trained, or give --skip-failed-groups",
+        )
 
 
 def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[Any]:
@@ -226,12 +238,7 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
 def _by_rule(args: HookSettings, sample: Sample) -> Any:
     """The reward by the built-in rule of `sample`, or a `_Later` where a server or algebra has to be waited for."""
     name = rm_type_of(args, sample)
-    if sample.status is Status.FAILED:
-        raise RewardError(
-            "the generation of this sample has failed, which is no reward of 0",
-            where=f"--rm-type {name}: {name_of(sample)}",
-            remedy="set sample.reward in the generate function, give --custom-rm-path, or --skip-failed-groups",
-        )
+    _refuse_failed(args, sample)
     response = sample.response
     if name.startswith("boxed_"):
         name, response = name.removeprefix("boxed_"), text.last_boxed(response) or ""
@@ -307,12 +314,12 @@ async def _algebra(args: HookSettings, sample: Sample, answer: str, labels: list
 
 
 async def _remote(args: HookSettings, sample: Sample, response: str) -> Any:
-    """POST {prompt, response, label} to --rm-url; the answer is {"reward": ...}, or the reward itself as a dict."""
+    """POST {prompt, response, label} to --rm-url; the answer is the reward, a number or a dict, or {"reward": ...}."""
     if not args.rm_url:
         raise ConfigError("no address of the reward server", where="--rm-type remote_rm", remedy="give --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
     try:
-        answer = await post(args.rm_url, payload, timeout=args.reward_timeout)
+        answer = await post_within(args.rm_url, payload, args.reward_timeout)
     except InstepError as error:
         raise RewardError(error.what, where=f"{args.rm_url}: {name_of(sample)}", remedy=error.remedy) from error
-    return answer.get("reward", answer)
+    return answer.get("reward", answer) if isinstance(answer, dict) else answer
