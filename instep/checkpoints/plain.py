@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy._core.multiarray import _reconstruct
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from instep.errors import CheckpointError
@@ -195,3 +196,21 @@ def set_random_state(path: Path) -> None:
             where=str(path),
             remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
         ) from error
+
+
+def cause_of(error: OSError | CheckpointException) -> BaseException:
+    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
+def refuse_others(path: Path, names: set[str]) -> None:
+    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
+    stored = read_index(path).state_dict_metadata if (path / METADATA).is_file() else {}
+    if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
+        raise CheckpointError(
+            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
+            where=str(path),
+            remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
+        )

@@ -14,6 +14,7 @@ from instep.algorithms.catalog import algorithm_of
 from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
+from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
@@ -103,9 +104,16 @@ class Rank:
         return self.args.weight_sync == SINGLE_COPY and self.role == "actor" and not self.is_megatron
 
     @property
+    def copies(self) -> bool:
+        """Whether it computes with a second model of its own."""
+        alone = not self.is_megatron and self._world == 1 and self.e == 2 and not self.mirrors and not self.adapter
+        return alone and has_room(self.args, self.shape.total, self.args.gpu_memory_gb * 2**30)
+
+    @property
     def gathers(self) -> bool:
         """Whether FSDP2 makes whole layers of shards, or bf16 of fp32."""
-        return not self.is_megatron and (self._world > 1 or self.e == 2) and not self.mirrors
+        casts = self.e == 2 and not self.adapter and not self.copies
+        return not self.is_megatron and (self._world > 1 or casts) and not self.mirrors
 
     @property
     def adapter(self) -> int:
@@ -304,13 +312,15 @@ def forward_work(r: Rank) -> float:
 
 
 def weights(r: Rank) -> float:
-    """In the type that is computed with: Megatron's copy, a frozen base, or what FSDP2 gathers."""
+    """In the type that is computed with: a copy, a frozen base, or what FSDP2 gathers."""
     s, e = r.shape, r.e
     if r.mirrors:
         return 0.0 if r.viewed else e * s.total / r.tp
-    gathered = e * (s.outside + 2 * s.layer) / r.tp if r.gathers else 0.0
     if r.is_megatron:
         return e * r.in_stage()
+    if r.copies:
+        return e * float(s.total)
+    gathered = e * (s.outside + 2 * s.layer) / r.tp if r.gathers else 0.0
     return gathered + (e * s.total / r.pieces if r.adapter or e == 4 else 0.0)
 
 

@@ -79,7 +79,9 @@ def _parked_rank(path, folder, dtype):
     return results
 
 
-@pytest.mark.parametrize("world_size, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "world_size, dtype", [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16)]
+)
 def test_hf_trains_and_resumes_with_the_same_bits(run_ranks, tied_checkpoint, tmp_path, world_size, dtype):
     for plain, parked in run_ranks(_parked_rank, world_size, tied_checkpoint, tmp_path, dtype):
         assert plain[0] == parked[0] and plain[3] == parked[3]

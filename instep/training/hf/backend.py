@@ -1,14 +1,14 @@
 """The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and FSDP2 over several.
 
-Precision: master weights, gradients and moments are float32. On one float32 rank the masters are the model's own
-parameters; otherwise (also on one bf16 rank) FSDP2 shards them, casts each layer to `dtype` for computing, and reduces
-gradients in float32. With `--weight-sync single-copy` forward and backward passes use another model in `dtype`, which
-an engine computes with, too, and the masters follow its gradients (`mirror.py`).
+Precision: master weights, gradients and moments are float32. Over several ranks FSDP2 shards them, casts each layer to
+`dtype` for computing, and reduces gradients in float32. On one float32 rank the masters are the model's own parameters.
+On one bf16 rank forward and backward passes use another model in `dtype`, which is written once a step, and the masters
+follow its gradients (`mirror.py`); so they do with `--weight-sync single-copy`, where an engine computes with it, too.
+Where that model has no room (`own_copy.py`) FSDP2 casts each layer for each pass.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -20,13 +20,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
 from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
-from instep.checkpoints.plain import METADATA, read_index
+from instep.checkpoints.plain import cause_of, refuse_others
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
@@ -37,7 +36,8 @@ from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_wei
 from instep.training.hf.mirror import Mirror, MirroredSource
 from instep.training.hf.model import Policy
 from instep.training.hf.optimizer import adamw_of, load_state, saved_state
-from instep.training.hf.shards import DP, TP, local, mesh_of, part_of
+from instep.training.hf.own_copy import has_room
+from instep.training.hf.shards import DP, TP, local, mesh_of, part_of, shard_over
 from instep.training.hf.weights import HfWeightSource, load_hf
 from instep.training.saving import Saver
 from instep.training.selection import Selection
@@ -81,8 +81,7 @@ class HfBackend:
         self.args, self.dtype, self.lora = args, dtype, lora
         self._base: Base | None = None  # what `load_hf` or `load` has read; only with an adapter
         several, full = dist.get_world_size() > 1, dtype is torch.float32
-        mirrors = args.weight_sync == SINGLE_COPY and with_optimizer and role == "actor"
-        self._sharded = several or (with_optimizer and not full and not mirrors)
+        self._single_copy = args.weight_sync == SINGLE_COPY and with_optimizer and role == "actor"
         build = functools.partial(
             Policy,
             hf_config,
@@ -97,17 +96,21 @@ class HfBackend:
             attach(self.policy.model, lora, args.seed)
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
+        casts = with_optimizer and not several and not full and lora is None and not self._single_copy
+        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), _memory(device))
+        mirrors = self._single_copy or copies
+        self._sharded = several or (casts and not copies)
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
         mesh = mesh_of(device.type, tp)
         if tp > 1:
             self.policy.parallelize(mesh[TP])
         if self._sharded:
-            _shard(self.policy, mesh[DP], dtype)
+            shard_over(self.policy, mesh[DP], dtype)
         self.policy.to(device)
         self._mirror = None
         if mirrors:
             one = full and not several and device.type == "cpu"  # on a GPU the masters must outlive the engine
-            compute = self.policy if one else build(dtype).to(device)
+            compute = self.policy if one else _blank(build(dtype), device)
             if selection is not None:
                 selection.apply(dict(compute.model.named_parameters()))
             if tp > 1:
@@ -126,7 +129,8 @@ class HfBackend:
         self.policy.num_passes = self._most
         self._checked, self.left_out = False, ""
         self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
-        self._weights = Parking(device, lambda: local_tensors(self.policy))
+        drop = self._compute.parameters if copies else tuple  # `refresh` writes it anew
+        self._weights = Parking(device, lambda: local_tensors(self.policy), drop)
         self._states = Parking(device, self._optimizer_states)
         self.saver = Saver(device, args.async_save)
 
@@ -249,7 +253,7 @@ class HfBackend:
     def weight_source(self, *, adapter: bool = False) -> WeightSource:
         if adapter:
             return self._adapter_source(self.dtype)
-        if self._mirror is not None:
+        if self._mirror is not None and self._single_copy:
             return MirroredSource(self.policy.model, self.dtype, self._names, self._mirror)
         return HfWeightSource(self.policy.model, self.dtype, self._names, merged(self.policy.model))
 
@@ -314,7 +318,7 @@ class HfBackend:
                 write_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
-                f"cannot write: {_cause(error)}", where=str(path), remedy="free space, or --save to another disk"
+                f"cannot write: {cause_of(error)}", where=str(path), remedy="free space, or --save to another disk"
             ) from error
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
@@ -331,12 +335,12 @@ class HfBackend:
         state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
             del state["model"][head]
-        _refuse_others(Path(path), {*state["model"], str(head)})
+        refuse_others(Path(path), {*state["model"], str(head)})
         try:
             dcp.load(state, checkpoint_id=path)
         except (OSError, CheckpointException) as error:
             remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
-            raise CheckpointError(f"cannot read: {_cause(error)}", where=str(path), remedy=remedy) from error
+            raise CheckpointError(f"cannot read: {cause_of(error)}", where=str(path), remedy=remedy) from error
         for name, moments in state.get("optimizer", {}).items():
             assert self.optimizer is not None
             load_state(self.optimizer, self._named(adapter)[name], moments)
@@ -366,6 +370,8 @@ class HfBackend:
             part.leave()
         for part in parts:
             part.free()
+        if not self._single_copy:
+            self._changed()  # the copy is gone
         give_back(self.parallel.device)
 
     def onload(self, *, optimizer: bool = True) -> None:
@@ -375,34 +381,13 @@ class HfBackend:
             self._states.bring()
 
 
-def _shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over `mesh`: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = set(policy.model._no_split_modules or ())
-    for module in policy.model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    # The root's inputs stay as they are: a temperature of 0.7 would become 0.699 in bfloat16.
-    fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, cast_forward_inputs=False))
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+def _blank(policy: Policy, device: torch.device) -> Policy:
+    """The policy on `device`, whose parameters are yet to be written: what they are now is not copied."""
+    for parameter in policy.parameters():
+        parameter.data = torch.empty_like(parameter, device=device)
+    return policy.to(device)
 
 
-def _cause(error: OSError | CheckpointException) -> BaseException:
-    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
-    if isinstance(error, CheckpointException):
-        return next(iter(error.failures.values()))[0]
-    return error
-
-
-def _refuse_others(path: Path, names: set[str]) -> None:
-    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
-    stored = read_index(path).state_dict_metadata if (path / METADATA).is_file() else {}
-    if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
-        raise CheckpointError(
-            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
-            where=str(path),
-            remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
-        )
+def _memory(device: torch.device) -> float:
+    """The bytes of a GPU; a CPU's do not count."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 PEFT = "base_model.model."  # before the names of peft's tensors
 
 
+class _Factor(nn.Linear):
+    """A float32 factor of an adapter, which computes in the type of its input; FSDP2 may have cast it already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter, which `enabled` switches. A is `[rank, in]`, B `[out, rank]`, both float32."""
 
@@ -38,8 +45,8 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, dtype=torch.float32)
-        self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, dtype=torch.float32)
+        self.lora_A = _Factor(base.in_features, lora.rank, bias=False, dtype=torch.float32)
+        self.lora_B = _Factor(lora.rank, base.out_features, bias=False, dtype=torch.float32)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)  # as peft does
         nn.init.zeros_(self.lora_B.weight)
         self.scaling, self.enabled = lora.scaling, True

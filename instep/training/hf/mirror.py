@@ -56,9 +56,9 @@ class Mirror:
     def _take(self, parameter: nn.Parameter) -> None:
         """Add up the gradient in float32, and free it."""
         assert parameter.grad is not None
-        gradient, parameter.grad = local(parameter.grad).float(), None
-        held = self._gradients.get(parameter)
-        self._gradients[parameter] = gradient if held is None else held.add_(gradient)
+        gradient, held = local(parameter.grad), self._gradients.get(parameter)
+        self._gradients[parameter] = gradient.float() if held is None else held.add_(gradient)
+        parameter.grad = None
 
     @property
     def gradients(self) -> list[Tensor]:

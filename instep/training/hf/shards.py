@@ -6,14 +6,20 @@ has along dimension 0. Weights that tensor parallelism leaves alone are the same
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from instep.training.hf.model import Policy
 
 DP, TP = "dp", "tp"
 
@@ -120,3 +126,18 @@ def over_dp(weight: Tensor, mine: Tensor) -> Tensor:
 def write(weight: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into the weight, each rank its part; no communication."""
     local(weight).copy_(shard(weight, full))
+
+
+def shard_over(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 over `mesh`: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = set(policy.model._no_split_modules or ())
+    for module in policy.model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    # The root's inputs stay as they are: a temperature of 0.7 would become 0.699 in bfloat16.
+    fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, cast_forward_inputs=False))
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction

@@ -37,7 +37,7 @@ from instep.training.megatron.latent_attention import latent_attention
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
 from instep.training.megatron.router import Router
-from instep.training.packed_attention import packed_attention
+from instep.training.packed_attention import packed_attention, rows
 from instep.training.packing import (
     SharedPrefixes,
     cu_seqlens,
@@ -319,12 +319,12 @@ class PolicyModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         if p.with_logits:  # without tensor parallelism
             logits = self._logits(hidden_states)[:, : self.real_vocab_size].float()
-            scores, size = logits[p.positions], self.real_vocab_size
+            scores, size = rows(logits, p.positions), self.real_vocab_size
             outputs = log_probs_and_entropy(
                 scores, p.targets, p.temperature, vocab_size=size, with_entropy=p.with_entropy
             )
             return *outputs, logits[None]
-        hidden = hidden_states[p.positions]
+        hidden = rows(hidden_states, p.positions)
         if self.value_head:
             return hidden.new_empty(0), None, None, _whole(values(hidden[:, 0], self.output_layer.weight), p)
         log_probs, entropy = in_chunks(

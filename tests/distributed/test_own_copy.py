@@ -1,0 +1,107 @@
+"""One bf16 rank of `hf`: the model that it computes with gives the bits of what FSDP2 makes of the masters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig
+
+from instep.training.backend import LossOutput
+from instep.training.hf import backend as hf
+from instep.training.hf.mirror import Mirror
+from instep.training.hf.own_copy import has_room
+from tests.distributed.hf_runs import ARGS, LRS, loss_fn, make_batch, micro_batches, train, weights_of
+from tests.distributed.lora_runs import gradients, make_lora_backend, move
+from tests.distributed.test_selection import FREEZE
+
+
+def value_loss(batch, outputs) -> LossOutput:
+    return LossOutput((batch.token_columns["loss_weights"] * outputs.values.square()).sum())
+
+
+def make(path, copies: bool, role: str = "actor", **kw) -> hf.HfBackend:
+    hf.has_room = lambda *_: copies
+    try:
+        config = AutoConfig.from_pretrained(path)
+        made = hf.HfBackend(
+            SimpleNamespace(**{**vars(ARGS), **kw}), hf_config=config, device=torch.device("cpu"), dtype=torch.bfloat16,
+            role=role, selection=FREEZE if role == "selected" else None,
+        )  # fmt: skip
+    finally:
+        hf.has_room = has_room
+    assert any(isinstance(m, FSDPModule) for m in made.policy.modules()) != copies
+    return made
+
+
+def _rank(path, folder, role):
+    """Two steps, the first of which was begun early; scores and weights in between; what the other kind makes of it."""
+    results, writes, pieces = [], [], Mirror._pieces
+    Mirror._pieces = lambda self: writes.append(1) or pieces(self)
+    critic, score = role == "critic", make_batch(7)
+    loss = value_loss if critic else loss_fn
+    name = "values" if critic else "log_probs"
+    try:
+        for copies in (False, True):
+            backend, found = make(path, copies, role), []
+            backend.load_hf(path)
+            place = folder / f"{role}-{copies}"
+            for step in range(2):
+                parts = micro_batches(make_batch(step), 0, 1) + micro_batches(make_batch(step + 10), 0, 1)
+                if step == 0:
+                    backend.forward_backward(parts[1:], loss)
+                    backend.scale_gradients(0)  # a group has gone
+                    found += backend.forward_backward(parts[:3], loss)
+                    backend.scale_gradients(0.5)
+                    parts = parts[3:]
+                found += [r.loss for r in backend.forward_backward(parts, loss)]
+                found += [backend.optimizer_step(LRS[step]).grad_norm]
+                found += [getattr(backend.forward_only([score])[0], name), weights_of(backend)]
+            place.mkdir()
+            backend.save(place)
+            results.append([r.loss if isinstance(r, LossOutput) else r for r in found])
+        for copies in (False, True):
+            backend = make(path, copies, role)
+            backend.load(folder / f"{role}-{not copies}")
+            results.append([getattr(backend.forward_only([score])[0], name), weights_of(backend)])
+    finally:
+        Mirror._pieces = pieces
+    return results, len(writes)
+
+
+@pytest.mark.parametrize("role", ["actor", "selected", "critic"])
+def test_the_bits_are_those_of_fsdp(run_ranks, tied_checkpoint, tmp_path, role):
+    (sharded, copied, *resumed), num_writes = run_ranks(_rank, 1, tied_checkpoint, tmp_path, role)[0]
+    assert len(sharded) == 4 + 4 + 6 and str(sharded) != str(sharded[:7])
+    torch.testing.assert_close(copied, sharded, rtol=0, atol=0)
+    torch.testing.assert_close(resumed, [sharded[-2:]] * 2, rtol=0, atol=0)
+    assert num_writes == 3 + 1, "before the first pass, and once a step; and once by the one that has loaded"
+
+
+def _lora_rank(path):
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = make_lora_backend(path, dtype=dtype)
+        assert not any(isinstance(m, FSDPModule) for m in backend.policy.modules())
+        move(backend)
+        out.append(gradients(backend))
+        backend.scale_gradients(0)
+        out.append(train(backend, range(3)))
+    return out
+
+
+def test_one_rank_of_an_adapter_is_not_sharded_and_has_float32_gradients(run_ranks, tied_checkpoint):
+    exact, exact_steps, found, steps = run_ranks(_lora_rank, 1, tied_checkpoint)[0]
+    torch.testing.assert_close(torch.tensor(steps), torch.tensor(exact_steps), rtol=0.1, atol=0.02)
+    assert {g.dtype for g in found.values()} == {torch.float32} and any(
+        g.bfloat16().float().ne(g).any() for g in found.values()
+    )
+    for name, gradient in found.items():
+        assert (exact[name] - gradient).norm() <= 0.1 * gradient.norm(), name
+
+
+def test_a_copy_is_made_where_a_third_of_the_gpu_is_left():
+    """12 bytes a parameter with moments in 8 bits, 18 with float32, 10 with moments on the host."""
+    for optimizer, offload, most in (("adamw_8bit", False, 4.7), ("adam", False, 3.1), ("adam", True, 5.7)):
+        args = SimpleNamespace(optimizer=optimizer, optimizer_cpu_offload=offload)
+        assert has_room(args, most * 1e9, 80 * 2**30) and not has_room(args, (most + 0.1) * 1e9, 80 * 2**30)
