@@ -1,23 +1,8 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-0.6B on one GPU, trainer and engine on the same one.
-# usage: HF_CHECKPOINT=DIR PROMPT_DATA=FILE.jsonl scripts/run-qwen3-0.6B.sh [FLAG ...]
-#   further flags of `instep train` replace those below; `INSTEP="instep plan" ...` only shows what would go where
-set -euo pipefail
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-source "$HERE/models/qwen3-0.6B.sh"
-
-FLAGS=(
-    "${MODEL_ARGS[@]}"
-    --hf-checkpoint "${HF_CHECKPOINT:?a folder with config.json and safetensors}"
-    --prompt-data "${PROMPT_DATA:?a jsonl or parquet file}" --input-key prompt --label-key label --apply-chat-template
-    --rm-type math
-    --advantage-estimator grpo
-    --num-rollout 300 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
-    --lr 1e-6 --lr-decay-style constant
-    --save "runs/qwen3-0.6B/checkpoints" --save-interval 20 --run-dir "runs/qwen3-0.6B"
-    --actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate
-    --rollout-max-response-len 2048 --use-dynamic-batch-size --max-tokens-per-gpu 8192
+# GRPO of Qwen3-0.6B on one GPU, trainer and engine on the same one; recipe.sh says how to run it.
+LAYOUT=(
+    --actor-num-gpus-per-node 1 --colocate
     --vllm-gpu-memory-utilization 0.5
+    --rollout-max-response-len 2048 --max-tokens-per-gpu 8192
 )
-read -ra COMMAND <<< "${INSTEP:-python $HERE/../train.py}"
-exec "${COMMAND[@]}" "${FLAGS[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" qwen3-0.6B "$@"

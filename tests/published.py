@@ -1,6 +1,6 @@
 """config.json of published models: the shapes of scripts/models/*.sh."""
 
-COMMON = {"hidden_act": "silu", "attention_bias": False}
+COMMON = {"hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 40960}
 QWEN2 = COMMON | {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN3 = COMMON | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128, "vocab_size": 151936}
 EXPERTS = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}

@@ -9,7 +9,8 @@ from instep.arguments import megatron, parallel
 from instep.arguments.args import Draft
 from instep.arguments.concern import Problem
 from instep.arguments.model import known_config
-from instep.models.shape import KNOWN, unsupported
+from instep.models.shape import KNOWN, shape_in_file, unsupported
+from instep.training.megatron.checks import CANNOT, REMEDY, WHERE, refused_by_model
 
 _RULES = (*megatron.RULES, *parallel.RULES)  # which know what hf does not take
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -41,4 +42,12 @@ def family(args: Draft, given: set[str]) -> Iterator[Problem]:
     )
 
 
-RULES = (family,)
+def layout(args: Draft, given: set[str]) -> Iterator[Problem]:
+    """What the workers would refuse for the model's sake, and no other rule does."""
+    if args.train_backend != "megatron" or args.debug_rollout_only or not (shape := shape_in_file(known_config(args))):
+        return
+    if problems := refused_by_model(args, shape):
+        yield Problem(f"{CANNOT}: {'; '.join(problems)}", WHERE, REMEDY)
+
+
+RULES = (family, layout)

@@ -18,11 +18,11 @@ from instep.arguments import architecture
 from instep.arguments.concern import Problem, Settings
 from instep.arguments.flag import (
     COUNT,
-    FRACTION,
     NO_MTP,
     Flag,
     FlagGroup,
     Number,
+    accepted,
     switch,
     text,
 )
@@ -67,8 +67,8 @@ SHAPE = FlagGroup(
         ),
         Flag("--attention-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
         Flag("--hidden-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
-        switch("--accumulate-allreduce-grads-in-fp32", "accepted: gradients are always fp32", "M"),
-        switch("--no-check-for-nan-in-loss-and-grad", "accepted: a step that is not finite is always skipped", "M"),
+        *accepted("gradients are always summed in fp32", "M", "--accumulate-allreduce-grads-in-fp32"),
+        *accepted("a step that is not finite is always skipped", "M", "--no-check-for-nan-in-loss-and-grad"),
     ),
 )
 
@@ -84,6 +84,15 @@ _NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
     ("--no-position-embedding$", "accepted", "the position embedding is that of config.json", ""),
     ("--no-async-tensor-model-parallel-allreduce$", "accepted", "megatron-core 0.16 does not read it", ""),
     ("--use-precision-aware-optimizer$", "accepted", "gradients, masters and moments are fp32 unless a flag says", ""),
+    (
+        "--(overlap-cpu-optimizer-d2h-h2d|use-torch-optimizer-for-cpu-offload|no-pin-cpu-(grads|params))$",
+        "accepted",
+        "with --optimizer-cpu-offload moments alone lie in host memory, and a GPU computes the step with them",
+        "",
+    ),
+    ("--optimizer-offload-fraction$", "refused", "all moments lie in host memory, or none", "--optimizer-cpu-offload"),
+    ("--no-align-param-gather$", "accepted", "weights are gathered at the end of a step, and nothing overlaps it", ""),
+    ("--no-gradient-accumulation-fusion$", "accepted", "no kernel of apex or Transformer Engine adds gradients up", ""),
     (
         "--(no-gradient-reduce-div-fusion|suggested-communication-unit-size)$",
         "refused",
@@ -215,6 +224,7 @@ _NEUTRAL = {
     "--softmax-type": ("vanilla",),
     "--weight-decay-incr-style": ("constant",),
     "--num-distributed-optimizer-instances": ("1",),
+    "--optimizer-offload-fraction": ("1", "1.0"),
     "--pipeline-model-parallel-comm-backend": ("nccl",),
     "--tp-comm-bootstrap-backend": ("nccl",),
     "--data-parallel-sharding-strategy": ("no_shard",),
@@ -223,10 +233,6 @@ _NEUTRAL = {
 }
 
 
-# Of the numbers that are handed to megatron-core. The other numbers of the table are not honoured.
-_RANGES = {
-    "--optimizer-offload-fraction": FRACTION,
-}
 _INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
 
@@ -252,7 +258,7 @@ def megatron_table() -> tuple[Flag, ...]:
         flags.append(
             Flag(
                 row["names"][0],
-                _RANGES.get(row["names"][0], types.get(row["type"], _element)),
+                types.get(row["type"], _element),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
                 nargs=row.get("nargs"),

@@ -155,6 +155,16 @@ def undivided(args: Settings, ranks: str, flag: str) -> Iterator[Problem]:
         yield Problem(f"{layout} does not divide {ranks}", flag, f"use a multiple of {model}")
 
 
+def undivided_experts(args: Settings, ranks: str, flag: str) -> Iterator[Problem]:
+    """Ranks of a role that EP x ETP x PP does not divide, though TP x PP x CP does."""
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    pp = args.pipeline_model_parallel_size
+    unit = ep * etp * pp
+    if args.world_size % ranks_of_a_copy(args) == 0 and args.world_size % unit:
+        what = f"EP {ep} x ETP {etp} x PP {pp} = {unit} does not divide {ranks}"
+        yield Problem(what, flag, f"use a multiple of {unit} ranks, or a smaller size")
+
+
 def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
     yield from undivided(args, f"{args.world_size} trainer ranks", "--actor-num-gpus-per-node")
     if args.train_backend == "hf" and args.pipeline_model_parallel_size > 1:
@@ -194,7 +204,7 @@ def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def experts(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Expert parallelism lays data-, context- and tensor-parallel ranks out anew."""
-    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    ep = args.expert_model_parallel_size
     own = [flag for flag in ("expert_model_parallel_size", "expert_tensor_parallel_size") if getattr(args, flag)]
     if args.train_backend == "hf":
         for flag in (flag_name(flag) for flag in own if getattr(args, flag) > 1):
@@ -206,7 +216,7 @@ def experts(args: Settings, given: set[str]) -> Iterator[Problem]:
                 yield Problem("only megatron-core has it, not --train-backend hf", flag_name(flag), "leave it out")
         return
     yield from _balance(args, given)
-    config, unit = known_config(args), ep * etp * args.pipeline_model_parallel_size
+    config = known_config(args)
     count = num_experts(config)
     if config and not count:
         if ep > 1:
@@ -215,10 +225,8 @@ def experts(args: Settings, given: set[str]) -> Iterator[Problem]:
     if count % ep:
         what = f"does not divide the model's {count} experts"
         yield Problem(what, f"--expert-model-parallel-size {ep}", "use a divisor")
-    elif args.world_size % ranks_of_a_copy(args) == 0 and args.world_size % unit:
-        what = f"EP {ep} x ETP {etp} x PP {args.pipeline_model_parallel_size} = {unit} does not divide "
-        what += f"{args.world_size} trainer ranks"
-        yield Problem(what, "--expert-model-parallel-size", f"use a multiple of {unit} ranks, or a smaller size")
+    else:
+        yield from undivided_experts(args, f"{args.world_size} trainer ranks", "--expert-model-parallel-size")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         what = "tensor parallelism of a model with experts needs sequence parallelism"
         yield Problem(what, "--tensor-model-parallel-size", "add --sequence-parallel")

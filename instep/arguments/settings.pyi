@@ -4,7 +4,6 @@ from typing import Any, Literal
 from instep.arguments.evaluation import EvalDataset
 
 class Settings:
-    accumulate_allreduce_grads_in_fp32: bool
     actor_num_gpus_per_node: int
     actor_num_nodes: int
     adam_beta1: float
@@ -193,7 +192,6 @@ class Settings:
     n_samples_per_eval_prompt: int
     n_samples_per_prompt: int
     no_api_key: bool
-    no_check_for_nan_in_loss_and_grad: bool
     no_fast_log_probs: bool
     no_load_optim: bool
     no_offload_rollout: bool

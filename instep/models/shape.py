@@ -163,9 +163,26 @@ def model_shape(hf_config: Any) -> ModelShape:
             where="--hf-checkpoint, config.json",
             remedy=f"use --train-backend hf; or {KNOWN}",
         )
+    return _shape(c, hf_config.model_type, family)
+
+
+def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape that a config.json says; None of a model that Megatron cannot train, and where transformers' defaults
+    stand for what is missing."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    try:
+        if family is None or unsupported(config) or "num_key_value_heads" not in config:
+            return None
+        rope = {} if rope_by_layer(config) else {"rope_parameters": {"rope_type": "default"}}
+        return _shape({**config, **rope}, config["model_type"], family)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _shape(c: dict[str, Any], name: str, family: Family) -> ModelShape:
     rope, latent = next(iter(rope_by_layer(c).values())), _latent(c) if family.latent else None
     return ModelShape(
-        family=hf_config.model_type,
+        family=name,
         num_layers=c["num_hidden_layers"],
         hidden_size=c["hidden_size"],
         ffn_hidden_size=c["intermediate_size"],
@@ -179,7 +196,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         rope=rope,
-        experts=experts,
+        experts=_experts(c, family),
         latent=latent,
         num_mtp_layers=num_mtp_layers(c) if family.latent else 0,
     )

@@ -154,6 +154,20 @@ LAYOUTS = {
     "tp2-sp-tied": (2, "tied", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "dp2": (2, "untied", {}),
     "dp2-dist-opt": (2, "untied", dict(use_distributed_optimizer=True)),
+    "dp2-dist-opt-overlap": (2, "untied", dict(
+        use_distributed_optimizer=True, megatron_overrides={"overlap_grad_reduce": True, "check_for_large_grads": True},
+    )),
+    "ep2-overlap": (2, "moe", dict(
+        expert_model_parallel_size=2, megatron_overrides={"overlap_grad_reduce": True},
+    )),
+    "pp2-virtual-overlap": (2, "deep", dict(
+        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
+        megatron_overrides={"overlap_grad_reduce": True},
+    )),
+    "tp2-recompute-distributed": (2, "untied", dict(
+        tensor_model_parallel_size=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+        megatron_overrides={"distribute_saved_activations": True},
+    )),
     "pp2": (2, "untied", dict(pipeline_model_parallel_size=2)),
     "pp2-deep": (2, "deep", dict(pipeline_model_parallel_size=2)),
     "pp2-uneven": (2, "deep", dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)),
@@ -184,7 +198,7 @@ SLOW = {
     "cp2", "cp2-dist-opt", "one-deep", "pp2-deep", "one-moe", "one-moe-mixed", "one-moe-losses", "ep2", "ep2-dist-opt",
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
-    "pp2-qwen2", "tp2-llama", "pp2-llama",
+    "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [

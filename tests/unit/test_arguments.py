@@ -67,15 +67,32 @@ def test_the_last_of_two_values_counts():
 
 
 def test_megatron_flags_are_handed_on_only_when_given():
-    args = parse(
-        argv("--overlap-grad-reduce --no-bias-dropout-fusion --optimizer-offload-fraction 0.5 --recompute-modules mlp")
-    )
+    args = parse(argv("--overlap-grad-reduce --no-bias-dropout-fusion --recompute-modules mlp"))
     assert args.megatron_overrides == {
         "overlap_grad_reduce": True,
         "bias_dropout_fusion": False,
-        "optimizer_offload_fraction": 0.5,
         "recompute_modules": ["mlp"],
     }
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--overlap-cpu-optimizer-d2h-h2d", "--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads"),
+        *("--no-pin-cpu-params", "--no-align-param-gather", "--no-gradient-accumulation-fusion"),
+        *("--accumulate-allreduce-grads-in-fp32", "--no-check-for-nan-in-loss-and-grad"),
+    ],
+)
+def test_what_changes_nothing_is_said(flag):
+    args = parse(argv(f"--optimizer-cpu-offload {flag}"))
+    assert not args.megatron_overrides and [n for n in args.notes if n.startswith(f"{flag}: changes nothing: ")]
+
+
+def test_a_part_of_the_moments_in_host_memory_is_refused():
+    assert "all moments lie in host memory, or none" in refusal("--optimizer-offload-fraction 0.5")
+    assert parse(argv("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")) == parse(
+        argv("--optimizer-cpu-offload")
+    )
 
 
 def test_the_seeds_model_script_is_accepted_and_checked():

@@ -222,7 +222,7 @@ def test_flags_that_pass_through_are_fields_of_megatron_core():
         tree = ast.parse((Path(spec.origin).parent / f"{name}.py").read_text())
         fields |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.simple}
     acting = {flag.attribute for flag in passed_through().values() if flag.status == "acts"}
-    assert len(acting) > 12
+    assert len(acting) >= 7
     assert acting <= fields
 
 

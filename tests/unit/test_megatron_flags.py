@@ -1,4 +1,7 @@
-"""The flags of Megatron that are handed through: the value of each is in megatron-core's configuration."""
+"""The flags of Megatron that are handed through: with each megatron-core's configuration is another than without.
+
+What follows from it on a rank shows `tests/distributed/test_megatron_flags.py`.
+"""
 
 import importlib.util
 import multiprocessing
@@ -15,7 +18,7 @@ from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
 
 SHAPE = ModelShape("qwen3", 4, 64, 128, 4, 2, 16, 300, 512, 1e-6, True, True, False, {"rope_type": "default"})
-VALUES = {"--optimizer-offload-fraction": "0.5", "--recompute-modules": "mlp"}
+VALUES = {"--recompute-modules": "mlp"}
 NEEDS = {  # what megatron-core refuses a flag without
     "--recompute-modules": "--recompute-granularity selective",
     "--distribute-saved-activations": "--recompute-granularity full --recompute-method uniform "
@@ -34,7 +37,7 @@ def test_a_spec_is_a_module_and_a_name(tmp_path, monkeypatch):
 
 
 def configured(settings: list[tuple[str, Args]]) -> list[list[Any]]:
-    """The value of each attribute in the configurations that have it. Megatron-Core is imported in this process."""
+    """The value of each attribute in a GPU's configurations that have it. Megatron-Core is imported in this process."""
     from instep.training.megatron import cpu_platform
 
     cpu_platform.install()
@@ -42,7 +45,7 @@ def configured(settings: list[tuple[str, Args]]) -> list[list[Any]]:
 
     found = []
     for attribute, args in settings:
-        built = configs(args, SHAPE, torch.device("cpu"), torch.float32)
+        built = configs(args, SHAPE, torch.device("cuda"), torch.bfloat16)
         found.append([getattr(c, attribute) for c in built if attribute in {f.name for f in fields(c)}])
     return found
 
@@ -83,14 +86,15 @@ def test_each_value_reaches_the_configuration(tmp_path, monkeypatch):
         pytest.skip("megatron-core is not installed")
     make_folder(tmp_path, monkeypatch)
     acting = [flag for flag in dict.fromkeys(passed_through().values()) if flag.status == "acts"]
-    assert len(acting) >= 10
-    lines = {
-        f.name: f"--train-backend megatron {NEEDS.get(f.name, '')} {f.name} {VALUES.get(f.name, '')}" for f in acting
-    }
-    settings = [(flag.attribute, parse(argv(lines[flag.name]))) for flag in acting]
+    assert len(acting) >= 7
+    settings = list[tuple[str, Args]]()
+    for flag in acting:
+        without = f"--train-backend megatron {NEEDS.get(flag.name, '')}"
+        for words in (without, f"{without} {flag.name} {VALUES.get(flag.name, '')}"):
+            settings.append((flag.attribute, parse(argv(words))))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         values = pool.submit(configured, settings).result(timeout=300)
-    for flag, (_, args), found in zip(acting, settings, values, strict=True):
+    for flag, (_, args), without, found in zip(acting, settings[1::2], values[::2], values[1::2], strict=True):
         mine = args.megatron_overrides[flag.attribute]
-        assert mine != flag.default, flag.name
         assert found and all(v == mine for v in found), (flag.name, mine, found)
+        assert all(v != mine for v in without), (flag.name, mine, without)

@@ -48,12 +48,14 @@ def test_flags_of_a_model_are_those_of_its_config(name, folder):
 def test_a_run_fits_its_gpus(path, folder):
     name = path.stem.removeprefix("run-")
     (folder / "model" / "config.json").write_text(json.dumps(config(name)))
-    env = {
-        **os.environ,
-        "HF_CHECKPOINT": "model",
-        "PROMPT_DATA": "data.jsonl",
-        "INSTEP": f"{sys.executable} -m instep.cli plan",
-    }
-    words = ["bash", str(path), "--gpu-memory-gb", "80", "--device", "cuda"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    (folder / "data.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
+
+    def run(command: str, *more: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "HF_CHECKPOINT": "model", "PROMPT_DATA": "data.jsonl", "INSTEP": command}
+        words = ["bash", str(path), "--device", "cuda", *more]
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    args = parse(run("echo").stdout.split())
+    assert args.num_layers == PUBLISHED[name][0] and args.run_dir == f"runs/{name}"
+    done = run(f"{sys.executable} -m instep.cli plan", "--gpu-memory-gb", "80")
     assert done.returncode == 0 and "KV cache" in done.stdout, done.stdout + done.stderr

@@ -18,7 +18,7 @@ from transformers import (
 
 from instep.errors import ConfigError
 from instep.models.checkpoint_names import CheckpointNames
-from instep.models.shape import model_shape
+from instep.models.shape import model_shape, shape_in_file
 from instep.models.weight_map import Kind, fuse, join, part_range, unfuse, weight_entries
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 
@@ -51,6 +51,7 @@ def test_names_and_shapes_are_those_of_transformers(config):
         model = AutoModelForCausalLM.from_config(config)
     names = CheckpointNames(model)
     want = {name: s for g in names.groups for name, s in zip(g.checkpoint, g.shapes, strict=True)}
+    assert shape_in_file(config.to_dict()) == model_shape(config)  # which is what the command line reads
     entries = weight_entries(model_shape(config))
     got = [(n, s) for e in entries for n, s in zip(e.names, e.shapes, strict=True)]
     assert dict(got) == want and len(got) == len(want)

@@ -8,10 +8,11 @@ from instep.algorithms.catalog import algorithm_of, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.args import Args
 from instep.arguments.concern import Problem, Settings, flag_name
-from instep.arguments.model import folder_to_load
-from instep.arguments.parallel import undivided
+from instep.arguments.model import folder_to_load, known_config
+from instep.arguments.parallel import undivided, undivided_experts
 from instep.arguments.roles import args_of_role
 from instep.cluster.placement import num_critic_gpus
+from instep.models.shape import num_experts
 
 _NO_CRITIC = "there is no critic without PPO"
 _ADD_CRITIC = (
@@ -52,6 +53,8 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
     own = args_of_role(args, "critic")
     ranks = f"{own.world_size} ranks of the critic, which is as parallel as the actor"
     yield from undivided(own, ranks, "--critic-num-gpus-per-node")
+    if args.train_backend == "megatron" and num_experts(known_config(args)):
+        yield from undivided_experts(own, ranks, "--critic-num-gpus-per-node")
     unit = own.dp_size * (1 if args.use_dynamic_batch_size else args.micro_batch_size)
     size = args.global_batch_size
     if size is not None and (size < unit or (not args.use_dynamic_batch_size and size % unit)):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from instep.errors import ConfigError
-from instep.models.shape import ModelShape
+from instep.models.shape import Experts, ModelShape
 from instep.models.stages import stage_layers
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
+CANNOT, WHERE = "the megatron train backend cannot do", "the Megatron arguments"
+REMEDY = "choose parallel sizes that divide these numbers of the model; leave out what is refused"
 # Overrides that would break what this backend promises, and why.
 REFUSED_OVERRIDES = {
     "hidden_dropout": "log-probs would not be repeatable",
@@ -39,22 +41,31 @@ def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
     if world_size % (tp * pp * cp):
         sizes = f"tensor ({tp}) x pipeline ({pp}) x context ({cp})"
         problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        if getattr(shape, name) % tp:
-            problems.append(f"{name} {getattr(shape, name)} is no multiple of --tensor-model-parallel-size {tp}")
-    problems += _pipeline(args, shape.num_layers)
-    overrides = args.megatron_overrides or {}
+    try:
+        stage_layers(args, shape.num_layers)
+    except ValueError as error:
+        problems.append(str(error))
+    problems += refused_by_model(args, shape)
+    if problems:
+        raise ConfigError(f"{CANNOT}: {'; '.join(problems)}", where=WHERE, remedy=REMEDY)
+
+
+def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
+    """What `check_arguments` refuses whatever the number of ranks, and no rule of the command line but `layout`."""
+    tp, overrides = args.tensor_model_parallel_size, args.megatron_overrides or {}
+    problems = [
+        f"{name} {getattr(shape, name)} is no multiple of --tensor-model-parallel-size {tp}"
+        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+        if getattr(shape, name) % tp
+    ]
+    if shape.experts:
+        problems += _widths(args, shape.experts)
+    problems += _virtual_stages(args, shape.num_layers)
     if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
         problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
     if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):
         problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
-    problems += [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
-    if problems:
-        raise ConfigError(
-            f"the megatron train backend cannot do: {'; '.join(problems)}",
-            where="the Megatron arguments",
-            remedy="choose parallel sizes that divide these numbers of the model; leave out what is refused",
-        )
+    return problems + [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
 
 
 def _experts(args: Settings, shape: ModelShape, world_size: int) -> list[str]:
@@ -64,12 +75,6 @@ def _experts(args: Settings, shape: ModelShape, world_size: int) -> list[str]:
     problems = []
     if shape.experts.num % ep:
         problems.append(f"{shape.experts.num} experts are no multiple of --expert-model-parallel-size {ep}")
-    if shape.experts.ffn_hidden_size % etp:
-        width = shape.experts.ffn_hidden_size
-        problems.append(f"the width {width} of experts is no multiple of --expert-tensor-parallel-size {etp}")
-    if shape.experts.shared_ffn_hidden_size % args.tensor_model_parallel_size:
-        width, tp = shape.experts.shared_ffn_hidden_size, args.tensor_model_parallel_size
-        problems.append(f"the width {width} of shared experts is no multiple of --tensor-model-parallel-size {tp}")
     if world_size % (ep * etp * args.pipeline_model_parallel_size):
         sizes = f"expert ({ep}) x expert tensor ({etp}) x pipeline ({args.pipeline_model_parallel_size})"
         problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
@@ -78,11 +83,23 @@ def _experts(args: Settings, shape: ModelShape, world_size: int) -> list[str]:
     return problems
 
 
-def _pipeline(args: Settings, num_layers: int) -> list[str]:
+def _widths(args: Settings, experts: Experts) -> list[str]:
+    tp, problems = args.tensor_model_parallel_size, []
+    etp = args.expert_tensor_parallel_size or tp
+    if experts.ffn_hidden_size % etp:
+        width = experts.ffn_hidden_size
+        problems.append(f"the width {width} of experts is no multiple of --expert-tensor-parallel-size {etp}")
+    if experts.shared_ffn_hidden_size % tp:
+        width = experts.shared_ffn_hidden_size
+        problems.append(f"the width {width} of shared experts is no multiple of --tensor-model-parallel-size {tp}")
+    return problems
+
+
+def _virtual_stages(args: Settings, num_layers: int) -> list[str]:
     try:
         sizes = stage_layers(args, num_layers)
-    except ValueError as error:
-        return [str(error)]
+    except ValueError:
+        return []  # reported already
     layers, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers and len(set(sizes)) > 1:
         return ["--num-layers-per-virtual-pipeline-stage with stages of several sizes"]
