@@ -72,9 +72,19 @@ def not_started_anew(place: Place) -> None:
 
 @scenario(slow=True, memory_too_small="error: shared memory is too small for the weights (`--weight-sync single-copy`)")
 def memory_too_small(place: Place) -> None:
-    patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    with place.run("--weight-sync", "single-copy", patches={"engine": patch}) as run:
-        run.error("memory_too_small", "EngineError: engine 0", "File too large")
+    patch = """
+        import shutil
+        real = shutil.disk_usage
+        def full(path):
+            if not str(path).startswith("/dev/shm"):
+                return real(path)
+            mark()
+            return real(path)._replace(free=100_000)
+        shutil.disk_usage = full
+        """
+    with place.run("--weight-sync", "single-copy", patches={"controller": patch}) as run:
+        words = ("SyncError: the weights of 1 engine, ", "(100,000 bytes) are free", "where:  /dev/shm/", "--shm-size")
+        run.error("memory_too_small", *words)
 
 
 @scenario(slow=True, other_dtype="error: the engine holds its weights in another dtype (`--weight-sync single-copy`)")
