@@ -92,6 +92,7 @@ def _rank(path, tp, dtype, folder, apart):
     if apart:  # as on GPUs: a rank opens the memory of the worker on its own
         mine = list(memory.slices)[backend.parallel.rank : backend.parallel.rank + 1]
         memory.on_gpus, memory.crowded, memory.slices = True, False, {nonce: memory.slices[nonce] for nonce in mine}
+        memory.wait = lambda: None  # there is no GPU
     source = backend.weight_source()
     source.write_into(memory)
     steps = train(backend, range(2))
@@ -121,6 +122,9 @@ def _rank(path, tp, dtype, folder, apart):
         (torch.bfloat16, 1, 1, 1, True),  # three ranks beside the engine's
         (torch.bfloat16, 2, 2, 2, True),
         (torch.bfloat16, 4, 1, 4, False),  # two ranks share a key head
+        (torch.bfloat16, 2, 1, 1, False),  # another TP than the engine's: nothing is a view that is cut
+        (torch.float32, 2, 1, 4, False),
+        (torch.bfloat16, 2, 1, 1, True),
     ],
 )
 def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engines, engine_tp, apart):

@@ -16,6 +16,7 @@ from instep.engines import keys
 from instep.engines.engine import EngineRefusal
 from instep.engines.held_lease import LEASE_SECONDS
 from instep.engines.http import get_json
+from instep.weights.way import OF_ADAPTERS
 from tests.e2e.commands import grpo_arguments
 from tests.faults.harness import ENDLESS, Place, Result
 from tests.faults.registry import scenario, unindent
@@ -36,15 +37,25 @@ KILL = """
 WAYS = {
     "disk": "loads a checkpoint",
     "nccl": "receives a stream of weights",
+    "ipc": "loads from the buckets that trainer and engine have open",
     "single-copy": "compares its memory",
     "lora": "loads an adapter",
+    "lora_ipc": "loads an adapter from those buckets",
     "restart": "compares the checkpoint that it was started on",
 }
 
 
+# In the controller: `--weight-sync lora` means the way that it takes on shared GPUs.
+ON_SHARED_GPUS = """
+    from instep.weights import way
+    way.way_of_adapters = lambda *place: ("lora_ipc", "for a test")
+    """
+
+
 def killed(place: Place, way: str) -> None:
-    flags = ("--weight-sync", way, "--rollout-backend", "embedded", *(["--lora-rank", "4"] if way == "lora" else []))
-    patch = unindent("AFTER = 1", KILL)
+    adapter = ["--lora-rank", "4"] if way in OF_ADAPTERS else []
+    flags = ("--weight-sync", "lora" if adapter else way, "--rollout-backend", "embedded", *adapter)
+    patch = unindent("AFTER = 1", *([ON_SHARED_GPUS] if way == "lora_ipc" else []), KILL)
     with place.run(*ENDLESS, *flags, patches={"controller": patch}) as run:
         run.error(f"killed_by_{way.replace('-', '_')}", "EngineError: engine 0 died (SIGKILL)")
 
@@ -52,8 +63,9 @@ def killed(place: Place, way: str) -> None:
 for _way, _does in WAYS.items():
     _name = f"killed_by_{_way.replace('-', '_')}"
     _work = partial(killed, way=_way)
+    _flag = _way if _way == "lora_ipc" else f"--weight-sync {_way}"  # no value of the flag names it
     _work.__name__ = _name  # type: ignore[attr-defined]
-    scenario(slow=True, **{_name: f"error: an engine is killed while it {_does} (`--weight-sync {_way}`)"})(_work)
+    scenario(slow=True, **{_name: f"error: an engine is killed while it {_does} (`{_flag}`)"})(_work)
 
 
 @scenario(
@@ -72,9 +84,19 @@ def not_started_anew(place: Place) -> None:
 
 @scenario(slow=True, memory_too_small="error: shared memory is too small for the weights (`--weight-sync single-copy`)")
 def memory_too_small(place: Place) -> None:
-    patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    with place.run("--weight-sync", "single-copy", patches={"engine": patch}) as run:
-        run.error("memory_too_small", "EngineError: engine 0", "File too large")
+    patch = """
+        import shutil
+        real = shutil.disk_usage
+        def full(path):
+            if not str(path).startswith("/dev/shm"):
+                return real(path)
+            mark()
+            return real(path)._replace(free=100_000)
+        shutil.disk_usage = full
+        """
+    with place.run("--weight-sync", "single-copy", patches={"controller": patch}) as run:
+        words = ("SyncError: the weights of 1 engine, ", "(100,000 bytes) are free", "where:  /dev/shm/", "--shm-size")
+        run.error("memory_too_small", *words)
 
 
 @scenario(slow=True, other_dtype="error: the engine holds its weights in another dtype (`--weight-sync single-copy`)")

@@ -59,8 +59,8 @@ class LiveWeights:
         """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
-        if info.get("backend") == "memory":
-            if self.nonce not in info.get("memory", ()):
+        if isinstance(info, dict) and info.get("backend") == "memory":
+            if not isinstance(info.get("memory"), list) or self.nonce not in info["memory"]:
                 raise HttpError("WeightMismatch", OTHER_MEMORY)
             return 0
         try:
