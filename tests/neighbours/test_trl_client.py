@@ -31,10 +31,12 @@ print(time.monotonic() - began)
 ASYNCHRONOUS = """
 import sys
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
+PartialState(cpu=True)  # as a trainer makes it
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
 weights = {name: weight.data for name, weight in model.named_parameters()}
 info = {"names": list(weights), "dtype_names": ["float32"] * len(weights)}
