@@ -10,7 +10,7 @@ import pytest
 
 from instep.ports import free_port
 from tests.assets import make_checkpoint
-from tests.e2e.test_trl_server import Server
+from tests.e2e.test_trl_server import Server, agree, expected
 from tests.e2e.trl_sender import Http
 from tests.neighbours import trl_client
 from tests.neighbours.test_trl_trainer import python_of
@@ -27,6 +27,27 @@ try:
 except Exception as error:
     print(error)
 print(time.monotonic() - began)
+"""
+ASYNCHRONOUS = """
+import sys
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+PartialState(cpu=True)  # as a trainer makes it
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
+weights = {name: weight.data for name, weight in model.named_parameters()}
+info = {"names": list(weights), "dtype_names": ["float32"] * len(weights)}
+info["shapes"] = [list(weight.shape) for weight in weights.values()]
+client = WeightTransferClient(VLLMClient(sys.argv[1]), info)
+assert client.vllm.get_server_info()["lora_config"] is None  # else with PEFT it would send adapters
+client.init_weight_transfer()
+client.pause()
+client.send_weights(iter(weights.items()))
+client.resume()
+client.destroy()
 """
 
 
@@ -123,3 +144,12 @@ def test_a_second_trainer_is_told_so_at_once(server, trl):
     first.close()
     told, seconds = done.stdout.strip().splitlines()
     assert "409" in told and "has the weight group since" in told and float(seconds) < 10, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("vllm", ["0.26", "0.31"])
+def test_the_client_of_asynchronous_trainers_sends_weights_in_a_pause(server, vllm):
+    words = [python_of("1.16"), "-c", ASYNCHRONOUS, server.url, str(server.root / "m1")]
+    done = subprocess.run(words, env=client_environment(vllm), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:] + server.output.read_text()
+    assert agree(server.scores(), expected(server.root, "m1"))
+    assert not Http(server.url)("/is_paused", method="GET")["is_paused"]

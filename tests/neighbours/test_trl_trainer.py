@@ -40,12 +40,12 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_quickstart(tmp_path_factory.mktemp("quickstart"))
 
 
-def made_quickstart(out: Path, device: str = "cpu") -> Path:
-    """A folder with `sft/hf`, the checkpoint to begin with, and `task/train.jsonl`."""
+def made_quickstart(out: Path, device: str = "cpu", sft: bool = True) -> Path:
+    """A folder with `sft/hf`, the checkpoint to begin with, and `task/train.jsonl`; without `sft` only the latter."""
     code = (
         "import subprocess, sys; sys.path.insert(0, 'examples/quickstart'); import run\n"
         "words = ['--out', sys.argv[1], '--num-threads', '1', '--device', sys.argv[2]]\n"
-        "for _, command in run.stages(run.settings(words))[:2]:\n"
+        f"for _, command in run.stages(run.settings(words))[:{1 + sft}]:\n"
         "    subprocess.run(command, check=True)"
     )
     subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 from instep.arguments import parse
 from instep.integrations.trl import front
 from instep.integrations.trl.access import Access
+from instep.integrations.trl.delivery import _Unproven
 from instep.integrations.trl.front import Front
 from instep.integrations.trl.serve import _layout
 from instep.integrations.trl.staging import Layout
@@ -99,3 +100,24 @@ def test_a_pause_ends_when_the_trainer_has_gone_that_had_the_group(port, args):
 async def _until(there):
     while not there():
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("before", ["the weights before", None])
+def test_weights_that_came_in_a_pause_are_proven_when_it_ends(port, args, monkeypatch, capfd, before):
+    """What fails then is taken back, under a version of its own; without weights to go back to nothing is generated."""
+    url, updates = port(_layout(args))
+    delivery, http, brought = updates.delivery, Http(url), []
+    engine = SimpleNamespace(url="e", name="engine", num_replicas=1, capabilities=SimpleNamespace(digests=False))
+    session = SimpleNamespace(engines=[engine], renew=lambda: None, resume=lambda: brought.append("resumed"))
+    going_back = SimpleNamespace(transfer=lambda way: brought.append(before))
+    monkeypatch.setattr(delivery, "_session", lambda *given: going_back)
+    monkeypatch.setattr(delivery, "_probe", lambda session: {"e": [-1.0, -2.0]})
+    http("/pause?mode=keep")
+    delivery.version, delivery._current, delivery._scores = 4, "new", {"e": [-1.0, -2.0]}
+    delivery._unproven = _Unproven(session, "new", True, before)
+    with pytest.raises(Refusal, match="still scores as under the weights before") as raised:
+        http("/resume")
+    assert raised.value.status == 503 and "still scores" in capfd.readouterr().out
+    assert brought == ["resumed", before][: 2 if before else 1] and (delivery.version, delivery._current) == (5, before)
+    assert bool(delivery.broken) == (before is None) and not delivery.paused and updates._paused is None
+    http("/resume")  # nothing is left to prove

@@ -265,6 +265,10 @@ class Updates:
         """Let the engines go on. Raises Refused, also if the version that came meanwhile cannot be proven."""
         try:
             await self._run(self.delivery.resume)
+        except Refused as error:
+            if not self.delivery.paused:
+                self._say(f"weights that came while the engines were paused: {error}")
+            raise
         finally:
             if not self.delivery.paused:
                 self._paused = self._pauser = None
