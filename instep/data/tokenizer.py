@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError
+
+_one = threading.Lock()  # transformers finds its names as they are asked for, which two threads must not do at once
 
 
 @functools.cache
@@ -16,10 +19,10 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     Raises:
         CheckpointError: there is none, or it is Python code of the checkpoint's own that is not trusted.
     """
-    from transformers import AutoTokenizer
-
     try:
-        with own_code_named(path, "tokenizer"):
+        with _one, own_code_named(path, "tokenizer"):
+            from transformers import AutoTokenizer
+
             return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

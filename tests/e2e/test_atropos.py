@@ -28,7 +28,7 @@ def env_api(port: int, output: Path) -> Api:
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
 
 
-def until(what: Any, run: subprocess.Popen[str], seconds: float = 90.0) -> Any:
+def until(what: Any, run: subprocess.Popen[str], seconds: float = 300.0) -> Any:
     """The first true value of `what()`; an API that is down is asked again."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and run.poll() is None:
@@ -87,7 +87,7 @@ def outlives_its_api(tiny: Path, tmp_path: Path, serve: Callable[[int], Api]) ->
             assert client.post("/scored_data", rollout(engine, 0, prompt, [0.0, 0.0, 1.0, 0.0])) == {
                 "status": "received"
             }
-        output = run.communicate(timeout=90)
+        output = run.communicate(timeout=300)
     finally:
         for process, number in ((run, signal.SIGTERM), (api, signal.SIGTERM)):
             if process.poll() is None:

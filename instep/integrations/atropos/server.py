@@ -165,7 +165,7 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
         raise ConfigError(
             "the stages of a pipeline do not share their weights with a trainer",
             where=f"{WHERE} --pipeline-parallel-size {pipeline} with VLLM_ENABLE_SHARED_WEIGHTS=1",
-            remedy=f"--tensor-parallel-size {tensor * pipeline}, or --enable-lora (--weight-bridge-mode lora_only)",
+            remedy=f"`--tensor-parallel-size {tensor * pipeline}`, or `--enable-lora` (mode lora_only)",
         )
     words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
     words += [
