@@ -128,7 +128,7 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
         assert (actor.remark() == "") is (family.packed or args.train_backend == "megatron")
-        engine.wait_ready(240)
+        engine.wait_ready(600)
         yield Stack(args, actor, engine, memory.path, start_anew)
     finally:
         workers.close()

@@ -16,16 +16,17 @@ from instep.engines.engine import Engine
 from instep.training import lr_schedule
 from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
 from tests.e2e.test_engines import nothing_lost, two_engines
+from tests.e2e.test_families import train_once
 
 
 class Stack:
-    """Two ranks that share the weights, and two engines whose own checkpoint is stale."""
+    """Two ranks that share the weights, and two engines (or what `flags` say) whose own checkpoint is stale."""
 
-    def __init__(self, model, folder, way, backend="embedded"):
+    def __init__(self, model, folder, way, backend="embedded", flags=()):
         from tests.assets import make_checkpoint
 
         more = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--weight-sync", way]
-        more += on_vllm(2) if backend == "vllm" else []
+        more += [*(on_vllm(2) if backend == "vllm" else []), *flags]
         args = parse(grpo_arguments(model, folder, *more)[1:], "train")
         args = args.replace(device="cpu", precision="fp32", rollout_backend=backend, update_weight_buffer_size=100_000)
         self.workers = WorkerGroup("actor", 2, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
@@ -38,7 +39,7 @@ class Stack:
         self.actor = RoleTrainer(args, self.workers, layout, lr_schedule.from_args(args, 1))
         self.actor.load_weights(model / "hf")
         for engine in self.engines:
-            engine.wait_ready(300)
+            engine.wait_ready(600)
         self.syncs = WeightSync(args, self.actor, way, sync_folder(args), vocab_size=50, max_len=128)
 
     def restart(self, index):
@@ -130,6 +131,25 @@ def test_a_stream_outlives_a_vllm_that_dies_in_it(stack_of_vllm, monkeypatch):
     assert stack_of_vllm.syncs.run(stack_of_vllm.engines).engines == stack_of_vllm.engines
     compare_with_disk(stack_of_vllm, stack_of_vllm.engines[1])
     run_while_one_dies(stack_of_vllm, monkeypatch)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+def test_both_workers_of_an_engine_get_what_disk_brings(small, tmp_path, kind):
+    """Each way brings another version; then the same one comes by the golden twin."""
+    flags = ["--rollout-num-gpus-per-engine", "2", *([] if kind == "tensor" else [f"--vllm-{kind}-parallel-size", "2"])]
+    stack = Stack(small, tmp_path, "nccl", "vllm", flags)
+    try:
+        (engine,) = stack.engines
+        assert engine.num_workers(60) == 2
+        for way in ("nccl", "ipc", "shm", "nccl", "ipc"):
+            result = stack.syncs.run([engine], way)
+            assert result.probe_max_abs_diff <= 1e-5 and result.num_bytes > 300_000
+            compare_with_disk(stack, engine)
+            train_once(stack.actor)
+    finally:
+        stack.close()
 
 
 @pytest.mark.vllm

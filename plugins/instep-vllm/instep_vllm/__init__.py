@@ -31,6 +31,7 @@ _watched_by = 0  # the process that ends with its parent; not one that was forke
 def register() -> None:
     import vllm.plugins
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
         WeightTransferEngineFactory.register_engine(ENGINE, "instep_vllm.engine", "ShmWeightTransferEngine")
@@ -50,6 +51,10 @@ def register() -> None:
             from instep_vllm.fast import adapter
 
             adapter.install()
+        if current_platform.is_cpu():
+            from instep_vllm import pipeline
+
+            pipeline.install()
         if os.environ.get(FAST_VARIABLE):
             from instep_vllm.fast import sampler
 
