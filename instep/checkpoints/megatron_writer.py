@@ -10,6 +10,7 @@ import io
 import json
 import pickle
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,9 @@ class TorchDistWriter:
     def _extra_state(self, module: str, place: tuple[int, ...], count: tuple[int, ...]) -> None:
         """What Transformer Engine's modules ask for: their scales of FP8, of which there are none."""
         number, size = (".".join(map(str, n)) for n in (place or (0,), count or (1,)))
-        key, data = f"{module}._extra_state/shard_{number}_{size}", io.BytesIO()
-        torch.save([torch.empty(0, dtype=torch.uint8)], data)  # Megatron keeps a list of objects
+        key = f"{module}._extra_state/shard_{number}_{size}"
         self._tensors[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)])
+        self._write(MetadataIndex(key), [_no_scales()])
 
     def _write(self, index: MetadataIndex, parts: Sequence[Tensor], shape: torch.Size | None = None) -> None:
         """Write the tensor of this shape that the parts are, one after the other; without a shape, their bytes."""
@@ -171,6 +171,14 @@ def megatron_arguments(shape: ModelShape, **others: Any) -> argparse.Namespace:
 
 def _write_bytes(file: Any, parts: Sequence[Tensor]) -> int:
     return sum(file.write(part.contiguous().view(-1).view(torch.uint8).numpy()) for part in parts)
+
+
+@cache
+def _no_scales() -> Tensor:
+    """The bytes of an extra state, made once: there are as many as weights, and `torch.save` takes a while."""
+    data = io.BytesIO()
+    torch.save([torch.empty(0, dtype=torch.uint8)], data)  # Megatron keeps a list of objects
+    return torch.frombuffer(data.getbuffer(), dtype=torch.uint8)
 
 
 class _Filled:

@@ -317,6 +317,16 @@ def test_every_module_of_transformer_engine_finds_its_state(models, tmp_path):
     assert not any("input_layernorm" in key for key in keys)  # fused
 
 
+def test_states_without_content_take_no_time_of_their_own(models, tmp_path, monkeypatch):
+    """There are as many as weights, which counts where experts are small."""
+    saved, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *args, **options: saved.append(args) or save(*args, **options))
+    assert to_megatron(models / "moe-mixed", tmp_path / "m") == 0
+    weights_there = len(convert.weight_entries(convert._shape(models / "moe-mixed", False)))
+    states = sum("_extra_state" in key for key in read_index(tmp_path / "m" / "release").state_dict_metadata)
+    assert states > weights_there / 2 and weights_there < len(saved) <= weights_there + 2  # common.pt, and one state
+
+
 def test_every_type_of_safetensors_is_written(tmp_path):
     floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
     kinds = [*floats, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
