@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.arguments import Args, parse
+from instep.arguments import Args, extra, parse
 from instep.arguments.all_flags import own_hooks, passed_through
 from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
@@ -45,6 +45,36 @@ def configured(settings: list[tuple[str, Args]]) -> list[list[Any]]:
         built = configs(args, SHAPE, torch.device("cpu"), torch.float32)
         found.append([getattr(c, attribute) for c in built if attribute in {f.name for f in fields(c)}])
     return found
+
+
+MODIFIED = """
+import argparse
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--our-scale", dest="softmax_scale", type=float, default=0.5)
+    parser.add_argument("--check-for-nan-in-grad", action="store_true")
+    parser.add_argument("--our-layers", type=int, default=3)
+    return (extra_args_provider(parser) or parser).parse_args()
+"""
+
+
+def test_a_flag_of_a_modified_megatron_that_names_a_field_sets_it(tmp_path, monkeypatch):
+    """Of the model or of data parallelism; only where it is given, and one that names no field is for hooks alone."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    make_folder(tmp_path, monkeypatch)
+    file = tmp_path / "modified" / extra.ARGUMENTS
+    file.parent.mkdir(parents=True)
+    file.write_text(MODIFIED)
+    monkeypatch.syspath_prepend(tmp_path / "modified")
+    given = parse(argv("--train-backend megatron --our-scale 0.25 --check-for-nan-in-grad --our-layers 2"))
+    assert given.extra_flags == ["check_for_nan_in_grad", "our_layers", "softmax_scale"] and given.our_layers == 2
+    names, other = ("softmax_scale", "check_for_nan_in_grad"), parse(argv("--train-backend megatron"))
+    monkeypatch.undo()  # the process imports megatron-core alone
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = pool.submit(configured, [(name, args) for args in (given, other) for name in names]).result()
+    assert found == [[0.25], [True], [None], [False]]
 
 
 @pytest.mark.slow
