@@ -50,6 +50,9 @@ item_grpo_long() { # 300 1.7B dimensions, 1,024 new tokens
 item_controller() { # 90 the controller's share
     python benchmarks/controller_share.py --out "$R/out.json"
 }
+item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms of one
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_megatron_parallel.py
+}
 
 items() { sed -n 's/^item_\([a-z0-9_]*\)() { # \([0-9]*\) \(.*\)/\1 \2 \3/p' "$HERE/scripts/gpu_session.sh"; }
 

@@ -20,12 +20,10 @@ from tests.distributed.megatron_runs import make_backend, micro_batches, weighte
 def routed_batches(model: str) -> list[TokenBatch]:
     """The micro-batches of a step; each token has two different experts at random in every layer."""
     random, config, batches = np.random.default_rng(3), MODELS[model], micro_batches(0)
+    sizes = config.num_hidden_layers, num_experts(config.to_dict())
     for batch in batches:
         batch.sample_columns["routed_experts"] = [
-            random.random((n, config.num_hidden_layers, num_experts(config.to_dict())))
-            .argsort(-1)[..., :2]
-            .astype(np.uint8)
-            for n in batch.total_lengths.tolist()
+            random.random((n, *sizes)).argsort(-1)[..., :2].astype(np.uint8) for n in batch.total_lengths.tolist()
         ]
     return batches
 
