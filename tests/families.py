@@ -80,12 +80,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_family(name: str, folder: Path, precision: str | None = None) -> Path:
+def make_family(name: str, folder: Path, precision: str | None = None, **sizes: int) -> Path:
     """A random checkpoint of the family in `folder`, with a tokenizer of single characters; for `precision`, by default
-    the family's own."""
+    the family's own; with `sizes` instead of its own."""
     family, tokenizer = FAMILIES[name], make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    settings = {**_SMALL, **family.settings, **ids, "vocab_size": 64}
+    settings = {**_SMALL, **family.settings, **sizes, **ids, "vocab_size": 64}
     noise = 0.12 if (precision or family.precision) == "fp32" else 0.04  # so that bfloat16 rounds log-probs by less
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)

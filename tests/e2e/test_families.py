@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -65,19 +66,26 @@ def empty_torchvision(folder):
 
 
 @contextlib.contextmanager
-def stack(name, folder, *more):
-    """The arguments, the trainer and the vLLM of a family, and a folder through which weights travel."""
-    checkpoint = make_family(name, folder / "hf")
+def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
+    """The arguments, the trainer and an engine of a family, and a folder through which weights travel.
+
+    Args:
+        kind: of the engine; with the embedded one in float32.
+        sizes: of the model, instead of the family's.
+    """
     family = FAMILIES[name]
-    if family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
+    precision = family.precision if kind == "vllm" else "fp32"
+    checkpoint = make_family(name, folder / "hf", precision, **sizes)
+    if precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
     make_prompts(folder / "train.jsonl", 4)
-    flags = [*on_vllm(), "--vllm-max-model-len", "128", "--precision", family.precision, *more]
+    serving = on_vllm() if kind == "vllm" else ["--rollout-backend", kind]
+    flags = [*serving, "--vllm-max-model-len", "128", "--precision", precision, *more]
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
     memory, logs = Scratch(f"{SYNC}test-", memory_root()), folder / "logs"
     n = args.world_size
     workers = WorkerGroup("actor", n, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    env = {MEMORY_VARIABLE: str(memory.path)}
+    env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" else {}  # the embedded engine would share all weights
     if name == "qwen3_5":
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=logs, env=env)

@@ -1,28 +1,33 @@
-"""Syncs of a sharded Megatron trainer to real vLLM, which scores as the trainer does."""
+"""Syncs of a sharded Megatron trainer to real vLLM, which scores as the trainer does; of DeepSeek-V3 to the embedded
+engine, as vLLM's latent attention on a CPU knows no float32."""
 
 import pytest
 
 from instep.controller.sync.weight_sync import WeightSync
 from tests.e2e.test_families import difference, stack, train_once
 
-pytestmark = pytest.mark.vllm
 MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2"]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
+TP2_SP, EP2 = [*TP2, "--sequence-parallel"], ["--expert-model-parallel-size", "2"]
+GROUPS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}  # a key head for each rank
 LAYOUTS = [
     pytest.param("qwen3", TP2, id="tp2"),
     pytest.param("qwen3", PP2, id="pp2", marks=pytest.mark.slow),
+    pytest.param("qwen2", TP2, id="qwen2-tp2", marks=pytest.mark.slow),
     pytest.param("qwen2", PP2, id="qwen2-pp2", marks=pytest.mark.slow),
     pytest.param("llama", TP2, id="llama-tp2", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", ["--expert-model-parallel-size", "2"], id="ep2", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", [*TP2, "--sequence-parallel"], id="etp2", marks=pytest.mark.slow),
+    pytest.param("llama", PP2, id="llama-pp2", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", EP2, id="ep2", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", TP2_SP, id="etp2", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", PP2, id="moe-pp2", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_a_sharded_trainer_is_proven_by_vllm(name, layout, tmp_path):
-    """The golden way is `disk`, whose files vLLM's own loader reads; after each step every log-prob is compared."""
-    with stack(name, tmp_path, *MEGATRON, *layout) as (args, actor, engine, folder):
-        sync = WeightSync(args, actor, "shm", folder, vocab_size=50, max_len=128)
+def check_syncs(kind, name, layout, folder):
+    """The golden way is `disk`, whose files the engine's loader reads; after each step every log-prob is compared."""
+    sizes = GROUPS if name == "qwen2" else {}
+    with stack(name, folder, *MEGATRON, *layout, kind=kind, sizes=sizes) as (args, actor, engine, memory):
+        sync = WeightSync(args, actor, "shm", memory, vocab_size=50, max_len=128)
         try:
             for way in ("shm", "disk", "shm"):
                 off, _ = difference(sync, engine, way)
@@ -30,3 +35,22 @@ def test_a_sharded_trainer_is_proven_by_vllm(name, layout, tmp_path):
                 train_once(actor)
         finally:
             sync.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_sharded_trainer_is_proven_by_vllm(name, layout, tmp_path):
+    check_syncs("vllm", name, layout, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TP2_SP, id="tp2-sp"),
+        pytest.param(PP2, id="pp2"),
+        pytest.param([*TP2_SP, *EP2, "--expert-tensor-parallel-size", "1"], id="tp2-sp-ep2"),
+    ],
+)
+def test_deepseek_is_proven_by_the_embedded_engine(layout, tmp_path):
+    check_syncs("embedded", "deepseek_v3", layout, tmp_path)
