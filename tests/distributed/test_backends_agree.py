@@ -3,6 +3,7 @@
 This is the whole path that a run takes: controller -> supervised worker processes -> backend -> exported checkpoint.
 """
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from instep.arguments import parse
+from instep.arguments.roles import args_of_role
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
@@ -21,6 +23,7 @@ from tests.assets import make_checkpoint, make_prompts
 from tests.families import make_family
 
 NUM_STEPS = 5
+TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 LAYOUTS = {
     "hf": ("hf", 1, []),
     "hf FSDP2 x2": ("hf", 2, []),
@@ -35,6 +38,14 @@ LAYOUTS = {
         ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
     ),
     "megatron EP2": ("megatron", 2, ["--expert-model-parallel-size", "2"]),
+    "megatron TP2 SP": ("megatron", 2, TP2_SP),
+    "megatron DP2, distributed optimizer": ("megatron", 2, ["--use-distributed-optimizer"]),
+    "megatron EP2 x ETP2": (
+        "megatron",
+        4,
+        [*TP2_SP, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"],
+    ),
+    "megatron CP2 EP2": ("megatron", 2, ["--context-parallel-size", "2", "--expert-model-parallel-size", "2"]),
 }
 
 
@@ -68,6 +79,7 @@ LOSSES = {
 # A conversion of the user's halves the rewards, and has a field of weights of 2, by which the loss multiplies again.
 CONVERTED = ["--custom-convert-samples-to-train-data-path", "tests.loss_hooks.convert_with_weights"]
 CONVERTED += [word.replace("ppo_loss", "weighted_loss") for word in LOSSES["custom"]]
+PPO = "--advantage-estimator ppo --critic-lr 1e-3 --value-clip 0.05 --kl-coef 0.1 --gamma 0.98 --lambd 0.9".split()
 CONVERTED += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"]
 
 
@@ -95,23 +107,37 @@ def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
     arguments += ["--actor-num-gpus-per-node", str(num_ranks), "--run-dir", str(folder)]
     args = parse(arguments, "train")
     args = args.replace(device="cpu", precision="fp32")
-    workers = WorkerGroup("actor", num_ranks, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    try:
-        requests = [(args, rank, num_ranks, str(folder / "rendezvous"), 1) for rank in range(num_ranks)]
-        layout = workers.call("setup", timeout=180, per_rank=requests)
-        workers.call("load_weights", root / "hf", timeout=60)
-        actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
-        training = TrainingRound(args, args.view({}), actor)
+    with contextlib.ExitStack() as stack:
+        workers, layout, actor = started(stack, args, "actor", root, folder)
+        critic = None
+        if args.advantage_estimator == "ppo":
+            of_critic, _, critic = started(stack, args_of_role(args, "critic"), "critic", root, folder)
+        training = TrainingRound(args, args.view({}), actor, critic)
         if training.uses_reference:
             workers.call("load_reference", root / "hf", timeout=60)
-        groups = replayed_rollout()
-        metrics = [training.run(groups, step).steps[0] for step in range(num_steps)]
+        groups, metrics = replayed_rollout(), []
+        for step in range(num_steps):
+            out = training.run(groups, step, num_critic_steps_before=step)
+            metrics.append(out.steps[0] | {key: x for key, x in out.metrics.items() if key.startswith("critic/")})
         scored = [sample for group in groups for sample in group]
         log_probs = score(workers, layout, scored)
         workers.call("export_hf", folder / "out", timeout=60)
-        return metrics, log_probs, load_file(folder / "out" / "model.safetensors")
-    finally:
-        workers.close()
+        weights = load_file(folder / "out" / "model.safetensors")
+        if critic is not None:
+            of_critic.call("export_hf", folder / "critic", timeout=60)
+            weights |= {f"critic.{k}": w for k, w in load_file(folder / "critic" / "model.safetensors").items()}
+        return metrics, log_probs, weights
+
+
+def started(stack, args, role, root, folder):
+    """The workers of a role, which end with `stack`, their layout, and what drives them."""
+    n, environment = args.world_size, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    workers = WorkerGroup(role, n, folder / f"logs-{role}", environment)
+    stack.callback(workers.close)
+    requests = [(args, rank, n, str(folder / f"rendezvous-{role}"), 1, role) for rank in range(n)]
+    layout = workers.call("setup", timeout=180, per_rank=requests)
+    workers.call("load_weights", root / "hf", role == "critic", timeout=60)
+    return workers, layout, RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
 
 
 def score(workers, layout, samples):
@@ -131,8 +157,9 @@ def golden(request, tmp_path_factory):
     return root, request.param, run_layout("hf", root)
 
 
-SLOW = ("megatron CP2", "megatron DP2 x CP2")
-OF_OTHER_MODELS = ("megatron PP2, virtual stages", "megatron EP2")
+SLOW = ("megatron CP2", "megatron DP2 x CP2", "megatron DP2, distributed optimizer")
+OF_EXPERTS = ("megatron EP2", "megatron EP2 x ETP2")
+OF_OTHER_MODELS = ("megatron PP2, virtual stages", *OF_EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +167,7 @@ OF_OTHER_MODELS = ("megatron PP2, virtual stages", "megatron EP2")
     [
         pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
         for n in LAYOUTS
-        if n not in ("hf", *OF_OTHER_MODELS)
+        if n not in ("hf", "megatron CP2 EP2", *OF_OTHER_MODELS)
     ],
 )
 def test_same_numbers_in_every_layout(golden, name):
@@ -153,13 +180,24 @@ def test_same_numbers_in_every_layout(golden, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_OTHER_MODELS)
 def test_same_numbers_with_deeper_models_and_experts(name, tmp_path):
-    if name == "megatron EP2":
+    if name in OF_EXPERTS:
         make_family("qwen3_moe", tmp_path / "hf")
     else:
         make_checkpoint(tmp_path / "hf", layers=4)
     make_prompts(tmp_path / "train.jsonl", 16)
     golden = run_layout("hf", tmp_path, num_steps=3)
     assert weight_difference(run_layout(name, tmp_path, num_steps=3), golden) < 1e-5
+
+
+@pytest.mark.slow
+def test_whole_rounds_of_ppo_agree_with_context_and_expert_parallelism(tmp_path):
+    """Values, returns and advantages are those that the workers computed; actor and critic train."""
+    make_family("qwen3_moe", tmp_path / "hf")
+    make_prompts(tmp_path / "train.jsonl", 16)
+    golden = run_layout("hf", tmp_path, PPO, num_steps=3)
+    assert golden[0][2]["critic/value_loss"] != golden[0][0]["critic/value_loss"] and golden[0][1]["grad_norm"] > 0.01
+    assert any(name.startswith("critic.") for name in golden[2])
+    assert weight_difference(run_layout("megatron CP2 EP2", tmp_path, PPO, num_steps=3), golden) < 1e-5
 
 
 def weight_difference(ours, golden):
