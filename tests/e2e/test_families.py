@@ -111,7 +111,7 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
     memory, logs = Scratch(f"{SYNC}test-", memory_root()), folder / "logs"
     n = args.world_size
     workers = WorkerGroup("actor", n, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-    env = {MEMORY_VARIABLE: str(memory.path)}
+    env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" else {}  # the embedded engine would share all weights
     if name == "qwen3_5":
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
     spec = plan_engines(args)[0]

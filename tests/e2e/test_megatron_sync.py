@@ -7,7 +7,7 @@ from tests.e2e.test_families import stack, train_once
 
 MEGATRON = ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--weight-sync", "shm"]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
-EP2 = ["--expert-model-parallel-size", "2"]
+TP2_SP, EP2 = [*TP2, "--sequence-parallel"], ["--expert-model-parallel-size", "2"]
 GROUPS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}  # a key head for each rank
 LAYOUTS = [
     pytest.param("qwen3", TP2, id="tp2"),
@@ -17,7 +17,7 @@ LAYOUTS = [
     pytest.param("llama", TP2, id="llama-tp2", marks=pytest.mark.slow),
     pytest.param("llama", PP2, id="llama-pp2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", EP2, id="ep2", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", [*TP2, "--sequence-parallel"], id="etp2", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", TP2_SP, id="etp2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", PP2, id="moe-pp2", marks=pytest.mark.slow),
 ]
 
@@ -44,7 +44,12 @@ def test_a_sharded_trainer_is_proven_by_vllm(name, layout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [TP2, PP2, [*TP2, "--sequence-parallel", *EP2, "--expert-tensor-parallel-size", "1"]]
+    "layout",
+    [
+        pytest.param(TP2_SP, id="tp2-sp"),
+        pytest.param(PP2, id="pp2"),
+        pytest.param([*TP2_SP, *EP2, "--expert-tensor-parallel-size", "1"], id="tp2-sp-ep2"),
+    ],
 )
 def test_deepseek_is_proven_by_the_embedded_engine(layout, tmp_path):
     check_syncs("embedded", "deepseek_v3", layout, tmp_path)
