@@ -117,8 +117,8 @@ class Conversation:
                     f"the chat template writes message {turn} (assistant) otherwise than after its own generation "
                     "prompt: no engine would be where that turn begins",
                     where=self._where,
-                    remedy="take --loss-mask-type qwen3_5, which trains turns as the template writes them at last; or, if "
-                    "the content has reasoning, distill_qwen, which trains the last turn as it stands there; or set "
+                    remedy="take --loss-mask-type qwen3_5, which trains turns as the template writes them at last; or, "
+                    "if the content has reasoning, distill_qwen, which trains the last turn as it stands there; or set "
                     "step_loss_mask 0 for it",
                 )
             self._rendered = turn, prompt, whole
