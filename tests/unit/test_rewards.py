@@ -213,8 +213,8 @@ def test_a_reward_server_that_is_busy_or_starts_again() -> None:
 
 
 def test_a_reward_server_that_stays_away_or_refuses() -> None:
-    with pytest.raises(RewardError, match=r"[23] attempts in 1 s failed, the last with 503"):
-        ask_remote(503, 503, 503, 503, reward_timeout=1.0)
+    with pytest.raises(RewardError, match=r"[234] attempts in 1 s failed, the last with 503"):
+        ask_remote(503, 503, 503, 503, 503, reward_timeout=1.0)
     with pytest.raises(RewardError, match="refused with 400"):
         ask_remote(400, 0.5)
     assert ask_remote("good")[0] == "good"  # which `apply_rewards` refuses, as it does of any function
