@@ -165,7 +165,8 @@ def ask_remote(*answers: Any, **flags: Any) -> tuple[Any, list[Any]]:
     """The reward by a server that gives these answers one after the other (a number is a status), and its requests.
 
     None: it is not there yet, and comes after a second."""
-    seen, left = list[Any](), list(answers)
+    seen, left, port = list[Any](), list(answers), free_port()
+    args = arguments(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags)
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(await request.json())
@@ -177,15 +178,12 @@ def ask_remote(*answers: Any, **flags: Any) -> tuple[Any, list[Any]]:
         app.add_routes([web.post("/", answer)])
         runner = web.AppRunner(app)
         await runner.setup()
-        port = free_port()
         starts = asyncio.create_task(start(web.TCPSite(runner, "127.0.0.1", port)))
         if answers[0] is not None:
             await starts
         sample = Sample(prompt="1+1=", response="2", label="2")
         try:
-            return await compute_reward(
-                arguments(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample
-            )
+            return await compute_reward(args, sample)
         finally:
             await starts
             await runner.cleanup()
