@@ -38,7 +38,7 @@ _CALLED_HERE = frozenset(
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path dynamic_sampling_filter_path "
     "rollout_sample_filter_path rollout_all_samples_process_path buffer_filter_path custom_rollout_log_function_path "
     "custom_eval_rollout_log_function_path rollout_function_path eval_function_path data_source_path "
-    "custom_convert_samples_to_train_data_path".split()
+    "custom_convert_samples_to_train_data_path rollout_sample_hook_path custom_advantage_function_path".split()
 )
 
 
@@ -252,7 +252,9 @@ def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
     for name, value in flags.items():
         word = "--" + name.replace("_", "-")
         flag = find(word) or find_on_path(word)
-        if callable(value):
+        if isinstance(value, (list, tuple)):
+            value = [_path(name, part, functions) if callable(part) else part for part in value]
+        elif callable(value):
             value = _path(name, value, functions)
         if flag is None or (value is True):
             yield word if value is None or isinstance(value, bool) else f"{word}={value}"
@@ -283,7 +285,8 @@ def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable
             remedy="put the function into a file beside this one, and import it from there",
         )
     own = getattr(function, "__name__", "")
-    own = own if own.isidentifier() and own not in functions else name
+    if not own.isidentifier() or own in functions:
+        own = name if name not in functions else f"{name}_{len(functions)}"  # of several
     functions[own] = function
     return f"{_FUNCTIONS}.{own}"
 

@@ -43,8 +43,8 @@ def roll_out(
         found = tokenizer.decode(samples[-1].tokens)
         assert found == prompt or (not blanks and "".join(found.split()) == "".join(prompt.split()))
         whole = text_of(tokenizer, messages[: turn + 1], tools, prompt=False)
-        said = ended(whole[len(prompt) :], ends)[0] if whole.startswith(prompt) else str(messages[turn]["content"])
-        said = ids_of(tokenizer, said)
+        text = ended(whole[len(prompt) :], ends)[0] if whole.startswith(prompt) else str(messages[turn]["content"])
+        said = ids_of(tokenizer, text)
         samples[-1].append_response_tokens(said, [-1.0] * len(said))
         samples[-1].status = Sample.Status.COMPLETED
         if following is not None:

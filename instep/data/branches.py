@@ -117,9 +117,9 @@ class Conversation:
                     f"the chat template writes message {turn} (assistant) otherwise than after its own generation "
                     "prompt: no engine would be where that turn begins",
                     where=self._where,
-                    remedy="take --loss-mask-type qwen3_5, which trains turns as the template writes them at last; if the "
-                    "data have reasoning in their content, distill_qwen, which trains the last turn as it stands there; "
-                    "or set step_loss_mask 0 for it",
+                    remedy="take --loss-mask-type qwen3_5, which trains turns as the template writes them at last; or, "
+                    "if the content has reasoning, distill_qwen, which trains the last turn as it stands there; or set "
+                    "step_loss_mask 0 for it",
                 )
             self._rendered = turn, prompt, whole
         return self._rendered[1:]

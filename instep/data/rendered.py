@@ -60,8 +60,8 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
         raise DataError(
             "the last message has its reasoning beside its content, or none where the prompt opens it",
             where=where,
-            remedy="write <think>...</think> into the content; or take --loss-mask-type qwen3_5, which trains turns as the "
-            "template writes them at last",
+            remedy="write <think>...</think> into the content; or take --loss-mask-type qwen3_5, which trains turns as "
+            "the template writes them at last",
         )
     if tag.startswith("<") and content.startswith(tag):
         content = content.removeprefix(tag).removeprefix(prompt[len(prompt.rstrip()) :])

@@ -72,12 +72,13 @@ async def post_within(url: str, payload: dict[str, Any], seconds: float) -> Any:
     while True:
         attempts += 1
         try:
-            return await _ask("POST", url, 0, max(0.1, end - time.monotonic()), None, json=payload)
+            return await _ask("POST", url, 0, max(1.0, end - time.monotonic()), None, json=payload)
         except NoAnswerError as error:
-            if time.monotonic() + pause >= end:
+            left = end - time.monotonic()
+            if left < FIRST_PAUSE:
                 what = error.what.replace("1 attempts failed", f"{attempts} attempts in {seconds:g} s failed")
                 raise NoAnswerError(what, where=error.where, remedy=error.remedy) from None
-        await asyncio.sleep(pause)
+        await asyncio.sleep(min(pause, left - FIRST_PAUSE / 2))
         pause = min(2 * pause, LONGEST_PAUSE)
 
 

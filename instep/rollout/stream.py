@@ -111,7 +111,11 @@ class Stream(GroupRollout):
         return num_ready >= self.target
 
     def _too_old(self, key: tuple[int, int]) -> None:
-        """A finished group is older than the bound: somebody else has made its tokens, or the bound has changed."""
+        """A finished group is older than the bound: somebody else has made its tokens, or the bound has changed.
+
+        A checkpoint keeps a finished group as its functions have left it, and not as it was issued: after a resume with
+        a smaller bound it cannot begin anew.
+        """
         entry = self._begun.pop(key)
         assert entry.group is not None
         self.counts["stale"] += 1

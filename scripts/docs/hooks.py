@@ -100,8 +100,8 @@ ENTRIES = (
         "a finite number (a tensor's or numpy's, too), or a dict of which `--reward-key` names an entry; for a list"
         " as many rewards",
         "no finite number, a list of another length, more than `--reward-timeout` seconds; a `FAILED` sample, which "
-        "it is not asked about; a failed reward is never a zero: it ends the run, or with `--skip-failed-groups` drops the "
-        "group",
+        "it is not asked about; a failed reward is never a zero: it ends the run, or with `--skip-failed-groups` drops "
+        "the group",
         more="--reward-key score",
     ),
     Entry(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.documented import undocumented
 from tests.e2e.killing import Run, schedule
-from tests.e2e.test_resume import SEED, arguments, exit_codes, state, tensors
+from tests.e2e.test_resume import LOOSE, SEED, arguments, exit_codes, kill_and_count, state, tensors
 
 EXACT = ["--deterministic-mode", "--lr", "5e-3"]
 
@@ -47,6 +47,29 @@ def kill_and_compare(tiny, root, backend, num_rollout, plan, *more):
 def test_one_step_ahead_resumes_exactly(tiny, tmp_path):
     run = kill_and_compare(tiny, tmp_path, "hf", 7, [("train", "tree"), ("sync", "engine")])
     assert trained_versions(run, 7) == one_step_ahead(7)
+
+
+@pytest.mark.slow
+def test_one_step_ahead_with_more_groups_than_it_trains_on_resumes_exactly(tiny, tmp_path):
+    """Over-sampling, a filter, and a buffer of what was given back."""
+    run = kill_and_compare(tiny, tmp_path, "hf", 7, [("train", "tree"), ("sync", "engine")], *LOOSE.split())
+    assert state(run, 7)["ledger"]["dropped"] and trained_versions(run, 7).keys() == set(range(7))
+
+
+@pytest.mark.slow
+def test_one_step_ahead_with_fan_out_resumes_exactly(tiny, tmp_path):
+    more = ["--custom-generate-function-path", "tests.e2e.fan_out.generate"]
+    run = kill_and_compare(tiny, tmp_path, "hf", 4, [("train", "tree")], *more)
+    assert trained_versions(run, 4) == one_step_ahead(4)
+    train = [row for row in rows_of(run.run_dir) if row["split"] == "train"]
+    assert len(train) == 4 * 4 * 6 and len({(row["group_index"], row["index"]) for row in train}) == 4 * 4 * 4
+
+
+@pytest.mark.slow
+def test_one_step_ahead_with_partial_rollouts_nothing_is_lost_or_trained_twice(tiny, tmp_path):
+    """Without determinism, so that aborted responses go on in a later rollout."""
+    plan = [("train", "tree"), ("sync", "engine"), ("save", "controller")]
+    assert exit_codes(kill_and_count(tiny, tmp_path, 3, command="train-async", plan=plan)) == (3, 0)
 
 
 def test_one_step_ahead(tiny, tmp_path):

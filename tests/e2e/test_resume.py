@@ -130,12 +130,13 @@ def test_killed_and_resumed_on_a_gpu_is_bit_identical(tiny, tmp_path, backend):
     assert exit_codes(kill_and_compare(tiny, tmp_path, backend, 3, *on_gpu)) == (3, 0)
 
 
-def kill_and_count(tiny, root, kills):
+def kill_and_count(tiny, root, kills, command="train", plan=None):
     """Over-sampling, partial rollouts and a filter: every group that was ever issued has exactly one fate."""
     rng = random.Random(SEED - kills)
     num_rollout = 2 * kills + 2
-    victim = Run(arguments(tiny, root / "run", "hf", num_rollout, *LOOSE.split()), root / "run")
-    for phase, way in schedule(rng, kills):
+    words = arguments(tiny, root / "run", "hf", num_rollout, *LOOSE.split())
+    victim = Run([command, *words[1:]], root / "run")
+    for phase, way in plan or schedule(rng, kills):
         assert victim.kill(rng, phase, way).exit_code != 0
     last = victim.finish(timeout=120 + 5 * num_rollout)
     assert last.exit_code == 0, last.stderr[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 import instep
 from instep import hooks
+from instep.api import _CALLED_HERE
 from instep.cli import arguments
 from instep.errors import ConfigError, DataError
 from tests.assets import make_checkpoint
@@ -106,6 +108,29 @@ def test_functions_that_no_module_has() -> None:
     assert args.dynamic_sampling_filter_path == "instep_functions.dynamic_sampling_filter_path"
     with pytest.raises(ConfigError, match="no module that the processes of the trainer could import"):
         instep.Run(reward=score, custom_tis_function_path=lambda: None, **base)
+
+
+def test_functions_of_sample_hooks_and_advantages() -> None:
+    """Those of one flag may be several, in a list; a function of a module goes by its name."""
+    base = keywords(argv("--device cpu"))
+    hook = "rollout_sample_hook_path"
+
+    def found(value: Any) -> list[Any]:
+        return [hooks.load_function(path) for path in instep.Run(**base, **{hook: value}).args.rollout_sample_hook_path]
+
+    one, two = (lambda args, sample: None), (lambda args, sample: sample)
+    assert found(one) == [one] and found([one, two, reward]) == [one, two, reward]
+    assert found(f"{__name__}.reward") == [reward]
+    args = instep.Run(**base, custom_advantage_function_path=two).args
+    assert hooks.load_function(args.custom_advantage_function_path) is two
+
+
+def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
+    acting = runpy.run_path(str(Path(__file__).parents[2] / "scripts/docs/hooks.py"))["acting"]
+    of_trainer = {flag.name.removeprefix("--").replace("-", "_") for flag in acting()} - _CALLED_HERE
+    of_megatron = {name for name in of_trainer if "megatron" in name} | {"custom_model_provider_path", "spec"}
+    of_loss = {f"custom_{name}_function_path" for name in ("loss", "tis", "pg_loss_reducer")}
+    assert of_trainer == of_megatron | of_loss | {"rollout_data_postprocess_path"}
 
 
 @pytest.mark.parametrize(

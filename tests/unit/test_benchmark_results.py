@@ -78,7 +78,19 @@ def test_asynchronous_training_is_faster_and_learns_as_much():
     seeds = sorted({row["seed"] for row in rows})
     ratio = median(rates["one step ahead", seed] / rates["synchronous", seed] for seed in seeds)
     assert len(seeds) == 3 and headline["samples_ratio"] == pytest.approx(ratio) and ratio >= 1.4
+    ratio = median(rates["2 versions", seed] / rates["synchronous", seed] for seed in seeds)
+    assert headline["samples_ratio_2_versions"] == pytest.approx(ratio) and ratio >= 1.4
     assert abs(headline["reward_difference"]) < 0.05 and all(row["groups_dropped"] == 0 for row in rows)
+
+
+def test_files_larger_than_memory():
+    """The first batch of a 5 GB file within 5 s of a later start, and a process that grows by 500 MB at most."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "data-files-cpu.json").read_text())
+    starts = [(row["kind"], start) for row in found["rows"] for start in row["starts"] if row["file_gb"] >= 5]
+    assert {kind for kind, _ in starts} == {"jsonl", "parquet"} and len(starts) == 6
+    later = max(start["to_first_batch_s"] for _, start in starts if start["start"] != "first")
+    memory = max(start["memory_mb"] for _, start in starts)
+    assert found["headline"] == {"to_first_batch_s": later, "memory_mb": memory} and later <= 5 and memory <= 500
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -165,7 +165,8 @@ def ask_remote(*answers: Any, **flags: Any) -> tuple[Any, list[Any]]:
     """The reward by a server that gives these answers one after the other (a number is a status), and its requests.
 
     None: it is not there yet, and comes after a second."""
-    seen, left = list[Any](), list(answers)
+    seen, left, port = list[Any](), list(answers), free_port()
+    args = arguments(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags)
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(await request.json())
@@ -177,15 +178,12 @@ def ask_remote(*answers: Any, **flags: Any) -> tuple[Any, list[Any]]:
         app.add_routes([web.post("/", answer)])
         runner = web.AppRunner(app)
         await runner.setup()
-        port = free_port()
         starts = asyncio.create_task(start(web.TCPSite(runner, "127.0.0.1", port)))
         if answers[0] is not None:
             await starts
         sample = Sample(prompt="1+1=", response="2", label="2")
         try:
-            return await compute_reward(
-                arguments(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample
-            )
+            return await compute_reward(args, sample)
         finally:
             await starts
             await runner.cleanup()
@@ -213,8 +211,8 @@ def test_a_reward_server_that_is_busy_or_starts_again() -> None:
 
 
 def test_a_reward_server_that_stays_away_or_refuses() -> None:
-    with pytest.raises(RewardError, match=r"[23] attempts in 1 s failed, the last with 503"):
-        ask_remote(503, 503, 503, 503, reward_timeout=1.0)
+    with pytest.raises(RewardError, match=r"[234] attempts in 1 s failed, the last with 503"):
+        ask_remote(503, 503, 503, 503, 503, reward_timeout=1.0)
     with pytest.raises(RewardError, match="refused with 400"):
         ask_remote(400, 0.5)
     assert ask_remote("good")[0] == "good"  # which `apply_rewards` refuses, as it does of any function

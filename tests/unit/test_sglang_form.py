@@ -55,7 +55,7 @@ def test_an_answer() -> None:
     assert asked.shown(found) == [7, 2] and reply["text"] == "x<end>" and reply["output_ids"] == [7, 2]
     assert reply["meta_info"] == {
         **{"id": "r", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 2, "completion_tokens": 2},
-        **{"cached_tokens": 0, "e2e_latency": 0.5, "weight_version": "4", "weight_versions": spans},
+        **{"e2e_latency": 0.5, "weight_version": "4", "weight_versions": spans},
         "output_token_logprobs": [[-7.0, 7, None], [-2.0, 2, None]],
     }
 

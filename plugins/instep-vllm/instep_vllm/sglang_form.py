@@ -111,7 +111,7 @@ class Asked:
         else:
             reason |= {"type": "abort", "message": f"the engine has ended the request: {kind}"}
         meta = {"id": self.rid or answer.get("request_id", ""), "finish_reason": reason, "prompt_tokens": len(ids)}
-        meta |= {"completion_tokens": len(tokens), "cached_tokens": 0, "e2e_latency": seconds}
+        meta |= {"completion_tokens": len(tokens), "e2e_latency": seconds}
         if versions := choice.get("weight_versions"):  # of each token; SGLang knows one version of all
             meta |= {"weight_version": str(versions[-1]["version"]), "weight_versions": versions}
         if self.log_probs:
