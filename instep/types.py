@@ -368,6 +368,7 @@ class TokenBatch:
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
             `advantages`, `returns`, `older` (1: sampled from other weights than the rollout's).
         sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
+        host: of a batch that `to` has made, the one before, with the same samples.
     """
 
     tokens: torch.Tensor
@@ -375,10 +376,16 @@ class TokenBatch:
     response_lengths: torch.Tensor
     token_columns: dict[str, torch.Tensor] = field(default_factory=dict)
     sample_columns: dict[str, Any] = field(default_factory=dict)
+    host: TokenBatch | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_samples(self) -> int:
         return int(self.total_lengths.numel())
+
+    @property
+    def on_host(self) -> TokenBatch:
+        """The samples as they were before they went to a device: to read a length of these waits for nothing."""
+        return self if self.host is None else self.host
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
         """The samples `indices`, in that order."""
@@ -418,6 +425,7 @@ class TokenBatch:
             move(self.response_lengths),
             {k: move(v) for k, v in self.token_columns.items()},
             {k: move(v) for k, v in self.sample_columns.items()},
+            self.on_host,
         )
 
 

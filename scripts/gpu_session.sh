@@ -19,6 +19,10 @@ item_train_4b() { # 300 one optimizer step of 4B dimensions with 8-bit AdamW, bo
     python benchmarks/train_step.py --size 4b --max-tokens-per-gpu 8192 --num-samples 256 --steps 3 --out "$R/out.json" \
         --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit --max-tokens-per-gpu 6400"
 }
+item_mfu_4b() { # 480 MFU and the longest kernels of a step of 4B dimensions in 64 samples, both backends
+    python benchmarks/train_step.py --size 4b --num-samples 64 --max-tokens-per-gpu 8192 --kernels 40 --out "$R/out.json" \
+        --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit --max-tokens-per-gpu 6400"
+}
 item_guide() { # 480 Atropos' guide in its three modes (alone on the GPU)
     GUIDE_MODEL=~/g/extra/guide PYTHONPATH=$PYTHONPATH:$HOME/atropos \
         python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_atropos_guide.py

@@ -222,8 +222,6 @@ class VllmKind(EngineKind):
             here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
             here["INSTEP_LORA"] = "1"  # read by the plugin
-        if args.device == "cpu" and spec.parallel.pipeline > 1:
-            here["INSTEP_CPU_STAGES"] = "1"  # likewise
         if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):
             here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one there that notes the experts
         return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)

@@ -15,7 +15,7 @@ from instep.engines.kind import planned_kind
 from instep.models.sizes import Shape, shape_of
 from instep.plan.card import Card, layer_flops
 from instep.plan.engine import BLOCK, plan_engine
-from instep.plan.trainer import Rank, gradients, lengths, masters, moments, rank_of
+from instep.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def _pass_seconds(args: Settings, card: Card, work: Work, *, backward: bool) -> 
     if backward:
         flops *= 4 if args.recompute_granularity == "full" else 3
     responses = work.samples * work.response / share
-    chunked = rank.responses * s.vocab > 2**28
-    head = 2.0 * s.embedding * ((4 if chunked else 3) if backward else 1) / card.matmul
+    again = 1 - kept_logits(rank) / max(rank.responses, 1)  # the share of logits that is computed again
+    head = 2.0 * s.embedding * (3 + again if backward else 1) / card.matmul
     reads = (8 if rank.compiled and on_gpu else 20) * (2 if backward else 1) / 2  # of each logit, in bytes of `e`
     head += s.vocab * rank.e * reads / card.memory
     return flops / rate + (0.0 if s.value_head else responses * head)

@@ -266,9 +266,15 @@ def _copied(r: Rank, recompute: str | None) -> float:
 
 
 def _ends(r: Rank) -> float:
-    """The last norm, the hidden states that are scored, and their logits where they are one chunk."""
+    """The last norm, the hidden states that are scored, and the logits that stay."""
     hidden = r.tokens * r.shape.hidden * (4 + r.e) + r.responses * r.shape.hidden * r.e
-    return hidden + (0.0 if r.responses > _chunk(r) or r.shape.value_head else _chunk_bytes(r, r.e))
+    return hidden + (0.0 if r.shape.value_head else kept_logits(r) * (r.shape.vocab / r.tp) * r.e)
+
+
+def kept_logits(r: Rank) -> int:
+    """The tokens of responses whose logits stay for the backward pass; see `log_probs.in_chunks`."""
+    kept, chunk = 8 * HEAD_LOGITS * r.tp // (r.e * r.shape.vocab), _chunk(r)
+    return r.responses if r.responses <= max(chunk, kept) else max(chunk, kept // chunk * chunk)
 
 
 def _chunk(r: Rank) -> int:
@@ -283,7 +289,7 @@ def _head_work(r: Rank) -> float:
     """Bytes of a chunk's logits and their gradient while the chunk is computed; not what `_ends` counts already."""
     if r.shape.value_head:
         return 4.0 * r.responses * r.shape.hidden
-    return _chunk_bytes(r, 2 * r.e + _COPIES) - (0 if r.responses > _chunk(r) else _chunk_bytes(r, r.e))
+    return _chunk_bytes(r, (2 if kept_logits(r) < r.responses else 1) * r.e + _COPIES)
 
 
 def work(r: Rank) -> float:

@@ -173,16 +173,21 @@ def in_chunks(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` of as many rows at a time as make
-    `num_logits` logits; several chunks are computed again in the backward pass.
+    `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden` at most
+    8 bytes for each of `num_logits`; those behind are computed again.
 
-    Logits, their gradients and float32 copies need at most 8 bytes for each of `num_logits`; a sixteenth is for copies.
+    Logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """
     size = max(1, num_logits * 15 // (16 * vocab_size))
+    kept = max(size, 8 * num_logits // (hidden.element_size() * vocab_size))
     chunks = list(zip(hidden.split(size), targets.split(size), temperature.split(size), strict=True))
-    if len(chunks) > 1 and torch.is_grad_enabled():
-        parts = [checkpoint(head, *chunk, with_entropy, use_reentrant=False) for chunk in chunks]
-    else:
-        parts = [head(*chunk, with_entropy) for chunk in chunks]
+    parts, end = [], 0
+    for chunk in chunks:
+        end += len(chunk[0])
+        again = end > kept and torch.is_grad_enabled()
+        parts.append(
+            checkpoint(head, *chunk, with_entropy, use_reentrant=False) if again else head(*chunk, with_entropy)
+        )
     entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
     return torch.cat([part[0] for part in parts]), entropy
 

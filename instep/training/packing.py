@@ -1,4 +1,7 @@
-"""Positions in the packed stream of a `TokenBatch`. All results are on the device of the batch."""
+"""Positions in the packed stream of a `TokenBatch`. All results are on the device of the batch.
+
+They are computed on the host where the batch was there before, so that nobody waits for a GPU to say a length.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
 
     Prefixes are found by content: in lexicographic order each sample shares its longest prefix with the one before it.
     """
-    tokens, lengths = batch.tokens.cpu().numpy(), batch.total_lengths.tolist()
+    host = batch.on_host
+    tokens, lengths = host.tokens.cpu().numpy(), host.total_lengths.tolist()
     starts = (np.cumsum(lengths) - lengths).tolist()
     keys = [tokens[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True)]
     copies = np.arange(len(tokens))
@@ -52,9 +56,7 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
     computed = copies == np.arange(len(tokens))
     copies = (np.cumsum(computed) - 1)[copies]
     cu_kept = np.concatenate([[0], np.cumsum(num_kept)]).astype(np.int32)
-    kept, copies, cu_kept = (
-        torch.from_numpy(x).to(batch.tokens.device) for x in (computed.nonzero()[0], copies, cu_kept)
-    )
+    kept, copies, cu_kept = (_moved(torch.from_numpy(x), batch) for x in (computed.nonzero()[0], copies, cu_kept))
     return SharedPrefixes(kept, copies, cu_kept, int(num_kept.max()))
 
 
@@ -70,36 +72,46 @@ def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> in
     return int(differs.argmax()) if differs.any() else longest
 
 
+def _moved(x: Tensor, batch: TokenBatch) -> Tensor:
+    return x.to(batch.tokens.device, non_blocking=True)
+
+
 def within(lengths: Tensor) -> Tensor:
     """0 .. length-1 for each length, one after another: int64 `[lengths.sum()]`."""
-    starts = lengths.cumsum(0) - lengths
-    count = torch.arange(int(lengths.sum()), device=lengths.device)
-    return count - starts.repeat_interleave(lengths)
+    starts, total = lengths.cumsum(0) - lengths, int(lengths.sum())
+    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
 
 
 def response_positions(batch: TokenBatch) -> Tensor:
     """int64 `[num_response_tokens]`: the position whose logits predict each response token (one before it)."""
-    first = batch.total_lengths.cumsum(0) - batch.response_lengths - 1
-    return first.repeat_interleave(batch.response_lengths) + within(batch.response_lengths)
+    return _moved(_response_positions(batch.on_host), batch)
+
+
+def _response_positions(batch: TokenBatch) -> Tensor:
+    first, inside = batch.total_lengths.cumsum(0) - batch.response_lengths - 1, within(batch.response_lengths)
+    return first.repeat_interleave(batch.response_lengths, output_size=len(inside)) + inside
 
 
 def response_targets(batch: TokenBatch) -> Tensor:
     """int64 `[num_response_tokens]`: the response tokens themselves, samples in order."""
-    return batch.tokens[response_positions(batch) + 1]
+    host = batch.on_host
+    return _moved(host.tokens[_response_positions(host) + 1], batch)
 
 
 def cu_seqlens(batch: TokenBatch) -> tuple[Tensor, int]:
     """int32 `[num_samples + 1]`, where each sample begins (and the last ends), and the longest sample's length."""
-    ends = batch.total_lengths.cumsum(0).to(torch.int32)
-    return torch.nn.functional.pad(ends, (1, 0)), int(batch.total_lengths.max()) if batch.num_samples else 0
+    lengths = batch.on_host.total_lengths
+    bounds = torch.nn.functional.pad(lengths.cumsum(0).to(torch.int32), (1, 0))
+    return _moved(bounds, batch), int(lengths.max()) if batch.num_samples else 0
 
 
 def position_ids(batch: TokenBatch) -> Tensor:
     """int64 `[num_tokens]`, counting from 0 in each sample."""
-    return within(batch.total_lengths)
+    return _moved(within(batch.on_host.total_lengths), batch)
 
 
 def response_temperatures(batch: TokenBatch) -> Tensor:
     """float32 `[num_response_tokens]`: the temperature that the sample of each response token was sampled with."""
-    per_sample = torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32, device=batch.tokens.device)
-    return per_sample.repeat_interleave(batch.response_lengths)
+    per_sample = _moved(torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32), batch)
+    total = int(batch.on_host.response_lengths.sum())
+    return per_sample.repeat_interleave(batch.response_lengths, output_size=total)

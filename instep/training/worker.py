@@ -340,7 +340,7 @@ class Worker(Profiled):
         calls = iter(micro_batches)  # a call each, in this order: see `TrainBackend`
 
         def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
-            parts = outputs.log_probs.detach().split(batch.response_lengths.tolist())
+            parts = outputs.log_probs.detach().split(batch.on_host.response_lengths.tolist())
             kept.update({i: part.clone() for i, part in zip(next(calls), parts, strict=True) if i in wanted})
             return self.loss_fn(batch, outputs)
 

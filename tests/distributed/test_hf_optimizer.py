@@ -101,6 +101,37 @@ def test_the_kernel_that_is_compiled_on_a_gpu_takes_the_same_steps(monkeypatch):
             assert (state[name] == theirs[name]).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_clip_is_a_factor_of_the_gradients_and_small_parameters_are_stepped_together(monkeypatch, compiles):
+    torch._dynamo.reset()
+    traced = torch.compile(module._kernel, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled", lambda: traced)
+    calls, adamw = [], module.adamw
+    monkeypatch.setattr(
+        module, "adamw", lambda params, *args, **kw: calls.append(len(params)) or adamw(params, *args, **kw)
+    )
+    ends = []
+    for inside in (True, False):
+        g = torch.Generator().manual_seed(0)
+        shapes = ((70, 1000), (256, 256), (41, 100), (9,), (12,), (30, 30))
+        params = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+        parts = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:], "weight_decay": 0.0}]
+        optimizer = PiecewiseAdamW(parts, {**OPTIONS, "lr": 1e-2}, eight_bits=True, offload=False)
+        optimizer.compiles = compiles
+        for factor in (0.3, 1.0, 0.7):
+            for p in params[:-1]:  # the last has no gradient
+                p.grad = torch.randn(p.shape, generator=g) * (1.0 if inside else factor)
+            optimizer.clip = factor if inside else 1.0
+            calls.clear()
+            optimizer.step()
+            assert calls[0] == 2 and set(calls[1:]) <= {1}
+            assert len(calls) == 1 + (2 if compiles else 3), "the ends of two that have no whole blocks there"
+        steps = [float(optimizer.state[p]["step"]) for p in params]
+        assert steps == [3.0] * 5 + [0.0]
+        ends.append([p.detach() for p in params])
+    assert all(map(torch.equal, *ends))
+
+
 def test_pieces_equal_a_whole_step(monkeypatch):
     torch.manual_seed(0)
     start = torch.randn(70, 100)

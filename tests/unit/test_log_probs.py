@@ -121,13 +121,20 @@ def test_a_loss_may_change_log_probs_in_place():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("num_chunks, again", [(3, 0), (4, 0), (5, 1), (9, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_head_needs_8_bytes_for_each_logit_of_a_chunk(dtype, ranks):
+def test_the_head_keeps_8_bytes_for_each_logit_of_a_chunk_and_needs_as_much(dtype, ranks, num_chunks, again):
     """Sizes of a real model on the device `meta`, where every tensor has its size and nothing is computed."""
-    vocab, width, num_logits, num_tokens = 151936, 64, 2**28, 4000
+    vocab, width, num_logits = 151936, 64, 2**28
+    size = num_logits * ranks * 15 // (16 * vocab)
+    if dtype is torch.float32:
+        again = num_chunks - 2  # of 4 bytes
+
+    calls = []
 
     def head(hidden, targets, temperature, with_entropy):
+        calls.append(len(hidden))
         group = dist.group.WORLD if ranks > 1 else None
         return log_probs_and_entropy(
             hidden @ weight.T, targets, temperature, vocab_size=vocab, tp_group=group, with_entropy=with_entropy
@@ -135,12 +142,16 @@ def test_the_head_needs_8_bytes_for_each_logit_of_a_chunk(dtype, ranks):
 
     with one_of(ranks), LiveBytes() as live, torch.device("meta"):
         weight = torch.empty(vocab // ranks, width, dtype=dtype)
+        num_tokens = num_chunks * size
         hidden = torch.empty(num_tokens, width, dtype=dtype, requires_grad=True)
         targets, temperature = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens)
         before = live.now
         where = dict(num_logits=num_logits * ranks, vocab_size=vocab)
         log_probs, entropy = in_chunks(head, hidden, targets, temperature, True, **where)
+        kept = live.now - before
         (log_probs + entropy).sum().backward()
-    chunk = num_logits * ranks / vocab  # tokens
-    most = 8 * chunk * vocab / ranks
-    assert dtype.itemsize / 4 * 0.9 * most < live.peak - before <= most
+    assert calls == [size] * (num_chunks + again)
+    most, chunk = 8 * num_logits, size * vocab // ranks * dtype.itemsize
+    small = 10 * num_tokens * 8 + 2 * hidden.nbytes
+    assert (num_chunks - again) * chunk <= kept <= min(most, (num_chunks - again) * chunk) + small
+    assert live.peak - before <= kept + min(1, dtype.itemsize / 4 + 0.05) * most + small

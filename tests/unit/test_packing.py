@@ -27,6 +27,20 @@ def test_positions_targets_and_expansion_of_a_hand_made_batch():
     assert starts.tolist() == [0, 5, 9, 11] and starts.dtype is torch.int32 and longest == 5
 
 
+def test_no_length_is_asked_of_a_device():
+    """On the device `meta`, which could answer nothing; the samples begin alike, so that much is shared."""
+    here = make_batch().select([0, 0, 1])
+    there = here.to("meta").to("meta")
+    assert there.on_host is here and here.on_host is here and here.to("cpu").select([0]).host is None
+    for name in ("response_positions", "response_targets", "position_ids", "response_temperatures"):
+        found, wanted = (getattr(packing, name)(batch) for batch in (there, here))
+        assert found.is_meta and (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+    bounds, longest = packing.cu_seqlens(there)
+    assert bounds.is_meta and bounds.shape == (4,) and longest == 5
+    shared = packing.shared_prefixes(there)
+    assert shared is not None and shared.kept.is_meta and shared.copies.shape == (14,) and shared.max_kept == 5
+
+
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [7, 6, 7, 5], [1], [40, 1, 3, 2, 39, 1, 17, 5], [150, 140, 4]])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("scale", [None, 0.3])

@@ -35,7 +35,7 @@ from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, Step
 from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
 from instep.training.hf.mirror import Mirror, MirroredSource
 from instep.training.hf.model import Policy
-from instep.training.hf.optimizer import adamw_of, load_state, saved_state
+from instep.training.hf.optimizer import PiecewiseAdamW, adamw_of, load_state, saved_state
 from instep.training.hf.own_copy import has_room
 from instep.training.hf.shards import DP, TP, local, mesh_of, part_of, shard_over
 from instep.training.hf.weights import HfWeightSource, load_hf
@@ -216,14 +216,20 @@ class HfBackend:
         norm = self._global_norm(trained)
         skipped = not math.isfinite(norm)
         if not skipped:
-            if self.args.clip_grad > 0 and norm > self.args.clip_grad:
-                torch._foreach_mul_(grads, self.args.clip_grad / (norm + 1e-6))
+            clips = self.args.clip_grad > 0 and norm > self.args.clip_grad
+            self._clip(grads, self.args.clip_grad / (norm + 1e-6) if clips else 1.0)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._changed()
         return StepResult(norm, skipped)
+
+    def _clip(self, grads: list[Tensor], factor: float) -> None:
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            self.optimizer.clip = factor  # in the pass that it makes anyway
+        elif factor != 1:
+            torch._foreach_mul_(grads, factor)
 
     def _global_norm(self, trained: list[nn.Parameter]) -> float:
         """The norm over the whole model, in which a parameter that tensor-parallel ranks have whole counts once."""

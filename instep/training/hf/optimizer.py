@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from instep.training.hf.shards import local, part_of
+from instep.training.hf.slot import Slot
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -77,7 +78,7 @@ class _Piece(NamedTuple):
     step: Tensor
     rates: Tensor | None  # of `_rates`, for the compiled kernel
     weight: Tensor
-    grad: Tensor
+    grad: Tensor  # before it is clipped
     stored: dict[str, Tensor]
 
     def part(self, start: int, stop: int) -> _Piece:
@@ -109,6 +110,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
         compiles: bool = True,
     ):
         super().__init__(parts, **options)
+        self.clip = 1.0  # what the gradients of the next step are multiplied with
         self.offload = offload
         self.compiles = compiles and any(p.is_cuda for group in self.param_groups for p in group["params"])
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -129,19 +131,25 @@ class PiecewiseAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         pieces = list(self._pieces())
+        if not self.offload:
+            plain = [piece for piece in pieces if f"{MOMENTS[0]}_scale" not in piece.stored]
+            for group in self.param_groups:
+                _step_plain([piece for piece in plain if piece.group is group], self.clip)
+            pieces = [piece for piece in pieces if f"{MOMENTS[0]}_scale" in piece.stored]
         for piece, stored in zip(pieces, self._brought(piece.stored for piece in pieces), strict=True):
-            _step(piece._replace(stored=stored), self.compiles)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["step"] += 1
+            _step(piece._replace(stored=stored), self.compiles, self.clip)
+        if steps := [
+            self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]:
+            torch._foreach_add_(steps, 1)
 
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            rates = _rates(group, torch.stack([self.state[p]["step"] for p in params])) if self.compiles else None
+            steps = torch.stack([self.state[p]["step"] for p in params])
+            rates = _rates(group, steps, self.clip) if self.compiles else None
             for i, p in enumerate(params):
                 step, stored = self.state[p]["step"], {k: t for k, t in self.state[p].items() if k != "step"}
                 weight, grad = local(p.detach()).view(-1), local(p.grad).reshape(-1)
@@ -159,8 +167,8 @@ class PiecewiseAdamW(torch.optim.AdamW):
             yield from pieces
             return
         main, inward, outward = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-        slots = [_Slot() for _ in range(3)]
-        waiting: list[tuple[_Slot, dict[str, Tensor]]] = []
+        slots = [Slot(_PIECE, BLOCK) for _ in range(3)]
+        waiting: list[tuple[Slot, dict[str, Tensor]]] = []
 
         def fetch(index: int, host: dict[str, Tensor]) -> None:
             slot = slots[index % 3]
@@ -215,32 +223,6 @@ class PiecewiseAdamW(torch.optim.AdamW):
             return
         moment = moment.to(state[name].device)
         _pack(state, name, F.pad(moment, (0, len(state[name]) - len(moment))))
-
-
-class _Slot:
-    """Buffers on the device for the moments of one piece."""
-
-    def __init__(self) -> None:
-        self.arrived, self.computed, self.left = (torch.cuda.Event() for _ in range(3))
-        self._room: dict[tuple[str, torch.dtype], Tensor] = {}  # none is freed in a step: it may be on its way out
-        self.here: dict[str, Tensor] = {}
-
-    def make_room(self, host: dict[str, Tensor]) -> bool:
-        """Have buffers for tensors like these; whether some are new."""
-        new = [(name, tensor.dtype) for name, tensor in host.items() if (name, tensor.dtype) not in self._room]
-        for name, dtype in new:
-            length = _PIECE // BLOCK if name.endswith("_scale") else _PIECE
-            self._room[name, dtype] = torch.empty(length, dtype=dtype, device="cuda")
-        return bool(new)
-
-    def copy_in(self, host: dict[str, Tensor]) -> None:
-        self.here = {name: self._room[name, tensor.dtype][: len(tensor)] for name, tensor in host.items()}
-        for name, tensor in host.items():
-            self.here[name].copy_(tensor, non_blocking=True)
-
-    def copy_out(self, host: dict[str, Tensor]) -> None:
-        for name, tensor in host.items():
-            tensor.copy_(self.here[name], non_blocking=True)
 
 
 def _like(p: Tensor, mine: Tensor) -> Tensor:
@@ -328,7 +310,7 @@ def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def _step(piece: _Piece, compiles: bool) -> None:
+def _step(piece: _Piece, compiles: bool, clip: float) -> None:
     """Step a piece, in the compiled kernel if it has 8 bits; that takes whole blocks, two or more."""
     whole = len(piece.weight) // BLOCK
     if compiles and whole > 1 and f"{MOMENTS[0]}_scale" in piece.stored:
@@ -337,32 +319,40 @@ def _step(piece: _Piece, compiles: bool) -> None:
             return
         piece = piece.part(whole * BLOCK, len(piece.weight))
     moments = [_unpack(piece.stored, name) for name in MOMENTS]
-    first, second = (moment[: len(piece.weight)] for moment in moments)
-    group = piece.group
-    beta1, beta2 = group["betas"]
-    adamw([piece.weight], [piece.grad], [first], [second], [], [piece.step.clone()], fused=True, amsgrad=False,
-          beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-          maximize=False)  # fmt: skip
+    _step_plain([piece._replace(stored=dict(zip(MOMENTS, moments, strict=True)))], clip)
     for name, moment in zip(MOMENTS, moments, strict=True):
         _pack(piece.stored, name, moment)
 
 
-def _rates(group: dict[str, Any], steps: Tensor) -> Tensor:
-    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 8].
+def _step_plain(pieces: list[_Piece], clip: float) -> None:
+    """Step pieces of one group, whose moments are in float32, together."""
+    if not pieces:
+        return
+    grads, group = [piece.grad for piece in pieces], pieces[0].group
+    first, second = ([piece.stored[name][: len(piece.weight)] for piece in pieces] for name in MOMENTS)
+    steps = list(torch.stack([piece.step for piece in pieces]))  # copies, which are counted up
+    beta1, beta2 = group["betas"]
+    adamw([piece.weight for piece in pieces], grads if clip == 1 else list(torch._foreach_mul(grads, clip)), first,
+          second, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+          weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)  # fmt: skip
+
+
+def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
+    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 9].
 
     They are numbers on the device, rounded once: another learning rate compiles nothing, and nobody waits for a step.
     """
     (beta1, beta2), lr, steps = group["betas"], group["lr"], steps.double() + 1
     columns = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"], group["eps"],
-               lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()]  # fmt: skip
+               lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt(), clip]  # fmt: skip
     return torch.stack([torch.ones_like(steps) * column for column in columns], 1).float()
 
 
 def _kernel(weight: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
             rates: Tensor, first_codes: _Codes, second_codes: _Codes) -> None:  # fmt: skip
     """AdamW of `[blocks, BLOCK]` elements, whose moments are read and written in 8 bits: what else `_step` does."""
-    beta1, rest1, beta2, rest2, decay, eps, rate, root = rates.unbind()
-    g, w = grad.float(), weight.float()
+    beta1, rest1, beta2, rest2, decay, eps, rate, root, clip = rates.unbind()
+    g, w = grad.float() * clip, weight.float()
     mean = beta1 * _decoded(first, first_scale, first_codes) + rest1 * g
     square = beta2 * _decoded(second, second_scale, second_codes) + rest2 * g * g
     weight.copy_(w - decay * w - rate * mean / (square.sqrt() * root + eps))

@@ -21,7 +21,6 @@ SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where that memory lies: a folder of the run
 LORA_VARIABLE = "INSTEP_LORA"  # set for engines that take adapters, as `lora.py` says
 FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `fast/`
-STAGES_VARIABLE = "INSTEP_CPU_STAGES"  # set for engines of several pipeline stages on a CPU, as `cpu_stages.py` says
 PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"  # 1: set by instep for engines that it has started; or "children"
 ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE; no GPU is touched before the file is there
 
@@ -59,10 +58,6 @@ def register() -> None:
             from instep_vllm.fast import sampler
 
             sampler.install()
-        if os.environ.get(STAGES_VARIABLE):
-            from instep_vllm import cpu_stages
-
-            cpu_stages.install()
     if os.environ.get(PARENT_VARIABLE):
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
