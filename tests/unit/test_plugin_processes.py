@@ -45,6 +45,38 @@ def test_a_core_that_hangs_ends_with_its_server(tmp_path):
     assert gone(children, 10)
 
 
+# A core whose server has ended before the plugin is loaded there.
+ORPHAN = """
+import multiprocessing, os, sys, time
+from instep_vllm import _die_with_parent
+
+def core():
+    server = os.getppid()
+    print("imports", flush=True)
+    while os.getppid() == server:
+        time.sleep(0.01)
+    _die_with_parent()
+    time.sleep(300)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("fork").Process(target=core).start()
+    time.sleep(300)
+"""
+
+
+def test_a_core_ends_whose_server_ended_as_it_began(tmp_path):
+    (tmp_path / "server.py").write_text(ORPHAN)
+    server = subprocess.Popen([sys.executable, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "imports\n"
+        children = psutil.Process(server.pid).children()
+        assert len(children) == 1
+    finally:
+        server.kill()
+        server.wait(timeout=30)
+    assert gone(children, 10)
+
+
 # A server that has loaded vLLM's plugins and a core that is forked from it, which loads them as a spawned one does.
 FORKED = """
 import multiprocessing, os, sys

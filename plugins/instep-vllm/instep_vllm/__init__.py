@@ -100,8 +100,9 @@ def _die_with_parent() -> None:
     if _watched_by == os.getpid():
         return
     _watched_by, parent = os.getpid(), os.getppid()
-    if multiprocessing.parent_process() is not None:  # a core or a worker; it may hang with the interpreter's lock held
-        PR_SET_PDEATHSIG = 1
+    if (starter := multiprocessing.parent_process()) is not None:  # of a core or a worker
+        parent = starter.pid or 0  # which may have ended while this one imported vLLM
+        PR_SET_PDEATHSIG = 1  # as this one may hang with the interpreter's lock held
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
