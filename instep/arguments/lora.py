@@ -94,7 +94,8 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ref_load is not None and args.ref_load != args.hf_checkpoint:
         what = f"the adapter's base is --ref-load {args.ref_load}, but engines load {args.hf_checkpoint}"
         yield Problem(what, "--weight-sync lora", "name the base as --hf-checkpoint, or use --weight-sync shm")
-    if args.rollout_backend != "embedded" and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
+    on_vllm = args.rollout_backend == "vllm" or (args.rollout_backend == "auto" and args.device == "cuda")
+    if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
         what = f"vLLM computes latent attention with the weight of {KV_B} that it has loaded, and no adapter of it"
         yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
     words = args.vllm_overrides

@@ -16,6 +16,7 @@ from instep.checkpoints.hf_export import exporting
 from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
 from instep.errors import CheckpointError
+from instep.models.shape import KV_B
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,12 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
         if found[name] != ours:
             there = _difference(found[name], modules) if name == "modules" else f"{found[name]} there, {ours} here"
             what = f"its adapter is another one: {name} {there}"
-            raise CheckpointError(what, where=str(folder), remedy=f"give {flag} as the run that saved it had it")
+            remedy = f"give {flag} as the run that saved it had it"
+            if name == "modules":
+                remedy = f"give {flag} {' '.join(sorted({n.rpartition('.')[2] for n in found[name]}))}"
+                if KV_B in remedy:
+                    remedy += ", and with vLLM --weight-sync shm"
+            raise CheckpointError(what, where=str(folder), remedy=remedy)
     if theirs.digest != base.digest:
         raise CheckpointError(
             f"its adapter belongs to another base: {theirs.path}, not {base.path} (digests {theirs.digest[:12]} and "

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from instep.checkpoints.hf_export import read_hf_config
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import num_critic_gpus
 from instep.engines.kind import SHARED_MEMORY_REMEDY
@@ -34,13 +35,15 @@ class Saved(NamedTuple):
 
 
 def num_weights(folder: Path) -> int:
-    """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files."""
-    total = 0
+    """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files, each once."""
+    shapes: dict[str, list[int]] = {}
     for path in folder.glob("model*.safetensors"):  # not the copies of another format beside them
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total
+        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    if (folder / "config.json").exists() and read_hf_config(folder).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return sum(map(math.prod, shapes.values()))
 
 
 def what_is_saved(args: Args) -> Iterator[Saved]:

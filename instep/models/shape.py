@@ -166,16 +166,22 @@ def model_shape(hf_config: Any) -> ModelShape:
     return _shape(c, hf_config.model_type, family)
 
 
+_COUNTS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
+
+
 def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a config.json says; None of a model that Megatron cannot train, and where transformers' defaults
-    stand for what is missing."""
+    """The shape that a config.json says; None of a model that Megatron cannot train, where transformers' defaults stand
+    for what is missing, and of numbers that are none, which the check of the checkpoint names."""
     family = FAMILIES.get(config.get("model_type", ""))
     try:
-        if family is None or unsupported(config) or "num_key_value_heads" not in config:
+        if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in _COUNTS):
             return None
         rope = {} if rope_by_layer(config) else {"rope_parameters": {"rope_type": "default"}}
         return _shape({**config, **rope}, config["model_type"], family)
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

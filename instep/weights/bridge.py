@@ -67,15 +67,19 @@ def _check_model(theirs: str, ours: str, path: Path) -> None:
             )
 
 
+_OF_A_MODEL = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
+)
+
+
 def _model_config(folder: Path) -> dict[str, Any]:
     """The values in a config.json that say what model it is; none where there is no such file, as for a hub's name."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    of_file = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-    plain = {n: v for n, v in config.items() if isinstance(v, int | float | str) and not n.endswith("_token_id")}
-    return {n: v for n, v in plain.items() if n not in of_file} | {"architectures": config.get("architectures")}
+    return {name: config[name] for name in _OF_A_MODEL if name in config}
 
 
 def _found() -> Path:

@@ -48,6 +48,11 @@ def test_a_checkpoint_belongs_to_its_adapter_and_base(tmp_path, base):
     ):
         with pytest.raises(CheckpointError, match=words):
             check_layout(folder, lora, modules, theirs)
+    write_layout(folder, LORA, [*MODULES, "layer.0.kv_b_proj"], base)  # by a version whose default had it
+    with pytest.raises(
+        CheckpointError, match="give --lora-target-modules kv_b_proj q, and with vLLM --weight-sync shm"
+    ):
+        check_layout(folder, LORA, MODULES, base)
     (folder / LAYOUT).write_text(json.dumps({"rank": 2}))
     with pytest.raises(CheckpointError, match="does not say what its adapter is"):
         check_layout(folder, LORA, MODULES, base)

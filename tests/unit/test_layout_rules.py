@@ -65,6 +65,11 @@ def test_it_is_named(model, name, flags, says):
     assert parse([*words(flags), "--debug-rollout-only"]) if "critic" not in flags else True  # nothing is trained
 
 
+@pytest.mark.parametrize("wrong", [{"intermediate_size": None}, {"num_attention_heads": 0}, {"rope_scaling": [1]}])
+def test_numbers_that_are_none_have_no_layout(model, wrong):
+    assert shape_in_file(model("qwen3-4B") | wrong) is None
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-0.5B", "qwen3-30B-A3B", "moonlight-16B-A3B"])
 def test_the_workers_refuse_nothing_that_the_command_line_takes(model, name):
     """Of 60 layouts, both kinds are met."""

@@ -51,7 +51,10 @@ def test_what_the_flags_mean(extra, expected):
         (HF + "--lora-dropout 0.05", ("--lora-dropout 0.05", "has no dropout")),
         (HF + "--weight-sync lora --ref-load base", ("--ref-load base", "name the base as --hf-checkpoint")),
         (HF + "--weight-sync lora --vllm-max-lora-rank 16", ("16 is below --lora-rank 20",)),
-        (HF + "--weight-sync lora --lora-target-modules o_proj kv_b_proj", ("kv_b_proj", "use --weight-sync shm")),
+        (
+            HF + "--weight-sync lora --rollout-backend vllm --lora-target-modules o_proj kv_b_proj",
+            ("kv_b_proj", "use --weight-sync shm"),
+        ),
         (HF + "--weight-sync lora --vllm-no-enable-lora", ("--vllm-no-enable-lora", "is needed by --weight-sync lora")),
     ],
 )
@@ -59,6 +62,11 @@ def test_contradictions_are_named(extra, words, folder):
     (folder / "base").mkdir()
     message = refusal(extra)
     assert all(word in message for word in words), message
+
+
+def test_the_embedded_engine_takes_an_adapter_of_every_layer():
+    words = f"{HF}--device cpu --weight-sync lora --rollout-backend embedded --lora-target-modules kv_b_proj"
+    assert parse(argv(words)).lora_target_modules == ["kv_b_proj"]
 
 
 def test_engines_get_room_for_the_adapter_and_others_none():

@@ -38,6 +38,17 @@ def arguments(extra: str):
 
 def test_weights_are_counted_from_the_headers(folder):
     assert num_weights(folder / "model") == 10 * 20 + 30 + 1
+    (folder / "model" / "model-00001-of-00001.safetensors").write_bytes(
+        (folder / "model" / "model.safetensors").read_bytes()
+    )
+    assert num_weights(folder / "model") == 10 * 20 + 30 + 1  # the same ones, twice
+
+
+@pytest.mark.parametrize("tied, expected", [(True, 20), (False, 40)])
+def test_a_tied_output_layer_is_no_weight_of_its_own(folder, tied, expected):
+    weights(folder, {"model.embed_tokens.weight": [10, 2], "lm_head.weight": [10, 2]})
+    (folder / "model" / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    assert num_weights(folder / "model") == expected
 
 
 @pytest.mark.parametrize(

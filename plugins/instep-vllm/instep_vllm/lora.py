@@ -42,7 +42,7 @@ def install() -> None:
     """Let requests without an adapter name the trainer's, and vLLM's loader find it here. Once in each process."""
     from vllm.lora import model_manager
     from vllm.lora.worker_manager import WorkerLoRAManager
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe import config as moe_config
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -50,7 +50,7 @@ def install() -> None:
     if hasattr(InputProcessor.process_inputs, "__wrapped__"):
         return
     process, load = InputProcessor.process_inputs, WorkerLoRAManager._load_adapter
-    layers, about_experts = model_manager.get_supported_lora_modules, FusedMoEConfig.__post_init__
+    layers = model_manager.get_supported_lora_modules
     signature = inspect.signature(process)
 
     @functools.wraps(process)
@@ -78,10 +78,15 @@ def install() -> None:
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)}
         return [name for name in layers(model) if name in linear]
 
-    @functools.wraps(about_experts)
-    def as_without_adapters(self: Any) -> None:
-        self.is_lora_enabled = False  # else vLLM takes kernels that know adapters: slower ones, and none on a CPU
-        about_experts(self)
+    experts = getattr(moe_config, "FusedMoEConfig", None)
+    if (about_experts := getattr(experts, "__post_init__", None)) is not None:
+
+        @functools.wraps(about_experts)
+        def as_without_adapters(self: Any) -> None:
+            self.is_lora_enabled = False  # else vLLM takes kernels that know adapters: slower ones, and none on a CPU
+            about_experts(self)
+
+        experts.__post_init__ = as_without_adapters
 
     if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 has not
 
@@ -97,7 +102,6 @@ def install() -> None:
 
     InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
     model_manager.get_supported_lora_modules = get_supported_lora_modules
-    FusedMoEConfig.__post_init__ = as_without_adapters
 
 
 class Layout(NamedTuple):

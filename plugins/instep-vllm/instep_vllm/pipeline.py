@@ -13,8 +13,8 @@ def install() -> None:
     """Let a stage make its buffers when the first tensors come. Once in each process that computes."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    gather = CPUModelRunner.sync_and_gather_intermediate_tensors
-    if hasattr(gather, "__wrapped__"):
+    gather = getattr(CPUModelRunner, "sync_and_gather_intermediate_tensors", None)  # its name since 0.32
+    if gather is None or hasattr(gather, "__wrapped__"):
         return
 
     @functools.wraps(gather)
