@@ -15,7 +15,7 @@ Messages = list[dict[str, Any]]
 def arguments(monkeypatch: Any, tokenizer: Any) -> Namespace:
     """Arguments whose tokenizer is `tokenizer`."""
     monkeypatch.setattr("instep.rollout.tokens.tokenizer_of", lambda args: tokenizer)
-    monkeypatch.setattr("instep.rollout.tokens.encode", lambda args, text: ids_of(tokenizer, text))
+    monkeypatch.setattr("instep.rollout.tokens.encode", lambda args, text, **_: ids_of(tokenizer, text))
     return Namespace(hf_checkpoint="", trust_remote_code=False, apply_chat_template_kwargs=None)
 
 

@@ -26,6 +26,8 @@ _OF_RESPONSE = (  # fields of a sample that another one does not share
     *("response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_routed_experts"),
     *("weight_versions", "status", "sampling_params", "sampling_turns", "remove_sample", "non_generation_time"),
 )
+_ANYTHING: list[Message] = [{"role": "user", "content": "?"}]  # stands for a prompt that is not known
+TOKENS_BEFORE = "tokens_before"  # in `extra` of a sibling: how many of the responses it continues (for its seed)
 MAX_TOKENS_INLINE = 256  # the transfer to a thread and back takes longer than to decode so many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
@@ -39,6 +41,7 @@ def forget_tokenizers() -> None:
     """Let another run in this process read its tokenizer anew: the checkpoint may have been replaced."""
     for cached in (load_tokenizer, _encode, _byte_texts):
         cached.cache_clear()
+    _talks.clear()
 
 
 def without_end(args: Settings, response: str) -> str:
@@ -68,9 +71,10 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     return ids
 
 
-def encode(args: Settings, text: str) -> list[int]:
-    """The token ids of a text that already has its special tokens."""
-    return list(_encode(str(args.hf_checkpoint), args.trust_remote_code, text))
+def encode(args: Settings, text: str, *, once: bool = False) -> list[int]:
+    """The token ids of a text that already has its special tokens; `once`: nobody asks for them again."""
+    of = _encode.__wrapped__ if once else _encode
+    return list(of(str(args.hf_checkpoint), args.trust_remote_code, text))
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
@@ -95,25 +99,17 @@ def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
             writes a turn otherwise once they follow.
     """
     said, messages = _said_and_others(args, messages)
-    talk = _Talk(args, [{"role": "user", "content": "?"}])
-    plain = {"role": "assistant", "content": _TURN}
-    tags = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}"}
-    keys = plain | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
-    closed = talk.prompt.rstrip().endswith("</think>")  # so that the model does not reason
-    forms = [said] if said else [tags] if talk.opening else [plain] if closed else [plain, tags]
-    talk.must_show(forms[0], messages)
-    out = None
-    for form in [*forms, *([] if said or closed or _THOUGHT not in talk.alone(keys) else [keys])]:
-        alone, after = talk.alone(form), talk.after(form, messages)
-        turns = [alone.removeprefix(talk.prompt)] if alone.startswith(talk.prompt) and _shows(alone, form) else []
-        if form in (plain, tags):  # as the model may say it, before the template reads it
-            turns.append(form["content"].removeprefix(talk.opening) + alone.rpartition(_TURN)[2])
-        turns = [ended(turn, list(talk.ends))[0] for turn in turns]
-        rests = [(turn, rest) for turn in turns if (rest := _rest(after, talk.prompt + turn)) is not None]
-        if not rests:
-            raise talk.refusal(messages)
-        out = rests[0] if out is None else out
-    turn, text = out or ("", "")
+    talk = _any_talk(args)
+    if said is not None:
+        form, turn = _turn_that_is_extended(talk, said, messages)
+    else:  # the template is tried once for messages of these roles
+        roles = tuple((m["role"], bool(m["content"].strip())) for m in messages)
+        if roles not in talk.turns:
+            talk.turns[roles] = _turn_that_is_extended(talk, None, messages)
+        form, turn = talk.turns[roles]
+    text = _rest(talk.after(form, messages), talk.prompt + turn)
+    if text is None:
+        raise talk.refusal(messages)
     end = "" if turn.endswith(talk.ends) else next((token for token in talk.ends if text.startswith(token)), None)
     if end is None:
         raise DataError(
@@ -124,13 +120,35 @@ def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
     return encode(args, text.removeprefix(end))  # a model that nothing ends is stopped by what begins the next message
 
 
+def _turn_that_is_extended(talk: _Talk, said: Message | None, messages: list[Message]) -> tuple[Message, str]:
+    """A turn of the model, and its text, with which the prompt after `messages` begins, as it does with all others."""
+    plain = {"role": "assistant", "content": _TURN}
+    tags = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}"}
+    keys = plain | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    closed = talk.prompt.rstrip().endswith("</think>")  # so that the model does not reason
+    forms = [said] if said else [tags] if talk.opening else [plain] if closed else [plain, tags]
+    talk.must_show(forms[0], messages)
+    out: tuple[Message, str] | None = None
+    for form in [*forms, *([] if said or closed or _THOUGHT not in talk.alone(keys) else [keys])]:
+        alone, after = talk.alone(form), talk.after(form, messages)
+        turns = [alone.removeprefix(talk.prompt)] if alone.startswith(talk.prompt) and _shows(alone, form) else []
+        if form in (plain, tags):  # as the model may say it, before the template reads it
+            turns.append(form["content"].removeprefix(talk.opening) + alone.rpartition(_TURN)[2])
+        turns = [ended(turn, list(talk.ends))[0] for turn in turns]
+        kept = [turn for turn in turns if _rest(after, talk.prompt + turn) is not None]
+        if not kept:
+            raise talk.refusal(messages)
+        out = (form, kept[0]) if out is None else out
+    return out or (plain, "")
+
+
 def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) -> Sample:
     """The sample that ends where the model's next turn begins, after `messages` (as those of `next_turn_ids`).
 
     It is `sample`, with the tokens between the two turns, if the chat template goes on from what the model has said;
     blanks that a template changes are the model's. A template may write the turn otherwise once others follow, as one
     that drops reasoning. Then it is another sample, whose prompt is the conversation as the template writes it now: a
-    fan-out sibling, which a generate function returns in a list with those before. No token is tokenized again.
+    fan-out sibling, which a generate function returns in a list with those before; its prompt is tokenized anew.
 
     The conversation is known of samples whose prompt is one (without --apply-chat-template). It is rendered whole for a
     sibling only: what stands before the last user's message, and before a tool's answer all turns between that message
@@ -142,15 +160,17 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
     """
     said, messages = _said_and_others(args, messages)
     state = sample.extra.get("next_turn") or {"start": 0, "messages": []}
-    known = [*sample.prompt, *state["messages"]] if isinstance(sample.prompt, list) else None
-    before = [{"role": "user", "content": "?"}]
-    if known is not None:
-        kept, earlier = window([*known, {"role": "assistant"}], len(known))
-        if any(m["role"] != "tool" for m in messages):  # which may change all turns since the last user's message
-            earlier = next((i + 1 for i in reversed(range(len(known))) if known[i]["role"] == "user"), 0)
-        before = [*kept, *known[earlier:]]
+    at = state["start"]
+    if at and not (at <= sample.response_length and sample.loss_mask and not sample.loss_mask[at - 1]):
+        state, at = {"start": 0, "messages": []}, 0  # of a response that was begun anew since
+    is_talk = isinstance(sample.prompt, list)
+    known = [*(sample.prompt if is_talk else _ANYTHING), *state["messages"]]
+    kept, earlier = window([*known, {"role": "assistant"}], len(known))
+    if any(m["role"] != "tool" for m in messages):  # which may change all turns since the last user's message
+        earlier = next((i + 1 for i in reversed(range(len(known))) if known[i]["role"] == "user"), 0)
+    before = [*kept, *known[earlier:]]
     talk = _Talk(args, before, sample.metadata.get("tools"), where_of(sample))
-    ids = sample.tokens[sample.prompt_length + state["start"] :]
+    ids = sample.tokens[sample.prompt_length + at :]
     turn = tokenizer_of(args).decode(ids, skip_special_tokens=False)
     said = said or {"role": "assistant", "content": talk.opening + _without_ends(turn, talk.ends)}
     talk.must_show(said, messages)
@@ -160,7 +180,7 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
         sample.append_response_tokens(encode(args, rest), trainable=False)
         sample.extra = {**sample.extra, "next_turn": {"start": sample.response_length, "messages": messages}}
         return sample
-    if known is None:
+    if not is_talk:
         raise talk.refusal(messages[len(state["messages"]) + 1 :])
     messages = [*sample.prompt, *messages]
     empty = Sample()
@@ -169,9 +189,10 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
         sample,
         **fresh,
         prompt=messages,
-        tokens=encode(args, talk.render(messages, generation_prompt=True)),
+        tokens=encode(args, talk.render(messages, generation_prompt=True), once=True),
         metadata=dict(sample.metadata),
-        extra={name: value for name, value in sample.extra.items() if name != "next_turn"},
+        extra={name: value for name, value in sample.extra.items() if name != "next_turn"}
+        | {TOKENS_BEFORE: sample.extra.get(TOKENS_BEFORE, 0) + sample.response_length},
     )
 
 
@@ -182,6 +203,7 @@ class _Talk:
         ends: the special tokens, one of which ends a turn.
         prompt: the text before the turn.
         opening: the tag of reasoning with which that ends, if it does.
+        turns: for roles of messages that follow, what `_turn_that_is_extended` has found.
     """
 
     def __init__(self, args: Settings, before: list[Message], tools: Any = None, where: str = "next_turn_ids"):
@@ -195,6 +217,7 @@ class _Talk:
         self.prompt: str = self.render(before, generation_prompt=True)
         at = self.prompt.rfind("<think>")
         self.opening = self.prompt[at:] if self.prompt.rstrip().endswith("<think>") else ""
+        self.turns: dict[tuple[tuple[str, bool], ...], tuple[Message, str]] = {}
 
     def alone(self, said: Message) -> str:
         """The text that ends with the turn `said`."""
@@ -226,6 +249,18 @@ class _Talk:
             remedy="take instep.rollout.tokens.next_turn, which looks at what was said and begins a fan-out sibling "
             "where that is needed, with prompts that are conversations (without --apply-chat-template)",
         )
+
+
+_talks: dict[tuple[str, str], _Talk] = {}  # by chat template and --apply-chat-template-kwargs
+
+
+def _any_talk(args: Settings) -> _Talk:
+    """A conversation that stands for all, kept with what was found of it."""
+    tokenizer = tokenizer_of(args)
+    key = str(tokenizer.chat_template), repr(args.apply_chat_template_kwargs)
+    if key not in _talks or _talks[key].tokenizer is not tokenizer:
+        _talks[key] = _Talk(args, _ANYTHING)
+    return _talks[key]
 
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:

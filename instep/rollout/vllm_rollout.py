@@ -30,7 +30,7 @@ from instep.rollout.together import (
     take,
     way_of,
 )
-from instep.rollout.tokens import prompt_ids, tokenizer_of
+from instep.rollout.tokens import TOKENS_BEFORE, prompt_ids, tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ async def generate(
     if before:
         if sample.status is Status.ABORTED:
             begun = next((n for n, mask in enumerate(reversed(sample.loss_mask or ())) if not mask), before)
-        if "seed" in params:  # otherwise the rest would repeat the random numbers of the beginning
-            params["seed"] = sampling_seed(params["seed"], before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
+    if "seed" in params and (drawn := before + sample.extra.get(TOKENS_BEFORE, 0)):
+        params["seed"] = sampling_seed(params["seed"], drawn)  # else the rest would repeat the beginning's numbers
     record_turn(sample, params)
     params |= experts_wanted(args, sample, evaluation)
     out = await _complete(args, sample, params)

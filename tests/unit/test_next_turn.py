@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from instep.data.branches import Conversation
 from instep.data.chat import render
 from instep.errors import DataError
-from instep.rollout.tokens import next_turn, next_turn_ids
+from instep.rollout.tokens import forget_tokenizers, next_turn, next_turn_ids
 from instep.types import Sample
 from tests.chat import make_tokenizer
 from tests.chat_templates import SPECIALS, TEMPLATES, TOOLS, conversation
@@ -102,6 +102,15 @@ def test_reasoning_that_is_dropped_after_a_users_message_alone(
     assert tokenizer.decode(sibling.tokens) == text_of(tokenizer, talk, None, prompt=True) and sibling.prompt == talk
     with pytest.raises(DataError, match="(?s)row 1.*without --apply-chat-template"):
         next_turn(args, said(thinking, "a text"), [USER])
+    assert sibling.extra["tokens_before"] == sample.response_length  # so that its turn has a seed of its own
+    again = next_turn(args, said(thinking, "a text"), [TOOL])  # the first turn is still known of a text, too
+    again.append_response_tokens(ids_of(tokenizer, bare), [-1.0] * len(ids_of(tokenizer, bare)))
+    with pytest.raises(DataError, match="(?s)row 1.*without --apply-chat-template"):
+        next_turn(args, again, [USER])
+    anew = said(bare)  # begun anew after an abort: what was known of its turns is of another response
+    anew.extra["next_turn"] = {"start": 100, "messages": [{"role": "assistant", "content": "never"}, TOOL]}
+    assert next_turn(args, anew, [USER]) is anew
+    assert tokenizer.decode(anew.tokens).count("<|im_end|>\n<|im_start|>user") == 1
     cut = said("2")  # by a stop string: the end of the turn is the template's
     assert next_turn(args, cut, [USER]) is cut and "2<|im_end|>\n<|im_start|>user" in tokenizer.decode(cut.tokens)
 
@@ -114,3 +123,18 @@ def test_an_answer_that_the_template_does_not_show(
     tokenizer.chat_template = TEMPLATES[family].text.replace("for m in messages %}", silent)
     with pytest.raises(DataError, match="(?s)does not show what the tool says.*tool_calls"):
         next_turn_ids(arguments(monkeypatch, tokenizer), [TOOL])
+
+
+def test_a_template_is_tried_once_for_messages_of_one_kind(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = TEMPLATES["qwen3"].text
+    args, calls, num_renders = arguments(monkeypatch, tokenizer), list[Any](), list[int]()
+    apply = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *a, **k: calls.append(a) or apply(*a, **k))
+    forget_tokenizers()
+    for content in ("42", "a longer answer", "42"):
+        ids = next_turn_ids(args, [TOOL | {"content": content}])
+        num_renders.append(len(calls))
+        assert content in tokenizer.decode(ids)
+    assert num_renders[0] > 3 and num_renders[1:] == [num_renders[0] + 1, num_renders[0] + 2]
